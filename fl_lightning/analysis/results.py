@@ -17,6 +17,7 @@ from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
+from fl_lightning.storage import site_journal
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
 
@@ -80,6 +81,8 @@ class Run:
 
     @cached_property
     def _store(self) -> ClientStore:
+        if (self.folder / site_journal.JOURNAL).is_file():
+            return site_journal.latest(self.folder)
         held = self.checkpoint.get("federated", {"clients": {}, "folders": []})
         folders = [self.checkpoint_path.parent / folder for folder in held["folders"]]
         folders.append(self.folder / "state")
@@ -90,10 +93,12 @@ class Run:
     def client_state(self, name: str, client: int) -> Tensor | None:
         """The client's row of ``"ClassName.name"`` at the last checkpoint; None where it had none.
 
+        Of a site's folder: after the client's last round.
+
         Raises:
             UserError: no client has a row of that name.
         """
-        names = self._store.names()
+        names = [n for n in self._store.names() if not n.startswith(site_journal.STAGED)]
         if name not in names:
             raise UserError(
                 f"client_state({name!r}): {self.folder} has no such state.{suggest(name, names)} "

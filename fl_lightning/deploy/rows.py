@@ -12,17 +12,14 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage import lock
+from fl_lightning.storage import lock, site_journal
 from fl_lightning.storage.files import written_aside
-from fl_lightning.storage.segments import Index
+from fl_lightning.storage.site_journal import JOURNAL, STAGED
 from fl_lightning.storage.store import ClientStore
 
-JOURNAL = "site.json"
-STAGED = "staged."
 PLACE = "site.id"
 
 
@@ -39,15 +36,16 @@ class SiteRows:
     def __init__(self, folder: Path, store: ClientStore) -> None:
         self.folder = folder
         self.store = store
-        self.run: int | None = None
-        self.committed: dict[int, int] = {}  # client → the round of its state
-        self.staged: dict[int, tuple[int, list[str]]] = {}  # client → round, names of its rows
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock.hold(folder)
         self.lock.use()
         self.place = self._place(folder / PLACE)
-        if (folder / JOURNAL).exists():
-            self._load()
+        journal = site_journal.read(folder)
+        self.run = journal.run
+        self.committed = journal.committed
+        self.staged = journal.staged
+        if journal.rows:
+            self.store.load(journal.rows, folder)
 
     def _place(self, path: Path) -> int:
         """A number by which the folder is known, whichever process and node serve it."""
@@ -58,24 +56,6 @@ class SiteRows:
             with written_aside(path) as file:
                 file.write(str(place).encode())
             return place
-
-    def _load(self) -> None:
-        path = self.folder / JOURNAL
-        try:
-            held = json.loads(path.read_text("utf-8"))
-            index: Index = {}
-            for name, entry in held["rows"].items():
-                index[name] = {key: torch.tensor(entry[key]) for key in ("clients", "segments")}
-            self.run = int(held["run"])
-            self.committed = {int(i): int(t) for i, t in held["committed"].items()}
-            self.staged = {int(i): (int(t), list(names)) for i, (t, names) in held["staged"]}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise UserError(
-                f"site folder {self.folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the "
-                "state of its clients cannot be read. Put it back from a copy, or begin another "
-                "run with another folder."
-            ) from error
-        self.store.load(index, self.folder)
 
     def begin(self, run: int) -> None:
         """Serve this run from here on.

@@ -17,7 +17,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError, load
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import (
     CommunicationLogger,
@@ -500,3 +500,17 @@ def test_the_arrays_of_a_round_take_what_the_logger_counts(name: str, tmp_path: 
         counted = metrics[-1][f"communication/{way}_bytes"]
         counted += metrics[-1]["communication/buffers_bytes"] / 2
         assert sent == pytest.approx(counted, rel=0.02)
+
+
+def test_rows_are_read_back_from_a_site_folder(tmp_path: Path) -> None:
+    methods, _ = METHODS["scaffold"]
+    over_sites(methods, tmp_path, rounds=2)
+    rows = rows_at(tmp_path)
+    assert rows
+    for name, folder in SHARES.items():
+        run = load(tmp_path / name)
+        for client in folder:
+            here = run.client_state("ControlVariates.c_i", client)
+            there = rows.get(("ControlVariates.c_i", client))
+            assert (here is None) == (there is None)
+            assert here is None or torch.equal(here, there)

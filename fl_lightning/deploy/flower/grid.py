@@ -13,6 +13,7 @@ from fl_lightning.deploy.flower import envelope
 from fl_lightning.deploy.flower.parent import end_with
 from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.transport import Message, words
+from fl_lightning.errors import UserError
 
 # Flower's codes of errors in an app: it cannot be loaded, it raised, its bundle is not accepted.
 # The others tell of nodes, processes and messages that are gone.
@@ -97,6 +98,10 @@ def serve(grid: Any, context: Any, file: str) -> None:
     settings = Settings(context.run_config)
     from fl_lightning.deploy.flower.fit import fit
 
-    status = fit(Path(file).resolve().parents[1], GridTransport(grid), settings)
+    try:
+        status = fit(Path(file).resolve().parents[1], GridTransport(grid), settings)
+    except UserError as error:
+        # Flower shows where it was raised; of that nothing is to be mended.
+        raise UserError(str(error)) from None
     if status:
         raise RuntimeError(f"the run ended with status {status}; its reason stands above")

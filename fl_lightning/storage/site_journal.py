@@ -1,0 +1,71 @@
+"""What a site's folder says of the rows in it: ``site.json``."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage.segments import Index
+from fl_lightning.storage.store import ClientStore
+
+JOURNAL = "site.json"
+STAGED = "staged."  # before the names of rows of the last round, until that counts
+
+
+@dataclass
+class Journal:
+    """A site's rows, before and after its last round.
+
+    ``run``: its number; None: none yet. ``committed``: client → the round of its state. ``staged``:
+    client → its last round, and the names of the rows that this wrote. ``rows``: where they lie.
+    """
+
+    run: int | None = None
+    committed: dict[int, int] = field(default_factory=dict)
+    staged: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
+    rows: Index = field(default_factory=dict)
+
+
+def read(folder: Path) -> Journal:
+    """The folder's journal; an empty one where there is none.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    path = folder / JOURNAL
+    if not path.exists():
+        return Journal()
+    try:
+        held = json.loads(path.read_text("utf-8"))
+        rows: Index = {}
+        for name, entry in held["rows"].items():
+            rows[name] = {key: torch.tensor(entry[key]) for key in ("clients", "segments")}
+        committed = {int(i): int(t) for i, t in held["committed"].items()}
+        staged = {int(i): (int(t), list(names)) for i, (t, names) in held["staged"]}
+        return Journal(int(held["run"]), committed, staged, rows)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"site folder {folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the state of its "
+            "clients cannot be read. Put it back from a copy, or begin another run with another "
+            "folder."
+        ) from error
+
+
+def latest(folder: Path) -> ClientStore:
+    """The clients' rows after their last round, whether the server has counted it yet or not."""
+    journal = read(folder)
+    store = ClientStore()
+    store.load(journal.rows, folder)
+    rows: dict[str, dict[int, Tensor]] = {}
+    for client, (_, names) in journal.staged.items():
+        for name in names:
+            row = store.read(STAGED + name, client)
+            if row is not None:
+                rows.setdefault(name, {})[client] = row.clone()
+    store.commit(rows)
+    return store
