@@ -20,7 +20,7 @@ from fl_lightning.checks import number
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.client_figure import draw_clients
-from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, lines_of
+from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading, lines_of
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
@@ -96,6 +96,8 @@ class PerClientEvaluation(Measurement):
             check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
         self.samples: dict[int, int] = {}
+        # The clients' names, where the data have some.
+        self.names: Sequence[str] = ()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
@@ -152,6 +154,7 @@ class PerClientEvaluation(Measurement):
         ids = self._drawn(module)
         measured = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
+        self.names = tuple(data.client_names)
         self.table = {}
         for client, kinds in measured.items():
             for suffix, values in kinds.items():
@@ -200,15 +203,18 @@ class PerClientEvaluation(Measurement):
                 draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
 
     def csv(self) -> str:
-        """The table as text: client, samples, every metric; empty where a client has no value."""
-        header: list[object] = ["client", "samples", *self.table]
-        return lines_of([header, *client_rows(self.table, self.samples)])
+        """The table as text: client, samples, every metric; empty where a client has no value.
+
+        The last column is ``name``, where the data have names of clients.
+        """
+        header = heading(self.table, self.names)
+        return lines_of([header, *client_rows(self.table, self.samples, self.names)])
 
     def _measure(self, trainer: Any) -> None:
         super()._measure(trainer)
         if keeps_files(trainer):
             rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
-            rounds.add(self._measured, self.table, self.samples)
+            rounds.add(self._measured, self.table, self.samples, self.names)
 
 
 def keeps_files(trainer: Any) -> bool:

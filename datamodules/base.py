@@ -177,6 +177,13 @@ class FederatedDataModule(pl.LightningDataModule):
             if isinstance(self.own_tests, OwnTests):
                 self.own_tests.check_number(len(self._split.clients))
             self._split_seed = seed
+            self._name_clients(len(self._split.clients))
+
+    def _name_clients(self, number: int) -> None:
+        """Take the names of a partition's groups, unless the data have given their own."""
+        names: Sequence[str] = getattr(self.partition, "names", ())
+        if not self.client_names and len(names) == number:
+            self.client_names = names
 
     def _tests(self, train: Samples, seed: int) -> ClientTests | None:
         """What each client is tested on."""

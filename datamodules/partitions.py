@@ -203,6 +203,13 @@ class ByGroup(Partition):
     def clients(self) -> int | None:
         return None if self.groups is None else len(np.unique(self.groups))
 
+    @property
+    def names(self) -> list[str]:
+        """The clients' names, where groups have names and no numbers."""
+        if self.groups is None or self.groups.dtype.kind not in "UO":
+            return []
+        return [str(name) for name in np.unique(self.groups)]
+
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if self.groups is None:
             raise UserError(

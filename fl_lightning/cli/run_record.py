@@ -130,6 +130,7 @@ class RunRecord(pl.Callback):
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
         self._trackers: dict[str, str] = {}
+        self._notes: list[str] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
@@ -178,11 +179,12 @@ class RunRecord(pl.Callback):
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
-        """Note what torchmetrics said of themselves, what is shown, and trackers' ids.
+        """Note what torchmetrics said of themselves, what is shown, trackers' ids, and warnings.
 
         Tells whether any of that is new.
         """
-        before = (dict(self._modes), self._shown, self._trackers)
+        before = (dict(self._modes), self._shown, self._trackers, self._notes)
+        self._notes = list(getattr(trainer.lightning_module, "notes", []))
         shown = self._shown
         logged = getattr(trainer.lightning_module, "logged", None)
         names = [name for name in shown_metrics(trainer) if name in trainer.callback_metrics]
@@ -190,7 +192,7 @@ class RunRecord(pl.Callback):
         if logged is not None:
             self._modes |= logged.modes_of(trainer.callback_metrics)
         self._trackers = self._trackers | ids_of(trainer.loggers)
-        return (self._modes, self._shown, self._trackers) != before
+        return (self._modes, self._shown, self._trackers, self._notes) != before
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
@@ -219,6 +221,7 @@ class RunRecord(pl.Callback):
             "modes": self._modes,
             "shown": self._shown,
             "trackers": self._trackers,
+            "notes": self._notes,
             "command": self.command,
             "machine": self._kept["machine"],
             "versions": {

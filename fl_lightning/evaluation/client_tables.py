@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import UserError
@@ -20,13 +20,23 @@ def lines_of(rows: Iterable[list[object]]) -> str:
     return text.getvalue()
 
 
-def client_rows(table: Values, samples: Mapping[int, int]) -> list[list[object]]:
-    """A row a client: client, samples, every metric; empty where a client has no value."""
+def heading(table: Values, names: Sequence[str] = ()) -> list[object]:
+    """The columns of :func:`client_rows`."""
+    return ["client", "samples", *table, *(["name"] if names else [])]
+
+
+def client_rows(
+    table: Values, samples: Mapping[int, int], names: Sequence[str] = ()
+) -> list[list[object]]:
+    """A row a client: client, samples, every metric, its name where there are ``names``.
+
+    A metric is empty where a client has no value.
+    """
     rows: list[list[object]] = []
     for client, number in samples.items():
         values = [column.get(client) for column in table.values()]
         texts = ["" if value is None else repr(value) for value in values]
-        rows.append([client, number, *texts])
+        rows.append([client, number, *texts, *([names[client]] if names else [])])
     return rows
 
 
@@ -48,14 +58,16 @@ class ClientRounds:
         with written_aside(self.path) as file:
             file.write(lines_of([header, *kept]).encode())
 
-    def add(self, t: int, table: Values, samples: Mapping[int, int]) -> None:
+    def add(
+        self, t: int, table: Values, samples: Mapping[int, int], names: Sequence[str] = ()
+    ) -> None:
         """Add the rows of round t.
 
         Raises:
             UserError: the file cannot be written.
         """
-        header: list[object] = ["round", "client", "samples", *table]
-        new = [[t, *row] for row in client_rows(table, samples)]
+        header = ["round", *heading(table, names)]
+        new = [[t, *row] for row in client_rows(table, samples, names)]
         if not self.path.exists() or self._header() != header:
             self._rewrite(header, new)
             return

@@ -8,10 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.storage.files import named
+
+if TYPE_CHECKING:
+    from fl_lightning.report.runs import Found
 
 FORMATS = ("png", "svg", "pdf")
 METRIC = "val/acc"
@@ -97,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     from fl_lightning.report.summary import summarise
 
     found = find(options.folders)
-    metric = options.metric or METRIC
+    metric = options.metric or _headline(found)
     # Runs that have logged nothing so far may come to log it.
     if options.metric and found.metrics and not logged(found, metric):
         raise UserError(
@@ -127,6 +131,21 @@ def main(argv: Sequence[str]) -> int:
         files.append("figures/")
     print(f"→ {out / 'report.html'} ({', '.join(files)})")
     return 0
+
+
+def _headline(found: Found) -> str:
+    """What is scored where nobody says: val/acc, or what clients' own models are measured by.
+
+    These come first where a run is shown by them and all runs log them: its val/… is that of a mean
+    of models, or of personal parts, which serves nobody.
+    """
+    for run in found.runs:
+        shown = run.record.get("shown")
+        first = shown[0] if isinstance(shown, list) and shown else ""
+        of_clients = isinstance(first, str) and first.startswith("clients/")
+        if of_clients and all(first in each.columns for each in found.runs):
+            return str(first)
+    return METRIC
 
 
 def _formats(text: str) -> list[str]:

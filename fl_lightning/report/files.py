@@ -53,6 +53,8 @@ COSTS_OF_CURVES = (
     "time/round",
     "time/cpu",
 )
+# What Markdown would not print as it is, in a cell: code, bold, mathematics, tags.
+_MARKDOWN = re.compile(r"[\\`*$|]|<(?=[a-zA-Z/!])")
 # Characters that LaTeX would not print as they are.
 _TEX = str.maketrans(
     {
@@ -216,7 +218,7 @@ def first_column(table: Table) -> str:
 
 def line(text: str) -> str:
     """The text of a Markdown cell, which neither a line break nor a bar may end."""
-    return " ".join(text.split()).replace("|", "\\|")
+    return _MARKDOWN.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Section]:

@@ -97,6 +97,12 @@ def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
     return unread
 
 
+def _warnings(run: ReportedRun) -> list[str]:
+    """What the run warned of, as its run.json says; of an older run nothing."""
+    given = run.record.get("notes")
+    return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
+
+
 def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     notes = []
     if len({run.record.get("config_hash") for run in runs}) > 1:
@@ -104,6 +110,9 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     for run in runs:
         table = run.folder / "metrics.csv"
         notes += [f"{table} of a run that is {run.status} {fault}." for fault in run.faults]
+    # What one run alone was warned of, such as a drawn seed, stands in its card.
+    common = [text for text in _warnings(runs[0]) if all(text in _warnings(run) for run in runs)]
+    notes += [f"{name}: {text.rstrip('.')}." for text in common]
     if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
         notes.append(
             f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped."

@@ -563,10 +563,15 @@ def runs(summary: Summary) -> Table:
 def machines(records: Sequence[Mapping[str, Any]]) -> str:
     """On what runs were made, as their run.json says it."""
     counts = Counter(_machine(record.get("machine")) for record in records)
-    told = [f"{number} on {text}" for text, number in counts.items() if text]
+    told = [f"{_runs(number)} made on {text}" for text, number in counts.items() if text]
     if unknown := counts[""]:
-        told.append(f"of {unknown} not recorded")
-    return f"Machine: {'; '.join(told)}."
+        told.append(f"of {unknown} the machine was not recorded")
+    text = "; ".join(told)
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _runs(number: int) -> str:
+    return "1 run was" if number == 1 else f"{number} runs were"
 
 
 def _machine(machine: Any) -> str:

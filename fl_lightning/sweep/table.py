@@ -85,16 +85,17 @@ class ProgressTable:
         """The table, line by line."""
         seconds = int(time.monotonic() - self._began)
         numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())
-        names: dict[str, str] = {}
-        for run, status in states.items():
-            if status == DONE:
-                names |= self._newest(run)
+        done = [self._newest(run) for run, status in states.items() if status == DONE]
+        shown = {tuple(values) for values in done if values}
+        # Arms that are shown by other metrics than the rest name theirs in each cell.
+        names = list(*shown) if len(shown) == 1 else []
         cells: dict[str, dict[int, str]] = {}
         for run, status in states.items():
             arm = run.place.rpartition("/")[0]
-            cells.setdefault(arm, {})[run.seed] = self._cell(run, status, list(names))
+            cells.setdefault(arm, {})[run.seed] = self._cell(run, status, names)
         seeds = list(dict.fromkeys(run.seed for run in states))
-        head = [", ".join(names) or self.metric or "val/acc", *(f"seed {seed}" for seed in seeds)]
+        title = ", ".join(names) if shown else self.metric or "val/acc"
+        head = [title, *(f"seed {seed}" for seed in seeds)]
         grid = [head]
         for arm, of_seeds in cells.items():
             grid.append([arm, *(of_seeds.get(seed, "") for seed in seeds)])
@@ -115,14 +116,19 @@ class ProgressTable:
         return self._values[run]
 
     def _cell(self, run: PlannedRun, status: str, names: list[str]) -> str:
-        """A done run's values of ``names``, the round of one that runs, or the state."""
+        """A done run's values, the round of one that runs, or the state.
+
+        Without ``names`` each value has its metric's name beside it.
+        """
         if status == RUNNING:
             done = progress(run, "round")[0]
             rounds = self.rounds.get(run.place)
             return f"{done}/{rounds}" if rounds else f"round {done}"
         if status == DONE:
             values = self._newest(run)
-            return ", ".join(values.get(name, "–") for name in names) if values else "done"
+            if not names:
+                return ", ".join(f"{name} {value}" for name, value in values.items()) or "done"
+            return ", ".join(values[name] for name in names if name in values) or "done"
         return "·" if status == WAITING else status
 
 

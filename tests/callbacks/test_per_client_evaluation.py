@@ -20,6 +20,7 @@ from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import Clients, ClientState, FederatedCallback
 from fl_lightning.callbacks.per_client_evaluation import summary
+from fl_lightning.datamodules import ByGroup
 from fl_lightning.evaluation.client_tables import ClientRounds
 from tests.helpers.learners import Dropping, Lit, Normed, client_rows, federated, trainer
 from tests.helpers.processes import launched
@@ -377,3 +378,23 @@ def test_a_metric_that_comes_later_has_a_column_of_its_own(tmp_path: Path) -> No
     )
     rounds.keep(before=2)
     assert rounds.path.read_text() == "round,client,samples,loss,acc\n0,3,7,0.5,\n0,4,2,1.0,\n"
+
+
+def test_names_of_clients_stand_in_the_last_column(tmp_path: Path) -> None:
+    x, y = blobs_of_names()
+    groups = np.array(["south", "east", "north"])[np.arange(len(x)) % 3]
+    federation = InMemoryDataModule(
+        (x, y), (x, y), partition=ByGroup(groups), batch_size=8, client_test_fraction=0.3
+    )
+    settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    run(c.PerClientEvaluation(), federation=federation, settings=settings)
+    for name in ("clients.csv", "clients_rounds.csv"):
+        rows = list(csv.DictReader((tmp_path / name).open()))
+        assert list(rows[0])[-1] == "name"
+        names = {row["client"]: row["name"] for row in rows}
+        assert names == {"0": "east", "1": "north", "2": "south"}
+
+
+def blobs_of_names() -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randn(60, 20, generator=drawn, dtype=torch.float64), torch.arange(60) % 4

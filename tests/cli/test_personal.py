@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 
 import torch
 
@@ -73,6 +74,9 @@ def test_who_never_trained_exports_the_centre_that_fits_it_best(cli: Cli) -> Non
     run = cli(*FIT, "-c", "method/ifca", "--model.participation", 3, *SKEWED, *EVALUATED)
     assert run.returncode == 0, run.stderr
     folder = cli.folder / "runs/digits-ifca-1"
+    record = json.loads((folder / "run.json").read_text())
+    assert any("clusters' models, which means nothing" in note for note in record["notes"])
+    assert record["shown"][0] == "clients/acc"
     saved = torch.load(folder / "checkpoints/last.ckpt", weights_only=False)
     centres = saved["federated"]["server"]["ClusteredModels.centres"]
     found = []

@@ -4,6 +4,7 @@ published numbers."""
 from __future__ import annotations
 
 import csv
+import html
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -162,7 +163,7 @@ def test_both_conventions_of_communication(sweep: Path) -> None:
 def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_path: Path) -> None:
     report(tmp_path / "out", sweep)
     text = (tmp_path / "out/report.md").read_text()
-    rows = text[text.index("| layer | fed<smoo> | fedavg |") :].splitlines()[2:4]
+    rows = text[text.index(r"| layer | fed\<smoo> | fedavg |") :].splitlines()[2:4]
     assert rows == ["| conv | 0.15 | 0.15 |", "| fc | 0.2 | 0.2 |"]
 
 
@@ -407,3 +408,19 @@ def test_nothing_of_an_earlier_report_stays_beside_a_new_one(sweep: Path) -> Non
     names = {path.name for path in figures.iterdir()}
     assert "consensus.svg" in names and not (sweep / "pivot.csv").exists()
     assert {name for name in names if name.endswith(".png")} == {"own.png"}
+
+
+def test_a_label_with_any_character_is_shown_as_it_is(tmp_path: Path) -> None:
+    label = r"$x_1^2$ 5% #1 & <b>\frac{a}{b}</b> ~`*|"
+    make_arm(tmp_path / "s", "a", LEVELS)
+    make_arm(tmp_path / "s", "b", LEVELS)
+    report(tmp_path / "out", tmp_path / "s", "--label", f"a={label}", figures="svg")
+    page = (tmp_path / "out/report.html").read_text()
+    assert label in html.unescape(page) and "<b>" not in page
+    figures = [path.read_text() for path in (tmp_path / "out/figures").glob("*.svg")]
+    assert any(label in html.unescape(figure) for figure in figures)
+    latex = (tmp_path / "out/report.tex").read_text()
+    escaped = r"\$x\_1\textasciicircum{}2\$ 5\% \#1 \& $<$b$>$\textbackslash{}frac\{a\}\{b\}"
+    assert escaped in latex
+    in_cell = r"| \$x_1^2\$ 5% #1 & \<b>\\frac{a}{b}\</b> ~\`\*\| |"
+    assert in_cell in (tmp_path / "out/report.md").read_text()

@@ -12,6 +12,7 @@ import yaml
 from folders import make_arm, make_run
 from scipy import stats
 
+from fl_lightning.__main__ import main
 from fl_lightning.cli.compose import packaged
 from fl_lightning.report import files, sections
 from fl_lightning.report.budgets import views
@@ -73,7 +74,7 @@ def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_pa
     assert "seconds" in {view.axis for view in views(found.arms, "val/acc")}
     summary = summarise(found, targets=["0.4"])
     table = sections.runs(summary)
-    assert table.note == "Machine: 2 on One, 2 cores, 1 thread, 8 GiB."
+    assert table.note == "2 runs were made on One, 2 cores, 1 thread, 8 GiB."
     summary.timed = False
     written = contents(summary, "s")
     for name in ("figures/curves-seconds.svg", "figures/curves-seconds.png"):
@@ -89,7 +90,9 @@ def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_pa
     found = find([tmp_path / "s"])
     assert "seconds" not in {view.axis for view in views(found.arms, "val/acc")}
     note = sections.runs(summarise(found)).note
-    assert "1 on Two, 2 cores" in note and note.endswith("of 1 not recorded.")
+    assert "1 run was made on Two, 2 cores" in note and note.endswith(
+        "of 1 the machine was not recorded."
+    )
 
 
 def test_long_tables_are_folded_and_none_is_lost(tmp_path: Path) -> None:
@@ -169,3 +172,19 @@ def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
     (tmp_path / "s/select.csv").write_text(head + moved)
     table = sections.chosen(summarise(find([tmp_path / "s"])))
     assert cells(table, "at an end") == ["learner lr"]
+
+
+def test_arms_whose_mean_of_models_means_nothing_are_headed_by_their_clients(
+    tmp_path: Path,
+) -> None:
+    warned = "what is validated is the mean of 2 clusters' models, which means nothing"
+    columns = {"val/acc": [0.5] * 3, "clients/acc": [0.75] * 3}
+    for seed in (0, 1):
+        given = {"shown": ["clients/acc"], "notes": [warned, f"seed={seed} was drawn"]}
+        make_run(tmp_path / f"s/ifca/seed-{seed}", "ifca", seed, columns, **given)
+        make_run(tmp_path / f"s/a/seed-{seed}", "a", seed, columns, shown=["val/acc"])
+    assert main(["report", str(tmp_path / "s"), "--figures", "none"]) == 0
+    written = json.loads((tmp_path / "s/report.json").read_text())
+    assert written["metric"] == "clients/acc"
+    text = (tmp_path / "s/report.md").read_text()
+    assert f"ifca: {warned}." in text and "was drawn" not in text
