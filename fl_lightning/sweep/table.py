@@ -88,7 +88,7 @@ class ProgressTable:
         done = [self._newest(run) for run, status in states.items() if status == DONE]
         shown = {tuple(values) for values in done if values}
         # Arms that are shown by other metrics than the rest name theirs in each cell.
-        names = list(*shown) if len(shown) == 1 else []
+        names: list[str] = list(*shown) if len(shown) == 1 else []
         cells: dict[str, dict[int, str]] = {}
         for run, status in states.items():
             arm = run.place.rpartition("/")[0]
