@@ -111,7 +111,10 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
         table = run.folder / "metrics.csv"
         notes += [f"{table} of a run that is {run.status} {fault}." for fault in run.faults]
     # What one run alone was warned of, such as a drawn seed, stands in its card.
-    common = [text for text in _warnings(runs[0]) if all(text in _warnings(run) for run in runs)]
+    common = _warnings(runs[0])
+    for run in runs[1:]:
+        also = _warnings(run)
+        common = [text for text in common if text in also]
     notes += [f"{name}: {text.rstrip('.')}." for text in common]
     if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
         notes.append(
