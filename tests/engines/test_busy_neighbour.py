@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-STARTS, PROCESSES = 2, 2  # the first process is alone, the second beside the busy neighbours
+STARTS, PROCESSES = 1, 2  # the first process is alone, the second beside the busy neighbours
 
 CHOOSE = f"""
 import torch, warnings
