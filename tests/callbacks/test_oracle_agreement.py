@@ -127,7 +127,7 @@ def test_method_agrees_with_the_oracle(name: str, weighting: str) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("beside", [{}, {"beta": 0.1, "sam": 0.05}, {"topk": 0.5}])
+@pytest.mark.parametrize("beside", [{}, {"beta": 0.1, "sam": 0.05}])
 def test_scaffnew_agrees_with_the_oracle(beside: dict[str, Any], engine: str) -> None:
     """It takes all clients, uniform weights and no clipping."""
     config = Config(lr=0.3, lr_decay=0.95, weight_decay=0.01, scaffnew=0.4, **beside)
@@ -137,7 +137,7 @@ def test_scaffnew_agrees_with_the_oracle(beside: dict[str, Any], engine: str) ->
     drawn = [int(generator(1, "scaffnew", t).geometric(0.4)) for t in range(ROUNDS)]
     assert steps == [{k} for k in drawn] and max(drawn) > 2, "one K for all clients of a round"
     for rows in ours.record.rows:
-        assert np.abs(sum(rows["RandomSkips.h"].values())).max() < 1e-12 or "topk" in beside
+        assert np.abs(sum(rows["RandomSkips.h"].values())).max() < 1e-12
     assert ours.record.metrics[-1].get("cost/kept_vectors", 2) == 2 + len(set(beside) - {"sam"})
 
 
