@@ -10,8 +10,10 @@ import pytest
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli.compose import Command, parse_yaml
+from fl_lightning.deploy.flower.client import Resident
 from fl_lightning.deploy.flower.serve_site import own_data
 from fl_lightning.deploy.flower.settings import NodeSettings, Settings
+from fl_lightning.deploy.transport import Message, packed
 from fl_lightning.errors import UserError
 
 
@@ -128,3 +130,15 @@ def test_the_process_of_a_message_does_not_import_torch() -> None:
     code = "import sys, fl_lightning.deploy.flower; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.slow
+def test_why_the_process_of_a_site_ends_is_told(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("data: Digits\n", "utf-8")
+    place = str(tmp_path / "away.yaml")
+    settings = NodeSettings({"site": place, "folder": str(tmp_path / "rows")})
+    asked = packed(Message("hello", numbers={"run": 1, "m": 3}))
+    with pytest.raises(UserError, match=r"away\.yaml': this file cannot be read") as error:
+        Resident(tmp_path, settings).ask(asked)
+    assert str(tmp_path / "rows" / "site.log") in str(error.value)
+    assert "\n" not in str(error.value)
