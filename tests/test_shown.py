@@ -145,8 +145,9 @@ def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys:
         {runs["a/seed-1"]: DONE, runs["b/seed-0"]: DONE}
     )
     assert [line.split() for line in selected[2:-1]] == [
-        ["val/acc,", "val_auc", "seed", "1", "seed", "0"],
-        ["a", "0.5000,", "–"],
-        ["b", "0.1250,", "0.7500"],
+        # Runs that are shown by other metrics name them, each beside its number.
+        ["seed", "1", "seed", "0"],
+        ["a", "val/acc", "0.5000"],
+        ["b", "val/acc", "0.1250,", "val_auc", "0.7500"],
     ]
     assert "val/acc" in ProgressTable("x", None, {}).lines({runs["a/seed-1"]: DONE})[2]
