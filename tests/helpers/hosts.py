@@ -34,6 +34,9 @@ class TwoHosts:
                 _ip("-n", name, "addr", "add", f"{address}/24", "dev", "wire")
                 for device in ("lo", "wire"):
                     _ip("-n", name, "link", "set", device, "up")
+                # A sandbox may let namespaces be made and not be entered.
+                enter = ["ip", "netns", "exec", name, "unshare", "--uts", "hostname", "host"]
+                subprocess.run(enter, check=True, capture_output=True, text=True)
         except (OSError, subprocess.CalledProcessError) as error:
             said = getattr(error, "stderr", None) or str(error)
             pytest.skip(f"network namespaces cannot be made here: {said.strip()}")
