@@ -48,6 +48,8 @@ class FromTable(FederatedDataModule):
         classes: the target's values, in the order of their numbers; None: those of the training
             rows. For files that lack one which others have, as at sites.
 
+    ``column_names``, ``class_names``: of x and y in their order, once the table is read.
+
     The other arguments are those of :class:`~fl_lightning.datamodules.FederatedDataModule`.
 
     Raises:
@@ -88,6 +90,8 @@ class FromTable(FederatedDataModule):
         self.separator = separator
         self.classes = None if classes is None else [str(name) for name in classes]
         self.client_names: Sequence[str] = []
+        self.column_names: Sequence[str] = []
+        self.class_names: Sequence[str] = []
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
@@ -138,6 +142,8 @@ class FromTable(FederatedDataModule):
         else:
             classes = {name: place for place, name in enumerate(self.classes)}
             y = coded(table, self.target, classes, "data.classes")
+        self.column_names = list(features)
+        self.class_names = list(classes or ())
         if self.client is not None:
             self.groups, self.client_names = codes(told_apart(table, self.client))
         if isinstance(self.test, (int, float)):

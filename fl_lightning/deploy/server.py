@@ -16,7 +16,7 @@ import torch
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.told import Told
-from fl_lightning.deploy.transport import Message, Transport, said, words
+from fl_lightning.deploy.transport import Array, Message, Transport, said, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
@@ -192,8 +192,10 @@ class Sites:
         if not new:
             return
         numbers = {"run": self.run, "m": self.loop.cohort.m}
-        shape = np.asarray(travel.shape_of(self.loop.cohort.data, 0), np.int64)
-        hello = [Message("hello", site, dict(numbers), {"shape": shape}) for site in new]
+        data = self.loop.cohort.data
+        facts: dict[str, Array] = {"shape": np.asarray(travel.shape_of(data, 0), np.int64)}
+        facts |= travel.names_of(data)
+        hello = [Message("hello", site, dict(numbers), dict(facts)) for site in new]
         self.transport.send(hello)
 
     def forget(self, site: str) -> None:

@@ -111,7 +111,8 @@ class Site(FederatedLoop):
             failed.numbers["user"] = int(isinstance(error, UserError))
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            failed.arrays["text"] = words(f"{kind}{error}{notes}")
+            who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
+            failed.arrays["text"] = words(f"{who}{kind}{error}{notes}")
             return failed
 
     def here(self, message: Message) -> Message:
@@ -122,6 +123,8 @@ class Site(FederatedLoop):
                 f"data.num_clients: the server's run has {m} clients, and the site's config "
                 f"{self.cohort.m}. Both need the same config."
             )
+        if self.own_data:
+            travel.check_names(message.arrays, self.cohort.data)
         self.rows.begin(int(message.numbers["run"]))
         sizes = self.cohort.data.client_sizes()
         arrays: dict[str, Array] = {

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates
-from fl_lightning.deploy.transport import Array, Message
+from fl_lightning.deploy.transport import Array, Message, said, words
 from fl_lightning.errors import UserError
 from fl_lightning.round.context import Round
 
@@ -66,6 +66,35 @@ def check_shape(where: str, shape: Array, data: Any) -> None:
             f"{where}: x of a sample has the shape {there} there, and {here} here. Both need the "
             "same columns, in the same order."
         )
+
+
+def names_of(data: Any) -> dict[str, Array]:
+    """What the columns of x and the classes are called, in their order, where data have names."""
+    return {
+        kind: words("\n".join(getattr(data, kind)))
+        for kind in ("column_names", "class_names")
+        if getattr(data, kind, None)
+    }
+
+
+def check_names(server: Mapping[str, Array], data: Any) -> None:
+    """Compare the server's names of columns and classes with those of a site's data.
+
+    Raises:
+        UserError: naming both: a number would mean something else there.
+    """
+    advice = {
+        "column_names": "Give the server's by data.init_args.features in site.yaml",
+        "class_names": "Give the server's by data.init_args.classes in site.yaml",
+    }
+    for kind, here in names_of(data).items():
+        if kind in server and said(server[kind]) != said(here):
+            theirs, ours = (", ".join(said(names).split("\n")) for names in (server[kind], here))
+            what = "columns" if kind == "column_names" else "classes"
+            raise UserError(
+                f"this site's {what} are {ours[:300]}, and the server's {theirs[:300]}: they are "
+                f"taken by their places. {advice[kind]}."
+            )
 
 
 def packed_client(

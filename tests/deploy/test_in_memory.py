@@ -385,6 +385,31 @@ def test_data_of_other_classes_are_refused(tmp_path: Path) -> None:
     transport.close()
 
 
+@pytest.mark.parametrize("kind, what", [("column_names", "columns"), ("class_names", "classes")])
+def test_a_site_whose_names_are_in_another_order_is_refused(
+    kind: str, what: str, tmp_path: Path
+) -> None:
+    """Its numbers would be taken for other columns or classes, without a word."""
+
+    def named(names: list[str], **given: Any) -> InMemoryDataModule:
+        samples = (torch.zeros(20, 3), torch.arange(20) % 3)
+        made = InMemoryDataModule(samples, batch_size=4, **given)
+        setattr(made, kind, names)
+        return made
+
+    def serve(post: Post) -> None:
+        with suppress(Ended):
+            at = AtSite(post, [0], tmp_path / "odd", own=True)
+            trained([at], 1, [], data=lambda: named(list("bac"), partition=Everything(9)))
+
+    transport = InMemoryTransport({"odd": serve})
+    told = f"site odd: client 0: this site's {what} are b, a, c, and the server's a, b, c"
+    with pytest.raises(UserError, match=told):
+        at = AtServer(transport, run=7)
+        trained([at], 1, [], data=lambda: named(list("abc"), num_clients=9))
+    transport.close()
+
+
 class OtherNumber(InMemoryTransport):
     """Its site south is killed in round 2, and comes back as another while it still seems there."""
 

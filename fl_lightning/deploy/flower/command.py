@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from importlib.resources import files
@@ -119,6 +120,7 @@ def write(folder: Path, prepared: Command) -> None:
         "APP": str(folder),
         "ROUNDS": str(trainer.max_epochs),
         "CLIENTS": str(cli.datamodule.num_clients),
+        "TABLE": _as_in_the_study(cli.datamodule),
     }
     templates = files("fl_lightning.deploy.flower") / "templates"
     _put(folder / "config.yaml", config)
@@ -127,6 +129,16 @@ def write(folder: Path, prepared: Command) -> None:
         text = (templates / f"{name}.txt").read_text("utf-8")
         _put(folder / place, re.sub(r"@([A-Z]+)@", lambda match: words[match[1]], text))
     print(f"→ {folder}: {folder / 'README.md'} says how to start it, and what leaves a site")
+
+
+def _as_in_the_study(data: Any) -> str:
+    """Lines of site.yaml that give columns and classes the places that they have at the server."""
+    target = getattr(data, "target", None)
+    lines = [f"    target: {json.dumps(target if isinstance(target, str) else 'outcome')}"]
+    for name in ("features", "classes"):
+        if given := getattr(data, name, None):
+            lines.append(f"    {name}: {json.dumps(list(given), ensure_ascii=False)}")
+    return "\n".join(lines)
 
 
 def _put(path: Path, text: str) -> None:
