@@ -59,7 +59,7 @@ def test_bytes_of_other_letters(tmp_path: Path) -> None:
 
 def test_tinyshakespeare(real_data: Path) -> None:
     if not (real_data / "tinyshakespeare/input.txt").is_file():
-        pytest.skip("the real data have no tinyshakespeare/input.txt")
+        pytest.skip(f"no tinyshakespeare/input.txt in {real_data}; FL_LIGHTNING_DATA says where")
     data = LanguageModelling(real_data / "tinyshakespeare", seed=0)
     x, _ = next(iter(data.full_batches(0)))[0]
     assert decoded(x[0]).startswith("First Citizen:\nBefore we proceed any further")

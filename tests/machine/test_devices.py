@@ -59,17 +59,19 @@ def page_faults(**environment: str) -> list[tuple[int, int]]:
     found = [int(line) for line in done.stdout.split()]
     pairs = list(zip(found[:2], found[2:], strict=True))
     if min(without for _, without in pairs) < PAGES:
-        pytest.skip("this C library keeps freed memory unasked: nothing is left to keep")
+        pytest.skip(
+            "this glibc gives no freed memory back to the system, so there is nothing to keep"
+        )
     return pairs
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is tuned")
 def test_the_system_does_not_clear_the_same_memory_in_each_step() -> None:
     for kept, without in page_faults():
         assert kept < without / 4
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc's malloc is tuned")
 def test_what_the_environment_says_of_memory_stays() -> None:
     for kept, without in page_faults(MALLOC_TRIM_THRESHOLD_="131072"):
         assert kept > without / 4

@@ -11,6 +11,9 @@ from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.transport import Transport
 
+# What a run has in any case, and needs the clients' layers.
+STAYS_AWAY = ("DivergenceLogger",)
+
 
 def fit(app: Path, transport: Transport, settings: Settings) -> int:
     """Fit what is in the app's folder; the exit status of ``fl-lightning fit``.
@@ -31,7 +34,3 @@ def fit(app: Path, transport: Transport, settings: Settings) -> int:
         arguments += [name, str(value)]
     at = AtServer(transport, None, settings.timeout, settings.min_sites)
     return commands.run("fit", prepare("fit", arguments), added=[at], without=STAYS_AWAY)
-
-
-# What a run has in any case, and needs the clients' layers.
-STAYS_AWAY = ("DivergenceLogger",)
