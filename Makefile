@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
+.PHONY: help demo test test-flower test-trackers test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -59,16 +59,21 @@ SIDE_BY_SIDE := --numprocesses logical --dist worksteal
 test: .venv/installed-test  ## the whole test suite
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
-# flwr's pins are narrow: what it needs in other versions lies here, in front of .venv's packages. Python >= 3.11
-.venv-flower/installed: .venv/installed-test
-	$(BIN)/python -m venv --clear .venv-flower
+# of an extra that `test` lacks: what it needs in other versions lies here, in front of .venv's packages
+BESIDE := .venv-flower/installed .venv-trackers/installed
+
+$(BESIDE): .venv-%/installed: .venv/installed-test
+	$(BIN)/python -m venv --clear .venv-$*
 	$(BIN)/python -c "import sysconfig; print(sysconfig.get_path('purelib'))" \
-	  > "$$(.venv-flower/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
-	.venv-flower/bin/python -m pip install --quiet --disable-pip-version-check -e '.[flower]'
+	  > "$$(.venv-$*/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/beside.pth"
+	.venv-$*/bin/python -m pip install --quiet --disable-pip-version-check -e '.[$*]'
 	@touch $@
 
-test-flower: .venv-flower/installed  ## apps over sites, by Flower's own processes, in an environment of their own
+test-flower: .venv-flower/installed  ## apps over sites, by Flower's own processes, in an environment of their own (Python >= 3.11)
 	OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower.py
+
+test-trackers: .venv-trackers/installed  ## what MLflow and W&B hold of runs, read back, in an environment of their own
+	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest $(SIDE_BY_SIDE) tests/cli/test_trackers.py tests/test_description.py -k "mlflow or wandb"
 
 test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
 	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)

@@ -230,6 +230,11 @@ class RowsOnDisk:
             folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
         return {"clients": index, "folders": folders}
 
+    def tidy(self, rows: ClientRows) -> None:
+        """After the last checkpoint: delete what only those before it needed."""
+        if rows.store.names():
+            rows.store.collect(self.folder, self._indices(), last=True)
+
     def _indices(self) -> Iterator[Index]:
         """The indices of the checkpoints in these folders; each file is opened once."""
         present: dict[Any, Any] = {}
@@ -281,6 +286,11 @@ class CheckpointFolder:
         if self._lock is not None:
             self._lock.release()
             self._lock = None
+
+    def tidy(self, rows: ClientRows) -> None:
+        """After the last round: keep on disk what the checkpoints there need, and no more."""
+        if self._rows is not None:
+            self._rows.tidy(rows)
 
     def save(
         self,

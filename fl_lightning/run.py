@@ -345,7 +345,9 @@ class FederatedRun:
         self._random_state = RandomState(self.model.w)
 
     def end(self) -> None:
-        """Leave the process's random generators as they were before the first round."""
+        """Leave the disk tidy, and the process's random generators as they were before."""
+        # While the folder is still this run's own: later another process may go on there.
+        self.folder.tidy(self.state.rows)
         self._random_state.restore()
 
     def run_round(self, t: int) -> RoundMetrics:

@@ -134,13 +134,14 @@ def test_mlflow_keeps_them_all(tmp_path: Path) -> None:
     mlflow = pytest.importorskip("mlflow", reason=missing)
     from pytorch_lightning.loggers import MLFlowLogger
 
-    logger = MLFlowLogger("x", tracking_uri=f"file:{tmp_path / 'ml'}")
+    store = f"sqlite:///{tmp_path / 'ml.db'}"
+    logger = MLFlowLogger("x", tracking_uri=store)
     csv = CSVLogger(tmp_path, "csv")
     trainer(1, logger=[csv, logger], default_root_dir=tmp_path).fit(
         federated(Lit(hidden=6)), blobs()
     )
     told = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
-    kept = mlflow.MlflowClient(f"file:{tmp_path / 'ml'}").get_run(logger.run_id).data.params
+    kept = mlflow.MlflowClient(store).get_run(logger.run_id).data.params
     assert len(kept) == len(told) and kept["learner/hidden"] == "6"
 
 

@@ -257,16 +257,16 @@ class ClientStore:
             # A spill before the first flush must not take the numbers of loaded segments.
             self._number = max(self._segments(), default=0) // RANKS
 
-    def collect(self, folder: Path | str, keep: Iterable[Index]) -> None:
+    def collect(self, folder: Path | str, keep: Iterable[Index], last: bool = False) -> None:
         """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
 
         ``keep``: the (merged) indices of all checkpoints that have to stay loadable. With many
         segments, this does nothing, and does not look at ``keep``, until one in 32 is new, so that
-        the cost of a checkpoint does not grow with their number.
+        the cost of a checkpoint does not grow with their number; the ``last`` time it does.
         """
         lock.check(Path(folder))
         with self._lock:
-            if self._collected is not None:
+            if self._collected is not None and not last:
                 last_folder, newest, present = self._collected
                 if Path(folder) == last_folder and self._number - newest + 1 < _NEW * present:
                     return

@@ -12,7 +12,15 @@ from typing import Any
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
 from fl_lightning.storage.files import named
-from fl_lightning.sweep.folder import DIVERGED, DONE, FAILED, WAITING, read_states, standing
+from fl_lightning.sweep.folder import (
+    DIVERGED,
+    DONE,
+    FAILED,
+    WAITING,
+    bytes_of_rows,
+    read_states,
+    standing,
+)
 from fl_lightning.sweep.grid import PlannedRun
 from fl_lightning.sweep.spec import read_spec
 from fl_lightning.sweep.sweep import Sweep
@@ -24,6 +32,8 @@ FILE is YAML (configs, fixed, grid, select, claims), or the name of a packaged s
 ordinary run's folder, <out>/<arm>/seed-<s>; <out>/runs.csv says how each stands. The same command
 again goes on where it stopped: what is done stays, what was killed or failed goes on from its last
 checkpoint."""
+
+_TOLD = 10**8  # bytes of clients' rows from which on a sweep says how to free them
 
 
 def parser() -> ArgumentParser:
@@ -138,6 +148,13 @@ def _conclude(sweep: Sweep) -> None:
         )
     if failed or sweep.undecided or WAITING in sweep.states.values():
         print("the same command goes on with what is not done")
+    size = bytes_of_rows(sweep.folder)
+    if size >= _TOLD:
+        place = shlex.quote(str(sweep.folder))
+        print(
+            f"{size / 1e9:.1f} GB are clients' rows, with which runs go on. Where none is to, free"
+        )
+        print(f"them: find {place} -path '*/state/rows-*.safetensors' -delete")
     print(f"→ {sweep.folder} (fl-lightning report {sweep.folder} compares the arms)")
 
 

@@ -213,3 +213,8 @@ def why_failed(run: PlannedRun) -> str:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:500] if lines else ""
+
+
+def bytes_of_rows(folder: Path) -> int:
+    """What the clients' rows of all runs in a sweep's folder take on disk."""
+    return sum(path.stat().st_size for path in folder.rglob("state/rows-*.safetensors"))

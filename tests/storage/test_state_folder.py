@@ -12,6 +12,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
 from fl_lightning.callbacks import ControlVariates
+from fl_lightning.storage.segments import segment_number
 from tests.helpers.learners import blobs, client_rows, federated, trainer
 from tests.helpers.zygote import Cli
 
@@ -50,6 +51,18 @@ def test_a_users_logger_and_checkpoints_leave_the_state_in_the_runs_folder(cli: 
     shutil.move(cli.folder / "x", cli.folder / "y")
     result = cli("fit", "y", "--trainer.max_epochs", 2)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_run_that_has_ended_keeps_what_its_checkpoints_name(cli: Cli) -> None:
+    run = ("--model.participation", 1.0, "--trainer.default_root_dir", "x")
+    result = cli(*FIT, "-c", "data/digits", *run, "--trainer.max_epochs", 3)
+    assert result.returncode == 0, result.stderr
+    needed: set[int] = set()
+    for path in (cli.folder / "x/checkpoints").glob("*.ckpt"):
+        for entry in torch.load(path, weights_only=True)["federated"]["clients"].values():
+            needed.update(entry["segments"].tolist())
+    present = {segment_number(path.name) for path in (cli.folder / "x/state").iterdir()}
+    assert present == needed
 
 
 def fit(rounds: int, folder: Path, elsewhere: Path, **options: Any) -> Any:

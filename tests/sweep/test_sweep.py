@@ -385,3 +385,31 @@ def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file
     # without a checkpoint to go on from
     assert more.returncode == 1 and more.stdout.count("already holds a run") == 2
     assert not (kept / "metrics.csv").exists()
+
+
+@pytest.mark.slow
+def test_rows_of_clients_can_be_freed_where_no_run_is_to_go_on(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu, method/scaffold]
+fixed: {trainer.max_epochs: 1, model.engine: sequential, model.local_epochs: 1}
+grid: {seed_everything: [0]}
+""")
+    small = cli("sweep", "s.yaml")
+    assert small.returncode == 0 and "clients' rows" not in small.stdout
+    (rows,) = (cli.folder / "runs/s").rglob("state/rows-*.safetensors")
+    run = rows.parents[1]
+    # As large as a long sweep's are together, and empty: only its size is asked for.
+    os.truncate(rows, 2 * 10**8)
+    told = cli("sweep", "s.yaml").stdout
+    assert "0.2 GB are clients' rows, with which runs go on." in told
+    command = next(line for line in told.splitlines() if line.startswith("them: "))
+    subprocess.run(command.removeprefix("them: "), shell=True, check=True, cwd=cli.folder)
+    assert list((run / "state").iterdir()) == []
+    # What is done stays done, is tested and reported; only going on is refused.
+    again = cli("sweep", "s.yaml")
+    assert again.returncode == 0 and "1 done" in again.stdout and "rows" not in again.stdout
+    assert cli("report", "runs/s").returncode == 0
+    tested = cli("test", str(run))
+    assert tested.returncode == 0, tested.stderr
+    longer = cli("fit", str(run), "--trainer.max_epochs", 2)
+    assert longer.returncode == 2 and "the file is missing" in longer.stderr
