@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-trackers test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
+.PHONY: help demo test test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -71,6 +71,9 @@ $(BESIDE): .venv-%/installed: .venv/installed-test
 
 test-flower: .venv-flower/installed  ## apps over sites, by Flower's own processes, in an environment of their own (Python >= 3.11)
 	OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower.py
+
+test-flower-all: .venv-flower/installed  ## every kind of method over sites, and all kills (half an hour; not in .ci/run)
+	FL_LIGHTNING_FLOWER=all OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower_all.py
 
 test-trackers: .venv-trackers/installed  ## what MLflow and W&B hold of runs, read back, in an environment of their own
 	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest $(SIDE_BY_SIDE) tests/cli/test_trackers.py tests/test_description.py -k "mlflow or wandb"

@@ -16,7 +16,6 @@ from fl_lightning.callback import (
     ClientState,
     FederatedCallback,
     Server,
-    Upload,
     number,
 )
 
@@ -28,7 +27,7 @@ class PowerOfChoice(FederatedCallback):
     everybody comes first once. Of equal ones, those that were drawn first. A loss that is not
     finite says nothing of what there is to gain: its client comes after all others that were
     drawn, until it has taken part again.
-    Sent: one number up. Kept: F_i, by the server, one number a client.
+    Sent: one number up. Kept: F_i, by client and server, one number a client.
 
     Args:
         candidates: d; not below the number of participants, which it is where more take part. None:
@@ -50,9 +49,12 @@ class PowerOfChoice(FederatedCallback):
     title = "Power-of-Choice"
     reads_loss = True
     last = ClientState(
-        initial=lambda w: torch.inf, synchronised=False, shape=(), dtype=torch.float64
+        initial=lambda w: torch.inf,
+        synchronised=False,
+        shape=(),
+        dtype=torch.float64,
+        reported=True,
     )
-    told = Upload(shape=())
 
     def __init__(self, candidates: int | None = None) -> None:
         super().__init__()
@@ -74,4 +76,3 @@ class PowerOfChoice(FederatedCallback):
     def on_local_end(self, clients: Clients) -> None:
         finite = clients.loss.isfinite()
         self.last[clients] = torch.where(finite, clients.loss, -torch.inf)[:, 0]
-        self.told[clients] = clients.loss[:, 0]

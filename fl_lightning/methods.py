@@ -21,7 +21,7 @@ from fl_lightning.callback import (
 )
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import State
+from fl_lightning.round.state import ClientState, State
 from fl_lightning.schedules import arguments
 
 OWNED = {
@@ -330,6 +330,14 @@ class Methods:
             if source.get(str(declaration.sent)) not in known:
                 uploads[key] = declaration
         return uploads
+
+    def reported(self) -> dict[str, ClientState]:
+        """The clients' states whose rows go up, as the server reads them."""
+        states: dict[str, ClientState] = {}
+        for key, declaration in self.declared.items():
+            if isinstance(declaration, ClientState) and declaration.reported:
+                states[key] = declaration
+        return states
 
     def in_steps_of_others(self) -> str:
         """The first callback of others with a hook in each local step, or an empty string."""

@@ -163,7 +163,7 @@ class Contributions:
         group.drop_scratch()
         home.update = sent[0]
         home.uploads = {key: value[0] for key, value in group.uploads.items()}
-        traffic.add_upload(counts, group, self.methods.sent_by_clients())
+        traffic.add_upload(counts, group, self.methods)
         home.logs = {name: per_client[0] for name, per_client in group.logs.items()}
         home.metrics = group.metrics
         rows = {key: value[0] for key, value in group.written()}

@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning.methods import Methods
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import Upload
+from fl_lightning.round.state import Declaration
 from fl_lightning.virtual.plan import Planned
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS = range(7)
@@ -33,8 +33,10 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
     return counts
 
 
-def add_upload(counts: list[int], group: ClientGroup, counted: Mapping[str, Upload]) -> None:
-    """Add a client's upload: its update, where it is averaged, and the uploads that are counted."""
+def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
+    """Add a client's upload: its update, where it is averaged, uploads and rows that go up."""
+    counted = methods.sent_by_clients()
+    reported = methods.reported()
     averaged = group.round.averaged
     size = group.x.element_size()
     everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
@@ -46,6 +48,10 @@ def add_upload(counts: list[int], group: ClientGroup, counted: Mapping[str, Uplo
             count = everywhere if counted[key].shape is None else value[0].numel()
             up = up + count
             up_bytes = up_bytes + count * value.element_size()
+    for key, rows in group.written():
+        if key in reported:
+            up = up + rows[0].numel()
+            up_bytes = up_bytes + rows[0].numel() * rows.element_size()
     counts[UP_PARAMETERS] = round(up)
     counts[UP_BYTES] = round(up_bytes)
 
@@ -152,9 +158,11 @@ def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
     numbers = round_vector.numel()
     vector = numbers * round_vector.element_size()
     ways = []
-    for declared in (methods.sent_to_clients(), methods.sent_by_clients()):
+    up: list[Declaration] = [*methods.sent_by_clients().values(), *methods.reported().values()]
+    down: list[Declaration] = [*methods.sent_to_clients().values()]
+    for declared in (down, up):
         total = vector
-        for each in declared.values():
+        for each in declared:
             size = round_vector.element_size()
             if each.dtype is not None:
                 size = torch.empty(0, dtype=each.dtype).element_size()

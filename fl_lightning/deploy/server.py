@@ -98,7 +98,6 @@ _NEED_CLIENTS = {
     "PerClientEvaluation": "the clients' samples",
     "DivergenceLogger": "the models of clients' layers",
     "ConsensusDistanceLogger": "the models of clients' layers",
-    "PowerOfChoice": "the clients' last losses",
     "QuantizedBroadcast": "a message down that sites could decode",
 }
 
@@ -427,7 +426,7 @@ class Sites:
                 "the same config and version."
             ) from error
         if home.finished:
-            home.rows = {travel.COUNTED: torch.tensor(round.t)}
+            home.rows[travel.COUNTED] = torch.tensor(round.t)
         for name in answer.numbers:
             if name.startswith("changed/"):
                 self.loop.buffers.tell([name.removeprefix("changed/")], self.loop.note)

@@ -156,6 +156,7 @@ class Site(FederatedLoop):
         self.methods.bind(ledger)
         contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
         answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
+        reported = self.methods.reported()
         finished: list[int] = []
         lock = threading.Lock()
 
@@ -170,7 +171,7 @@ class Site(FederatedLoop):
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
                 # By value, before the engine uses the client's memory again.
-                travel.packed_client(answer, home, round.averaged, code)
+                travel.packed_client(answer, home, round.averaged, code, reported)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
         self.engine.train(round, leaves, collect, lambda: None)

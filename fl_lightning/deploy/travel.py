@@ -6,7 +6,7 @@ brings it; "whole" asks for all of the model; "failed" says why a site cannot go
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -98,11 +98,16 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
 
 
 def packed_client(
-    message: Message, home: Brought, averaged: Tensor | None, encoded: dict[str, Array] | None
+    message: Message,
+    home: Brought,
+    averaged: Tensor | None,
+    encoded: dict[str, Array] | None,
+    reported: Collection[str] = (),
 ) -> None:
     """Put what a client brings home into the message.
 
     Args:
+        reported: states whose rows go up.
         averaged: ``(D,)`` bool, coordinates that travel; None: all.
         encoded: its update in fewer numbers; None: it travels as it is.
     """
@@ -127,6 +132,9 @@ def packed_client(
         put(arrays, at + "upload/" + name, value[averaged] if by_coordinate else value)
     for name, value in home.buffers.items():
         put(arrays, at + "buffer/" + name, value)
+    for name, value in home.rows.items():
+        if name in reported:
+            put(arrays, at + "row/" + name, value)
     # Logs are summed in float64, which holds every float of theirs.
     for name, value in home.logs.items():
         numbers[at + "log/" + name] = float(value)
@@ -173,6 +181,7 @@ def unpacked_client(
     for name, value in under(arrays, "upload/").items():
         shape, dtype = whole(name)
         home.uploads[name] = _spread(value, shape, round.averaged).to(device, dtype)
+    home.rows = under(arrays, "row/")
     home.buffers = {k: v.to(device) for k, v in under(arrays, "buffer/").items()}
     for name, number in numbers.items():
         if name.startswith("log/"):

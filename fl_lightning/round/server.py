@@ -149,14 +149,15 @@ class Server:
         content = onto.detach().cpu().contiguous().numpy().tobytes()
         return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
 
-    def _guard_rows(self, key: str) -> None:
+    def _guard_rows(self, key: str, declaration: ClientState | None = None) -> None:
         """Refuse clients' rows to a server that does not have them."""
         self._guard(f"the rows of {key} at the server")
-        if self._ledger.rows_elsewhere:
+        reported = declaration is not None and declaration.reported
+        if self._ledger.rows_elsewhere and not reported:
             raise UserError(
                 f"method: {self._caller} reads the rows of {key} at the server, and they stay at "
-                "the sites. At sites a method may read uploads (Upload) there; leave it out, or "
-                "simulate."
+                "the sites. Declare it as ClientState(reported=True), whose rows go up, or read "
+                "uploads (Upload) there; leave the method out, or simulate."
             )
 
     def _guard(self, what: str) -> None:
@@ -185,7 +186,7 @@ class Server:
 
     def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
         """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""
-        self._guard_rows(key)
+        self._guard_rows(key, declaration)
         clients = [int(i) for i in ids]
         # Each client's rows live with one process, which hands them to all others.
         home = self._round.home or self._round.read

@@ -167,7 +167,20 @@ class ClientState(State, PerClient):
             ``"current_model"`` (w^t when first read), or a function of w^t ``(D,)``.
         synchronised: under partial averaging, True: coordinates not averaged this round keep their
             old value.
+        reported: what a client wrote goes up with its update, and is counted: the server reads the
+            rows, also where clients are at sites.
     """
+
+    def __init__(
+        self,
+        initial: Initial = "zeros",
+        synchronised: bool | None = None,
+        shape: Shape | None = None,
+        dtype: torch.dtype | None = None,
+        reported: bool = False,
+    ) -> None:
+        super().__init__(initial, synchronised, shape, dtype)
+        self.reported = reported
 
 
 class Scratch(PerClient):

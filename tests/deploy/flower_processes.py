@@ -52,6 +52,7 @@ class Federation:
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         }
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
+        self.left: list[int] = []  # groups of processes whose first was killed
 
     def start(self, name: str, *command: str) -> subprocess.Popen[bytes]:
         with open(self.folder / f"{name}.log", "ab") as log:
@@ -118,6 +119,17 @@ class Federation:
             os.killpg(process.pid, number)
         process.wait()
 
+    def crash(self, name: str) -> None:
+        """Kill one process, and none of those that it started."""
+        process = self.processes.pop(name)
+        process.kill()
+        process.wait()
+        self.left.append(process.pid)
+
+    def kill_server(self) -> None:
+        """Kill the process of the server's app."""
+        self.kill("--runtime-api-address", f"127.0.0.1:{self.port}", "--token")
+
     def kill(self, *words: str) -> None:
         """Kill the process that was started here by others and whose command has these words."""
         mine = {process.pid for process in self.processes.values()}
@@ -135,3 +147,6 @@ class Federation:
     def close(self) -> None:
         for name in list(self.processes):
             self.end(name)
+        for group in self.left:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)

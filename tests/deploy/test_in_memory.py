@@ -27,6 +27,7 @@ from fl_lightning.callbacks import (
     GlobalLossLogger,
     GlobalSharpnessAwareMinimization,
     PartialAveraging,
+    PowerOfChoice,
     RelaxedInitialization,
     RobustAggregation,
     TopKCompression,
@@ -219,6 +220,7 @@ METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "top-k": (lambda: [TopKCompression(0.25), CommunicationLogger()], {}),
     "median": (lambda: [RobustAggregation("median")], {}),
     "samples": (lambda: [ControlVariates()], {"weighting": "samples"}),
+    "power of choice": (lambda: [PowerOfChoice(), CommunicationLogger()], {"participation": 4}),
     "kept optimizer": (lambda: [], {"keep_optimizer_state": True}),
 }
 
