@@ -10,8 +10,11 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+from packaging.version import Version
 
 BIN = Path(sys.executable).parent
 ROOT = Path(__file__).parents[2]
@@ -35,7 +38,9 @@ class Federation:
         self.folder = folder
         self.home = folder / "flwr-home"
         self.home.mkdir(parents=True)
-        (self.port,) = free_ports(1)
+        self.port, self.fleet = free_ports(2)
+        # Before, nodes had an address of their own at the link.
+        self.one_port = Version(version("flwr")) >= Version("1.41")
         (self.home / "config.toml").write_text(
             f'[superlink]\ndefault = "sites"\n\n[superlink.sites]\n'
             f'address = "127.0.0.1:{self.port}"\ninsecure = true\n',
@@ -69,13 +74,10 @@ class Federation:
         return process
 
     def link(self) -> None:
-        self.start(
-            "link",
-            str(BIN / "flower-superlink"),
-            "--insecure",
-            "--disable-runtime-dependency-installation",
-            f"--port={self.port}",
-        )
+        command = [str(BIN / "flower-superlink"), "--insecure", f"--port={self.port}"]
+        if not self.one_port:
+            command += [f"--fleet-api-address=127.0.0.1:{self.fleet}"]
+        self.start("link", *command, "--disable-runtime-dependency-installation")
         self.wait("the link's port", self._listens)
 
     def _listens(self) -> bool:
@@ -89,7 +91,7 @@ class Federation:
             name,
             str(BIN / "flower-supernode"),
             "--insecure",
-            f"--superlink=127.0.0.1:{self.port}",
+            f"--superlink=127.0.0.1:{self.port if self.one_port else self.fleet}",
             f"--port={port}",
             "--node-config",
             f'{config} folder="{name}"',

@@ -1,4 +1,4 @@
-"""Every kind of method over Flower's own processes leaves the bits of ``fit``: make test-flower-all."""
+"""Every kind of method over Flower's own processes leaves the bits of ``fit``."""
 
 from __future__ import annotations
 
@@ -82,4 +82,8 @@ def test_node_link_and_server_that_are_killed_leave_them_too(
     federation.crash("link")
     reached.unlink()
     federation.link()
+    # A link that is started again does not know the nodes of the one before.
+    for site in study.sites:
+        federation.end(site)
+        study.node(site)
     study.finish(study.go_on("run2"), "run2")
