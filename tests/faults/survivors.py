@@ -62,12 +62,6 @@ SURVIVORS = {
         "sum instead: u.mean(0) (column 4)",
     ),
     **_equal(
-        "power_of_choice",
-        "self.told[clients] = clients.loss[:, 0]",
-        "equivalent: it is counted, and the server reads the rows",
-        "factor: self.told[clients] = clients.loss[:, 0] (column 0)",
-    ),
-    **_equal(
         "differential_privacy",
         "c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)",
         "equivalent: a margin for rounding, twice as wide",
