@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +21,13 @@ from tests.helpers import other_lightning  # noqa: E402
 if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
     other_lightning.stand_in()
 
-from lightning_fabric.utilities import registry  # noqa: E402
-
 from fl_lightning.engines.door import why_closed  # noqa: E402
 from fl_lightning.machine.processes import usable_cores  # noqa: E402
-from tests.helpers.zygote import Cli, Zygote  # noqa: E402
+from tests.helpers.zygote import Cli, Zygote, remember_packages  # noqa: E402
 
 torch.set_num_threads(1)
 
-# Every Trainer asks each installed package for callbacks; what is installed does not change here.
-registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
+remember_packages()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import inspect
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -36,10 +36,12 @@ ROUNDING = 1e-10
 class Method:
     """Makes new instances of the method under check.
 
-    ``plain`` is the run that other runs are compared with.
+    ``plain`` is the run that other runs are compared with, ``looks`` what its callback held before
+    the first round of it and after each.
     """
 
     given: Callable[..., FederatedCallback]
+    looks: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def factory(self, **arguments: Any) -> FederatedCallback:
         """A new instance.
@@ -61,7 +63,12 @@ class Method:
     @cached_property
     def _first(self) -> tuple[FederatedCallback, Any, Outcome]:
         callback = self.factory()
-        module = fit([callback])
+        self.looks.clear()
+
+        def look(module: Any) -> None:
+            self.looks.append(snapshots.take(callback))
+
+        module = fit([callback], started=look, ended=look)
         # Hooks that are called on it afterwards do not change what the run left.
         return callback, module, outcome(module)
 
@@ -77,7 +84,19 @@ class Method:
     @cached_property
     def average(self) -> Outcome:
         """What FedAvg leaves with the settings that the method requires."""
-        return outcome(fit([], **self.cls.requires))
+        return fedavg(**self.cls.requires)
+
+
+def fedavg(**settings: Any) -> Outcome:
+    """What FedAvg leaves; the same words and numbers are run once, whatever the method."""
+    simple = all(isinstance(value, str | int | float) for value in settings.values())
+    return _once(**settings) if simple else outcome(fit([], **settings))
+
+
+# 1 and 1.0 are different settings of the participation.
+@lru_cache(typed=True)
+def _once(**settings: Any) -> Outcome:
+    return outcome(fit([], **settings))
 
 
 def neutral(method: Method) -> None:
@@ -99,7 +118,7 @@ def neutral(method: Method) -> None:
         ours = outcome(fit([callback], **{**method.cls.requires, **setting}))
         average = method.average
         if setting:
-            average = outcome(fit([], **{**method.cls.requires, **setting}))
+            average = fedavg(**{**method.cls.requires, **setting})
         # A perturbation of length 0 costs a gradient nevertheless.
         theirs = {n: value for n, value in average.items() if not n.startswith("log cost/")}
         require_same(
@@ -246,16 +265,10 @@ def declared(method: Method) -> None:
 
     Where that changes the result, they were state.
     """
-    callback = method.factory()
-    before: dict[str, Any] = {}
-    touched: set[str] = set()
-    fit(
-        [callback],
-        started=lambda module: before.update(snapshots.take(callback)),
-        ended=lambda module: touched.update(snapshots.changes(before, snapshots.take(callback))),
-    )
     # What the callback saves itself is known to a checkpoint.
-    saved = callback.state_dict()
+    saved = method.used[0].state_dict()
+    before, *after = method.looks
+    touched: set[str] = set().union(*(snapshots.changes(before, look) for look in after))
     changed = sorted(name for name in touched if name.removeprefix("self.") not in saved)
     if not changed:
         return
@@ -362,7 +375,7 @@ def buffers(method: Method) -> None:
     average = method.average
     ours = method.plain
     if who:
-        average = outcome(fit([], **{**method.cls.requires, **who}))
+        average = fedavg(**{**method.cls.requires, **who})
         ours = method.run(**who)
     kept = {name for name in average if name.startswith("buffer ")}
     require_same(

@@ -34,7 +34,6 @@ import types
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -219,14 +218,9 @@ def _serve() -> None:
     del sys.path[0]  # the folder of this file
     folder = Path(sys.argv[1])
     _serve_python(folder, "bare")
-    from lightning_fabric.utilities import registry
-
     import fl_lightning.cli.commands
 
-    # Every Trainer asks each installed package for callbacks; what is installed does not change.
-    registry.entry_points = cache(registry.entry_points)  # type: ignore[assignment]
-    registry.entry_points(group="pytorch_lightning.callbacks_factory")
-
+    remember_packages()
     _serve_python(folder, "own")
     _warm_up(fl_lightning.lightning.LOGGERS)
     listening = _listening(folder, "commands")
@@ -244,6 +238,30 @@ def _serve() -> None:
         listening.close()
         _leave(_child, command)
     os._exit(0)  # without the seconds that taking torch down costs
+
+
+def remember_packages() -> None:
+    """Look once for what installed packages offer, which does not change here.
+
+    Every Trainer asks them for callbacks, and torch six times for backends as it joins processes;
+    the hooks of gradients are imported there too. What is forked afterwards has it all.
+    """
+    import importlib.metadata
+
+    import torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook  # noqa: F401
+    from lightning_fabric.utilities import registry
+
+    look = importlib.metadata.entry_points
+    groups = ("torch.distributed.backends", "pytorch_lightning.callbacks_factory")
+    found = {group: look(group=group) for group in groups}
+
+    def entry_points(**asked: Any) -> Any:
+        # What else is asked for, such as our plugins, a test may have changed.
+        known = list(asked) == ["group"] and asked["group"] in found
+        return found[asked["group"]] if known else look(**asked)
+
+    importlib.metadata.entry_points = entry_points
+    registry.entry_points = entry_points
 
 
 def _warm_up(loggers: Sequence[str]) -> None:
