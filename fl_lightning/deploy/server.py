@@ -14,11 +14,13 @@ import numpy as np
 import torch
 
 from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Array, Message, Transport, said, words
 from fl_lightning.description import version_of
-from fl_lightning.errors import UserError
+from fl_lightning.errors import Diverged, UserError
+from fl_lightning.learner.layout import all_finite
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.machine.processes import world_size
@@ -303,6 +305,7 @@ class Sites:
         until = time.monotonic() + self.timeout
         waiting: dict[str, list[int]] = {}  # site → clients asked for
         missing = set(leaf_of)  # clients that nobody has been asked for
+        faulty: dict[int, str] = {}  # clients whose update is not finite → their site
         while (waiting or missing) and time.monotonic() < until:
             self.find()
             for site in set(waiting) - set(self.known):
@@ -315,10 +318,16 @@ class Sites:
                     self.told.discard(answer.site)
                 if answer.what in ("trained", "failed") and self._of(answer, round.t):
                     for client in waiting.pop(answer.site, []):
-                        collect(leaf_of.pop(client), self._brought(answer, client, round))
+                        home = self._brought(answer, client, round)
+                        if not home.finished:
+                            faulty[client] = answer.site
+                        collect(leaf_of.pop(client), home)
                         tell()
                 if answer.what in ("lost", "here"):
                     self.heard(answer)
+        if faulty and self.loop.settings.on_nonfinite == "stop":
+            each = [f"client {i} at site {site}" for i, site in sorted(faulty.items())]
+            raise Diverged(diverged_text(round.t, f"the update of {', of '.join(each)}"))
         if leaf_of:
             self.loop.note(
                 f"round {round.t}: clients {sorted(leaf_of)} dropped: their sites did not answer "
@@ -425,6 +434,10 @@ class Sites:
                 f"fit the server's config ({type(error).__name__}: {str(error)[:100]}). Both need "
                 "the same config and version."
             ) from error
+        # A site's word for it is not enough.
+        if home.update is not None and not all_finite(home.update):
+            home.finished = False
+            home.rows = {}
         if home.finished:
             home.rows[travel.COUNTED] = torch.tensor(round.t)
         for name in answer.numbers:

@@ -17,7 +17,7 @@ import torch
 import torchmetrics
 from torch import Tensor, nn
 
-from fl_lightning import FederatedModule, InMemoryDataModule, UserError, load
+from fl_lightning import Diverged, FederatedModule, InMemoryDataModule, UserError, load
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import (
     CommunicationLogger,
@@ -262,6 +262,20 @@ def test_weights_of_all_participants_are_known_and_a_client_that_diverged_is_lef
     assert metrics == seen
     told = [note for note in simulated.notes if "were left out" in note]
     assert told and told == [note for note in over.notes if "were left out" in note]
+
+
+class Lost(FederatedCallback):
+    """Loses two clients to infinity."""
+
+    def on_local_end(self, clients: Clients) -> None:
+        if clients.client_ids[0] in (1, 5):
+            clients.x *= torch.inf
+
+
+def test_all_whose_updates_are_not_finite_are_named_with_their_sites(tmp_path: Path) -> None:
+    told = "the update of client 1 at site south, of client 5 at site west in round 0 is not finite"
+    with pytest.raises(Diverged, match=told):
+        over_sites(lambda: [Lost()], tmp_path, participation="all")
 
 
 @pytest.mark.parametrize("name", ["scaffold", "top-k"])
