@@ -127,6 +127,8 @@ class FederatedDataModule(pl.LightningDataModule):
         self.own_tests: OwnTests | GroupTests | None = None
         self._split: Split | None = None
         self._split_seed: int | None = None
+        # The names of all groups in ascending order, as the data give them; None: not loaded.
+        self._group_names: tuple[str, ...] | None = None
         # A WeightedRandomSampler's weights ``(N,)`` of the samples.
         self._weights: NDArray[np.float64] | None = None
         self._transfer = Transfer(self, self._transfers())
@@ -177,13 +179,26 @@ class FederatedDataModule(pl.LightningDataModule):
             if isinstance(self.own_tests, OwnTests):
                 self.own_tests.check_number(len(self._split.clients))
             self._split_seed = seed
-            self._name_clients(len(self._split.clients))
+            self._name_clients(self._split)
 
-    def _name_clients(self, number: int) -> None:
-        """Take the names of a partition's groups, unless the data have given their own."""
-        names: Sequence[str] = getattr(self.partition, "names", ())
-        if not self.client_names and len(names) == number:
-            self.client_names = names
+    def _name_clients(self, split: Split) -> None:
+        """Name each client of ``ByGroup`` by the group of its samples, where groups have names.
+
+        Another seed may hold out all samples of other groups: their names are nobody's.
+        """
+        if self._group_names is None:
+            self._group_names = tuple(self.client_names)
+        if not isinstance(self.partition, ByGroup) or not split.by_partition:
+            return
+        given = self.partition.groups
+        groups = np.asarray(self.groups if given is None else given)
+        distinct = np.unique(groups)
+        names = self._group_names
+        if given is not None or len(names) != len(distinct):
+            names = tuple(ByGroup(groups.tolist()).names)
+        if names:
+            left = np.unique(groups if split.kept is None else groups[split.kept])
+            self.client_names = [names[place] for place in np.searchsorted(distinct, left)]
 
     def _tests(self, train: Samples, seed: int) -> ClientTests | None:
         """What each client is tested on."""
@@ -230,7 +245,7 @@ class FederatedDataModule(pl.LightningDataModule):
         # The data set's own groups are known only once it is loaded.
         return len(self._who.clients) if count is None or own_groups else count
 
-    # The clients' names, where the data have some.
+    # The clients' names, where the data have some; ``load`` names all of ``groups``, ascending.
     client_names: Sequence[str] = ()
 
     @classmethod

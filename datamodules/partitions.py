@@ -216,11 +216,7 @@ class ByGroup(Partition):
                 "The partition ByGroup has groups=None, but this data set brings no groups: "
                 "give one group a training sample, or another partition such as IID."
             )
-        if self.groups.shape != (len(labels),):
-            raise UserError(
-                f"ByGroup's groups have the shape {self.groups.shape}: give one for each of the "
-                f"{len(labels)} training samples."
-            )
+        self.check_number(len(labels))
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         if num_clients != len(sizes):
             raise UserError(
@@ -228,6 +224,14 @@ class ByGroup(Partition):
                 f"groups, one a client: give {len(sizes)}, or another partition such as IID."
             )
         return np.split(np.argsort(group, kind="stable"), np.cumsum(sizes)[:-1])
+
+    def check_number(self, samples: int) -> None:
+        """Refuse groups of more or fewer samples than there are."""
+        if self.groups is not None and self.groups.shape != (samples,):
+            raise UserError(
+                f"ByGroup's groups have the shape {self.groups.shape}: give one for each of the "
+                f"{samples} training samples."
+            )
 
     def restrict(self, kept: Indices) -> Partition:
         return self if self.groups is None else ByGroup(cast(Any, self.groups[kept]))

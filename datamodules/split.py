@@ -157,6 +157,9 @@ def split_samples(
     total = len(data)
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
+    # Before samples are left out: of the others' groups nobody could tell whose they are.
+    if isinstance(partition, ByGroup) and clients is None:
+        partition.check_number(total)
     kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)
     if kept is not None:
         whole = partition

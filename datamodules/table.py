@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,21 +18,26 @@ from numpy.typing import NDArray
 from fl_lightning.checks import number
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
+from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
 # What a cell says where there is no value; Parquet has nulls of its own.
-MISSING = {"", "na", "n/a", "nan", "null", "none"}
+MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
+# What pandas and R call the numbers of the rows, in a CSV, in one read again, and in Parquet.
+ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
+# Of more whole numbers than this, it is said that they are taken for classes.
+MANY_CLASSES = 50
 
 
 class FromTable(FederatedDataModule):
     """Federated data from a CSV or Parquet file: a row is a sample.
 
     x ``(N, features)`` are numbers, float32. y ``(N,)`` are classes 0, 1, … in the order of the
-    target's values, by number where all are numbers; a target with fractions is a float32 number.
-    Nothing is scaled.
+    target's values, by number where all are numbers; a target with fractions is a float32 number,
+    as is any with ``regression``. Nothing is scaled.
 
     Args:
         path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow). The
@@ -40,13 +46,17 @@ class FromTable(FederatedDataModule):
         client: the column that names the clients, each of which is then one; in ascending order,
             their names are ``client_names``. None: rows are split by ``partition``.
         features: the columns of x, in this order; None: all but ``target`` and ``client``, in the
-            file's.
+            file's, and a column that is a row index (without a name, as ``df.to_csv`` writes it) is
+            refused.
         test: another file, or the share of rows that is held out to test on: the same rows whatever
-            the seed. Where these name their ``client`` too, they are its own test set besides.
+            the seed. Where these name their ``client`` too, they are its own test set besides, and
+            rows of others are tested on in common alone.
         num_clients, partition: how to split; without meaning where ``client`` names a column.
         separator: between a CSV's columns.
         classes: the target's values, in the order of their numbers; None: those of the training
             rows. For files that lack one which others have, as at sites.
+        regression: y is the target's number, float32, where all are whole too. False: whole numbers
+            are names of classes, and 30, 41, 67 become 0, 1, 2.
 
     ``column_names``, ``class_names``: of x and y in their order, once the table is read.
 
@@ -68,6 +78,7 @@ class FromTable(FederatedDataModule):
         partition: Partition | None = None,
         separator: str = ",",
         classes: Sequence[str | int] | None = None,
+        regression: bool = False,
         **arguments: Any,
     ) -> None:
         if client is not None and partition is not None:
@@ -75,6 +86,12 @@ class FromTable(FederatedDataModule):
                 f"data.client={client!r} says whose each row is, and data.partition splits the "
                 "rows anew: give one of the two."
             )
+        if classes is not None and regression:
+            raise UserError(
+                f"data.classes={list(classes)!r} names the target's classes, and "
+                "data.regression=True says that it is a number: give one of the two."
+            )
+        refuse_answers(features or (), {"target": target, "client": client})
         # The column alone says how many there are; a config such as `base` may give a number.
         if client is not None:
             partition = ByGroup()
@@ -89,6 +106,7 @@ class FromTable(FederatedDataModule):
         self.test = test
         self.separator = separator
         self.classes = None if classes is None else [str(name) for name in classes]
+        self.regression = regression
         self.client_names: Sequence[str] = []
         self.column_names: Sequence[str] = []
         self.class_names: Sequence[str] = []
@@ -112,19 +130,23 @@ class FromTable(FederatedDataModule):
             names = columns_of(path, arguments.get("separator", ","))
             require(path, names, {**others, "features": map(str, features or ())})
             if features is None:
-                features = [name for name in names if [name] not in others.values()]
+                features = all_but(path, names, [name for [name] in others.values()])
         return None if features is None else (len(features),)
 
     @property
     def num_classes(self) -> int | None:
-        return super().num_classes if self.classes is None else len(self.classes)
+        """Those of the training file, also where all rows of one are held out to test on."""
+        if self.classes is not None:
+            return len(self.classes)
+        self._ready()
+        return len(self.class_names) or None
 
     def load(self) -> None:
         table = read_table(self.path, self.separator)
         others = [name for name in (self.target, self.client) if name is not None]
         features = self.features
         if features is None:
-            features = [name for name in table.columns if name not in others]
+            features = all_but(self.path, table.columns, others)
         given: dict[str, Iterable[str]] = {
             "target": [self.target],
             "client": others[1:],
@@ -137,8 +159,12 @@ class FromTable(FederatedDataModule):
             )
         x = table.numbers(features)
         classes: dict[str, int] | None
-        if self.classes is None:
+        if self.regression:
+            y = table.target_numbers(self.target)
+            classes = None
+        elif self.classes is None:
             y, classes = labels(table, self.target)
+            self._say_of_whole_numbers(classes, len(y))
         else:
             classes = {name: place for place, name in enumerate(self.classes)}
             y = coded(table, self.target, classes, "data.classes")
@@ -157,11 +183,36 @@ class FromTable(FederatedDataModule):
             self.test_set = TensorSamples(held, coded(other, self.target, classes))
             if self.client is not None and self.client in other.columns:
                 assert self.groups is not None
-                places = {name: place for place, name in enumerate(self.client_names)}
-                # Rows of others than the clients are tested on in common alone.
-                named = [places.get(str(name), -1) for name in other.columns[self.client]]
-                of_tests = np.array(named, np.int64)
+                of_tests = whose(other, self.client, self.client_names)
                 self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
+                self._say_of_nobodys_rows(other, of_tests)
+
+    def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:
+        """Say where classes are whole numbers that look like amounts."""
+        names = list(classes or ())
+        if not names or not all(map(is_number, names)):
+            return
+        if len(names) > MANY_CLASSES or len(names) > max(2, rows / 2):
+            say(
+                self.trainer,
+                f"data.target={self.target!r}: {len(names)} whole numbers in {rows} rows are taken "
+                f"for classes ({names[0]} is class 0, {names[-1]} class {len(names) - 1}); where "
+                "it is an amount, data.regression=true makes y the number itself, and where they "
+                "are classes, data.classes names them",
+            )
+
+    def _say_of_nobodys_rows(self, table: Table, of_tests: NDArray[np.int64]) -> None:
+        """Say how many rows to test on are of no client that trains."""
+        assert self.client is not None
+        nobodys = np.flatnonzero(of_tests < 0)
+        if len(nobodys):
+            names = dict.fromkeys(str(table.columns[self.client][row]) for row in nobodys)
+            say(
+                self.trainer,
+                f"{table.where}: {len(nobodys)} of {len(of_tests)} rows to test on are of no "
+                f"client of the training data (column {self.client!r}: "
+                f"{', '.join(names)[:100]}), and are tested on in common alone",
+            )
 
     def _hold_out(self, x: NDArray[Any], y: NDArray[Any], share: float) -> None:
         """Test on a share of the rows, and train on the others."""
@@ -196,24 +247,24 @@ class Table:
     def where(self) -> str:
         return f"The table {str(self.path)!r}"
 
-    def present(self, name: str) -> list[Any]:
-        """A column's values, none of which is missing."""
+    def present(self, name: str, option: str = "") -> list[Any]:
+        """A column's values, none of which is missing; ``option``: what else mends it."""
         values = list(self.columns[name])
         for row, value in enumerate(values):
             if is_missing(value):
                 missing = sum(map(is_missing, values))
                 raise UserError(
                     f"{self.where} has no value in column {name!r} of line {self.first + row} "
-                    f"({missing} of {len(values)} rows): fill them in, leave these rows out, or "
-                    "leave the column out of data.features."
+                    f"({missing} of {len(values)} rows): fill them in, or leave these rows "
+                    f"out{option}."
                 )
         return values
 
     def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
         """Columns of numbers as ``(N, k)``, float32."""
-        x = np.empty((len(self.present(names[0])), len(names)), np.float32)
+        x = np.empty((len(self.columns[names[0]]), len(names)), np.float32)
         for k, name in enumerate(names):
-            values = self.present(name)
+            values = self.present(name, ", or leave the column out of data.features")
             try:
                 x[:, k] = np.asarray(values, np.float64)
             except (ValueError, TypeError):
@@ -230,6 +281,50 @@ class Table:
                     f"{self.first + row}, which is no finite number of single precision."
                 )
         return x
+
+    def target_numbers(self, name: str) -> NDArray[np.float32]:
+        """The target's column ``(N,)``, float32."""
+        for row, value in enumerate(self.present(name)):
+            if not is_number(value):
+                raise UserError(
+                    f"{self.where} has {value!r} in column {name!r} of line {self.first + row}, "
+                    "which is no number, and the target is one (data.regression, or numbers with "
+                    "fractions in the training data): make a number of it, or leave the row out."
+                )
+        return self.numbers([name])[:, 0]
+
+
+def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[str]:
+    """The columns besides ``others``, in the file's order.
+
+    Raises:
+        UserError: one of them is a row index, which is no property of a sample.
+    """
+    features = []
+    for place, name in enumerate(columns, 1):
+        if name in others:
+            continue
+        if ROW_INDEX.fullmatch(name):
+            raise UserError(
+                f"The table {str(path)!r} has a column {name!r} (its column {place}), which is "
+                "what pandas calls the row index, and data.features is not given, so that the "
+                "number of a row would be learned from: write the file with index=False "
+                "(df.to_csv(path, index=False)), or name the columns to learn from by "
+                "data.features."
+            )
+        features.append(name)
+    return features
+
+
+def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:
+    """Refuse to learn from what is to be told, or from who holds a row."""
+    for name in map(str, features):
+        for option, other in others.items():
+            if name == other:
+                raise UserError(
+                    f"data.features has {name!r}, which is data.{option}={other!r}: it would be "
+                    f"learned from. Leave it out of data.features, or give another data.{option}."
+                )
 
 
 def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]) -> None:
@@ -271,21 +366,49 @@ def told_apart(table: Table, column: str) -> list[Any]:
     """The values of a column whose values are names.
 
     Raises:
-        UserError: it has one number in two ways, which would be two names.
+        UserError: it has one number or name in two ways, which would be two names.
     """
     values = table.present(column)
-    if not all(map(is_number, values)):
-        return values
-    spelled: dict[float, Any] = {}
+    numbers = all(map(is_number, values))
+    spelled: dict[Any, Any] = {}
     # In the order of the rows: that of a set differs from process to process.
     for value in dict.fromkeys(values):
-        first = spelled.setdefault(float(value), value)
+        first = spelled.setdefault(float(value) if numbers else str(value).strip(), value)
         if first != value:
             raise UserError(
-                f"{table.where} has one number in two ways in column {column!r}: {first!r} and "
-                f"{value!r}. Write it in one way."
+                f"{table.where} has one {'number' if numbers else 'name'} in two ways in column "
+                f"{column!r}: {first!r} and {value!r} (line "
+                f"{table.first + values.index(value)}). Write it in one way."
             )
     return values
+
+
+def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
+    """The client of each row ``(N,)``, by name; -1: of none.
+
+    Raises:
+        UserError: a row has no name, or a client's in another spelling.
+    """
+    places = {name: place for place, name in enumerate(clients)}
+    values = told_apart(table, column)
+    spelled = {alike: name for name in clients for alike in spellings(name)}
+    found = []
+    for row, name in enumerate(map(str, values)):
+        place = places.get(name, -1)
+        same = [spelled[alike] for alike in spellings(name) if alike in spelled]
+        if place < 0 and same:
+            raise UserError(
+                f"{table.where} has {values[row]!r} in column {column!r} of line "
+                f"{table.first + row}, and the training data call that client {same[0]!r}: write "
+                "it in one way, or its rows would not be this client's own test set."
+            )
+        found.append(place)
+    return np.array(found, np.int64)
+
+
+def spellings(name: str) -> list[Any]:
+    """What names have in common that differ in spelling alone."""
+    return [name.strip(), float(name)] if is_number(name) else [name.strip()]
 
 
 def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
@@ -299,7 +422,7 @@ def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | No
     """y ``(N,)``, and its classes by value; None where the target is a number with fractions."""
     values = table.present(target)
     if all(map(is_number, values)) and any(float(value) % 1 for value in values):
-        return table.numbers([target])[:, 0], None
+        return table.target_numbers(target), None
     y, names = codes(told_apart(table, target))
     return y, {name: place for place, name in enumerate(names)}
 
@@ -316,7 +439,7 @@ def coded(
         UserError: a value is none of them.
     """
     if classes is None:
-        return table.numbers([target])[:, 0]
+        return table.target_numbers(target)
     values = [str(value) for value in table.present(target)]
     unknown = [value for value in values if value not in classes]
     if unknown:

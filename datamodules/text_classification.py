@@ -101,7 +101,6 @@ class TextClassification(FederatedDataModule):
         self.classes = classes
         self.length = length
         self.tokenizer = tokenizer
-        self.group_names: list[str] = []
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
 
     def load(self) -> None:
@@ -112,7 +111,8 @@ class TextClassification(FederatedDataModule):
             self.classes = sorted(set(labels))
         if self.group is not None:
             names, self.groups = np.unique(groups, return_inverse=True)
-            self.group_names = [str(name) for name in names]
+            if isinstance(self.partition, ByGroup):
+                self.client_names = [str(name) for name in names]
 
         def samples(file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:
             return TensorSamples(
@@ -128,9 +128,9 @@ class TextClassification(FederatedDataModule):
 
     def card(self) -> dict[str, str]:
         facts = super().card()
-        if self.group_names and isinstance(self.partition, ByGroup) and len(self.group_names) <= 10:
+        if self.group is not None and 0 < len(self.client_names) <= 10:
             facts[f"clients by {self.group}"] = ", ".join(
-                f"{i} {name}" for i, name in enumerate(self.group_names)
+                f"{i} {name}" for i, name in enumerate(self.client_names)
             )
         return facts
 

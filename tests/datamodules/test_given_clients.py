@@ -136,6 +136,35 @@ def test_a_group_that_is_held_out_whole_is_told() -> None:
         InMemoryDataModule((X, Y), partition=ByGroup(groups), val_fraction=0.3, seed=3).setup()
 
 
+@pytest.mark.parametrize("kind", ["partition", "data"])
+def test_groups_keep_their_names_where_one_is_held_out_whole(kind: str) -> None:
+    held = first_held_out()
+    groups = ["anna" if i == held else "ben" if i % 2 else "carla" for i in range(N)]
+
+    class Named(InMemoryDataModule):
+        """Brings its own groups, as numbers, and their names."""
+
+        def load(self) -> None:
+            super().load()
+            self.groups = np.unique(groups, return_inverse=True)[1]
+            self.client_names = ["anna", "ben", "carla"]
+
+    made = InMemoryDataModule if kind == "partition" else Named
+    own = ByGroup(groups) if kind == "partition" else ByGroup()
+    data = made((X, Y), partition=own, val_fraction=0.3, seed=3)
+    with pytest.warns(UserWarning, match="2 of 3 groups"):
+        data.setup()
+    assert list(data.client_names) == ["ben", "carla"]
+    for client, name in enumerate(data.client_names):
+        assert {groups[i] for i in data.client_indices(client)} == {name}
+
+
+def test_groups_of_more_samples_than_there_are_are_refused_before_some_are_held_out() -> None:
+    groups = [i % 3 for i in range(N + 5)]
+    with pytest.raises(UserError, match=rf"shape \({N + 5},\).*{N} training samples"):
+        InMemoryDataModule((X, Y), partition=ByGroup(groups), val_fraction=0.3, seed=3).setup()
+
+
 @pytest.mark.parametrize("share", [0.0, 0.3])
 def test_clients_that_answer_beyond_their_length_are_read_to_it(
     share: float, tmp_path: Any

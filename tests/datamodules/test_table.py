@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -238,3 +239,163 @@ def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(
     other = FromTable(path, "outcome", features=["age"], classes=["ill", "dead"], num_clients=1)
     with pytest.raises(UserError, match=r"has 'well' in column 'outcome', .* data.classes: ill"):
         other.setup()
+
+
+def of_rows(data: FromTable, client: int) -> set[int]:
+    """The tens of x of a client's samples."""
+    samples: Any = data.train_set
+    return {int(x) // 10 for x in samples.x[data.client_indices(client)][:, 0].tolist()}
+
+
+@pytest.mark.parametrize("index", ["", " ", "Unnamed: 0"])
+def test_a_row_index_is_refused_where_no_features_are_given(tmp_path: Path, index: str) -> None:
+    rows = [[number, *row] for number, row in enumerate(ROWS)]
+    path = written(tmp_path / "t.csv", rows, [index, *HEADER])
+    options = {"target": "outcome", "client": "hospital"}
+    words = rf"t\.csv' has a column '{index}' \(its column 1\).*index=False.*data\.features"
+    for read in (lambda: ready(path, **options), lambda: FromTable.shape_of_samples(path=path)):
+        with pytest.raises(UserError, match=words):
+            read()
+    asked = ready(path, **options, features=["pulse", "age"])
+    assert asked.column_names == ["pulse", "age"]
+    # As the target or the clients' column it is no feature.
+    assert ready(path, target=index, features=["age"], num_clients=2).num_classes == 5
+
+
+def test_a_row_index_of_parquet_is_refused(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {"x": [1.5, 2, 3], "y": [0, 1, 1], "__index_level_0__": [5, 6, 7]}
+    parquet.write_table(pytest.importorskip("pyarrow").table(columns), tmp_path / "t.parquet")
+    with pytest.raises(UserError, match=r"'__index_level_0__' \(its column 3\).*index=False"):
+        ready(tmp_path / "t.parquet", target="y", num_clients=1)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=3, max_size=6),
+    seed=st.integers(0, 99),
+    left=st.sampled_from([{"val_fraction": 0.4}, {"samples": 5}, {"test": 0.4}]),
+)
+def test_a_client_is_called_by_the_name_of_its_rows(
+    tmp_path_factory: pytest.TempPathFactory, sizes: list[int], seed: int, left: dict[str, Any]
+) -> None:
+    """Also where all rows of a client are held out, so that the others' numbers move."""
+    sizes = [*sizes, 6]
+    names = "abcdefg"
+    rows = [[names[i], 10 * i + k, k % 2] for i, size in enumerate(sizes) for k in range(size)]
+    path = written(tmp_path_factory.mktemp("t") / "t.csv", rows, ["who", "x", "y"])
+    data = FromTable(path, target="y", client="who", **left)
+    for again in (seed, seed + 1):
+        data.seed = again
+        data.setup()
+        assert len(data.client_names) == data.num_clients
+        of_names = [{names.index(name)} for name in data.client_names]
+        assert [of_rows(data, i) for i in range(data.num_clients)] == of_names
+
+
+@pytest.mark.parametrize(
+    ("tests", "words"),
+    [
+        ([["1", 1, 1]], r"te\.csv' has '1' in column 'who' of line 2.*call that client '01'"),
+        ([["02", 1, 1], ["1.0", 1, 1]], r"'1.0' in column 'who' of line 3.*client '01'"),
+        ([["02 ", 1, 1]], r"'02 ' in column 'who' of line 2.*client '02'"),
+        ([["02", 1, 1], ["", 1, 1]], r"te\.csv' has no value in column 'who' of line 3"),
+        ([["02", 1, 1], ["2", 1, 1]], r"one number in two ways in column 'who': '02' and '2'"),
+    ],
+)
+def test_clients_of_the_test_file_in_another_spelling_are_refused(
+    tmp_path: Path, tests: list[list[Any]], words: str
+) -> None:
+    header = ["who", "x", "y"]
+    rows = [[who, k, k % 2] for who in ("01", "02") for k in range(4)]
+    path = written(tmp_path / "tr.csv", rows, header)
+    with pytest.raises(UserError, match=words):
+        ready(path, "y", "who", test=written(tmp_path / "te.csv", tests, header))
+
+
+def test_rows_to_test_on_that_are_of_no_client_are_told(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", ROWS)
+    tests = [[1, "north", 2, "ill"], [1, "west", 2, "ill"], [1, "west", 2, "well"]]
+    others = written(tmp_path / "u.csv", tests)
+    with pytest.warns(UserWarning, match=r"u\.csv': 2 of 3 rows .*'hospital': west\)"):
+        data = ready(path, "outcome", "hospital", test=others)
+    assert [len(data.client_test_indices(i)) for i in range(3)] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("column", ["outcome", "hospital"])
+@given(st.text(" \t\u00a0", min_size=1, max_size=2), st.booleans())
+def test_names_that_differ_in_blanks_alone_are_refused(
+    tmp_path_factory: pytest.TempPathFactory, column: str, blanks: str, before: bool
+) -> None:
+    place = HEADER.index(column)
+    rows = [list(row) for row in ROWS]
+    rows[4][place] = blanks + rows[4][place] if before else rows[4][place] + blanks
+    path = written(tmp_path_factory.mktemp("t") / "t.csv", rows)
+    with pytest.raises(UserError, match=rf"one name in two ways in column '{column}'.*line 6"):
+        ready(path, "outcome", "hospital")
+
+
+@pytest.mark.parametrize("missing", ["#N/A", "<NA>", "NaT", "-nan", "#NA", " null "])
+@pytest.mark.parametrize("column", ["outcome", "hospital", "pulse"])
+def test_what_spreadsheets_and_pandas_write_for_no_value_is_missing(
+    tmp_path: Path, missing: str, column: str
+) -> None:
+    row: list[Any] = [30, "north", 60, "ill"]
+    row[HEADER.index(column)] = missing
+    path = written(tmp_path / "t.csv", [*ROWS, row])
+    with pytest.raises(UserError, match=rf"no value in column '{column}' of line 7"):
+        ready(path, "outcome", "hospital")
+
+
+def test_a_class_of_which_all_rows_are_held_out_counts(tmp_path: Path) -> None:
+    """Whichever row is the only one of its class."""
+    for alone in range(10):
+        rows = [[i, "z" if i == alone else "ab"[i % 2]] for i in range(10)]
+        path = written(tmp_path / "t.csv", rows, ["x", "y"])
+        data = ready(path, target="y", test=0.2, num_clients=2)
+        assert data.class_names == ["a", "b", "z"] and data.num_classes == 3
+        assert data.partition_table().splitlines()[0].split() == [
+            "client",
+            "samples",
+            "0",
+            "1",
+            "2",
+        ]
+
+
+@pytest.mark.parametrize("name", ["outcome", "hospital"])
+def test_features_that_are_the_answer_or_the_client_are_refused(tmp_path: Path, name: str) -> None:
+    path = written(tmp_path / "t.csv", [[age, 1, pulse, 0] for age, _, pulse, _ in ROWS])
+    option = {"outcome": "target", "hospital": "client"}[name]
+    with pytest.raises(UserError, match=rf"data.features has '{name}', which is data.{option}"):
+        ready(path, "outcome", "hospital", features=["age", name])
+
+
+def test_whole_numbers_are_amounts_where_that_is_said(tmp_path: Path) -> None:
+    rows = [[1, 30], [2, 41], [3, 67], [4, 30]]
+    path = written(tmp_path / "t.csv", rows, ["x", "y"])
+    others = written(tmp_path / "u.csv", [[5, 12], [6, 30.5]], ["x", "y"])
+    options: dict[str, Any] = {"target": "y", "num_clients": 2}
+    data = ready(path, **options, test=others, regression=True)
+    assert tensors(data.train_set)[1] == [30, 41, 67, 30]
+    assert tensors(data.test_set)[1] == [12, 30.5]
+    assert data.num_classes is None and data.class_names == []
+    assert data.train_set.y.dtype == torch.float32  # type: ignore[union-attr]
+    with pytest.warns(UserWarning, match=r"3 whole numbers in 4 rows .*data\.regression=true"):
+        ready(path, **options)
+    with pytest.raises(UserError, match=r"data.classes=\[30\].*data.regression=True"):
+        ready(path, **options, regression=True, classes=[30])
+    named = written(tmp_path / "v.csv", [[1, "ill"]], ["x", "y"])
+    with pytest.raises(UserError, match=r"'ill' in column 'y' of line 2.*data.regression"):
+        ready(named, **options, regression=True)
+
+
+@pytest.mark.parametrize(("classes", "told"), [(50, False), (51, True)])
+@pytest.mark.filterwarnings("error")
+def test_many_whole_numbers_are_told(tmp_path: Path, classes: int, told: bool) -> None:
+    rows = [[i, i % classes] for i in range(3 * classes)]
+    path = written(tmp_path / "t.csv", rows, ["x", "y"])
+    said = (
+        pytest.warns(UserWarning, match="51 whole numbers in 153 rows") if told else nullcontext()
+    )
+    with said:
+        ready(path, target="y", num_clients=2)

@@ -72,7 +72,7 @@ def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Pat
     data = TextClassification(multinli_files(tmp_path), length=64, seed=0)
     data.setup()
     rows = [row for row in sentence_rows(110) if row["gold_label"] != "-"]
-    assert data.num_clients == 5 and data.num_classes == 3 and data.group_names == list(GENRES)
+    assert data.num_clients == 5 and data.num_classes == 3 and data.client_names == list(GENRES)
     assert (
         data.card()["clients by genre"] == "0 fiction, 1 government, 2 slate, 3 telephone, 4 travel"
     )

@@ -138,6 +138,8 @@ def _as_in_the_study(data: Any) -> str:
     for name in ("features", "classes"):
         if given := getattr(data, name, None):
             lines.append(f"    {name}: {json.dumps(list(given), ensure_ascii=False)}")
+    if getattr(data, "regression", False):
+        lines.append("    regression: true")
     return "\n".join(lines)
 
 
