@@ -204,8 +204,8 @@ class FromTable(FederatedDataModule):
     def _say_of_nobodys_rows(self, table: Table, of_tests: NDArray[np.int64]) -> None:
         """Say how many rows to test on are of no client that trains."""
         assert self.client is not None
-        nobodys = np.flatnonzero(of_tests < 0)
-        if len(nobodys):
+        nobodys = np.flatnonzero(of_tests < 0).tolist()
+        if nobodys:
             names = dict.fromkeys(str(table.columns[self.client][row]) for row in nobodys)
             say(
                 self.trainer,
