@@ -391,7 +391,9 @@ def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64
     """
     places = {name: place for place, name in enumerate(clients)}
     values = told_apart(table, column)
-    spelled = {alike: name for name in clients for alike in spellings(name)}
+    spelled: dict[Any, str] = {}
+    for name in clients:
+        spelled.update(dict.fromkeys(spellings(name), name))
     found = []
     for row, name in enumerate(map(str, values)):
         place = places.get(name, -1)
