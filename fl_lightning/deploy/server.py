@@ -382,14 +382,12 @@ class Sites:
                 where = where | mask if there else where
             w = w[where]
         travel.put(arrays, "w", w)
-        first = site not in self.told
-        if first and self.loop.methods.start_from_w0:
+        if site not in self.told and self.loop.methods.start_from_w0:
             travel.put(arrays, "w0", round.w0)
+        # Clients' own ones too: a client without any starts from these, and each sends its change
+        # from them, of which the server's next are made.
         for name, value in round.buffers.items():
-            if name not in round.own_buffers:
-                travel.put(arrays, "buffer/" + name, value)
-            elif first:
-                travel.put(arrays, "own/" + name, value)
+            travel.put(arrays, "buffer/" + name, value)
         for key, value in self._states(self.loop.methods).items():
             travel.put(arrays, "state/" + key, value)
         return message

@@ -82,7 +82,6 @@ class Site(FederatedLoop):
         self.rows = rows
         self.own_data = own_data
         self.given: Tensor | None = None  # w as it came last, whole
-        self.own: dict[str, Tensor] = {}  # buffers that clients keep, as the run began
         self.w0: Tensor | None = None
 
     def run_round(self, t: int) -> RoundMetrics:
@@ -146,7 +145,12 @@ class Site(FederatedLoop):
         numbers = message.numbers
         t = int(numbers["round"])
         self.rows.begin(int(numbers["run"]))
-        if not numbers["whole"] and self.given is None:
+        # A site that was started again since the last message has neither, and the server, which
+        # may not have heard of it, sends them once alone.
+        unknown = not numbers["whole"] and self.given is None
+        if self.methods.start_from_w0 and not travel.has(message.arrays, "w0"):
+            unknown |= self.w0 is None
+        if unknown:
             return Message("whole", message.site, dict(numbers))
         mine = [int(i) for i in message.arrays["mine"]]
         counted = [int(c) for c in message.arrays["counted"]]
@@ -228,10 +232,9 @@ class Site(FederatedLoop):
                 f"the server's model has {came.numel()} parameters in this message, and the site's "
                 f"{expected}: learner and data have to be those of the server's config."
             )
-        self.own |= travel.under(message.arrays, "own/")
-        if "w0" in message.arrays:
+        if travel.has(message.arrays, "w0"):
             self.w0 = travel.got(message.arrays, "w0").to(self.model.w.device)
-        buffers = {**self.own, **travel.under(message.arrays, "buffer/")}
+        buffers = travel.under(message.arrays, "buffer/")
         self.model.move_to(self.given.to(self.model.w), None, buffers)
 
     def parts_sent(self, message: Message) -> Tensor:

@@ -40,6 +40,11 @@ def got(arrays: Mapping[str, Array], name: str) -> Tensor:
     return torch.from_numpy(np.array(arrays[name], order="C"))
 
 
+def has(arrays: Mapping[str, Array], name: str) -> bool:
+    """Tell whether a tensor was put there, of whichever dtype."""
+    return name in arrays or name + BFLOAT in arrays
+
+
 def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
     """The tensors whose names begin so, by the rest of their names."""
     names = [name.removesuffix(BFLOAT) for name in arrays if name.startswith(prefix)]

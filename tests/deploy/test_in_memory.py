@@ -143,6 +143,7 @@ def over_sites(
     timeout: float = 600,
     wrap: Callable[[str, Post], Post] = lambda name, post: post,
     rounds: int = ROUNDS,
+    carrier: type[InMemoryTransport] = InMemoryTransport,
     **options: Any,
 ) -> tuple[FederatedModule, list[dict[str, float]], InMemoryTransport]:
     """A run over sites, each with a folder of its own below ``folder``."""
@@ -153,7 +154,7 @@ def over_sites(
     def serve(name: str, post: Post) -> None:
         site(shares[name], folder / name, methods, own, wrap(name, post))
 
-    transport = InMemoryTransport({name: partial(serve, name) for name in shares})
+    transport = carrier({name: partial(serve, name) for name in shares})
     metrics: list[dict[str, float]] = []
     at = AtServer(transport, run=7, timeout=timeout, min_sites=len(shares))
     try:
@@ -276,6 +277,52 @@ def test_all_whose_updates_are_not_finite_are_named_with_their_sites(tmp_path: P
     told = "the update of client 1 at site south, of client 5 at site west in round 0 is not finite"
     with pytest.raises(Diverged, match=told):
         over_sites(lambda: [Lost()], tmp_path, participation="all")
+
+
+class Restarted(InMemoryTransport):
+    """Each message starts its site's process, and the server hears nothing of the one before."""
+
+    def send(self, messages: list[Message]) -> None:
+        self.close()
+        super().send(messages)
+
+
+class Half(Learner):
+    """Its parameters are numbers that NumPy does not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.bfloat16()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step((batch[0].bfloat16(), batch[1]), batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        super().validation_step((batch[0].bfloat16(), batch[1]), batch_idx)
+
+
+@pytest.mark.parametrize("learner", [Learner, Half])
+@pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
+def test_a_client_without_a_row_starts_from_the_initial_model(
+    carrier: type[InMemoryTransport], learner: type[Learner], tmp_path: Path
+) -> None:
+    methods, _ = METHODS["fedinit"]
+    options = {"participation": 4, "learner": learner}
+    simulated = trained(methods(), 3, [], **options)
+    over, _, _ = over_sites(
+        methods, tmp_path, carrier=carrier, rounds=3, timeout=60, **options
+    )
+    check_same(simulated, over, tmp_path)
+
+
+@pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
+def test_buffers_of_clients_own_start_from_the_servers_present_ones(
+    carrier: type[InMemoryTransport], tmp_path: Path
+) -> None:
+    options = {"participation": 3, "buffers": "own"}
+    simulated = trained([], ROUNDS, [], **options)
+    over, _, _ = over_sites(lambda: [], tmp_path, carrier=carrier, timeout=60, **options)
+    check_same(simulated, over, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["scaffold", "top-k"])
