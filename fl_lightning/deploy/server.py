@@ -30,6 +30,7 @@ from fl_lightning.round.state import Upload
 from fl_lightning.storage.files import written_aside
 
 NUMBER = "sites.json"
+TOLD = "told by sites"  # in checkpoints: samples and batches of clients
 ASK_AGAIN = 1.0  # seconds, where a client's site is not there
 
 
@@ -39,7 +40,10 @@ class AtServer(pl.Callback):
     Args:
         run: a number by which sites know the run, in all its fits; None: the folder's.
         timeout: seconds that a round waits for its sites; then their clients count as dropped.
-        min_sites: waited for before the first round.
+        min_sites: waited for before the first round; where sites have data of their own, all
+            clients of which nothing is known yet are waited for, too.
+
+    ``told``: samples and batches of clients, as their sites told them before the run was resumed.
     """
 
     def __init__(
@@ -49,6 +53,22 @@ class AtServer(pl.Callback):
         self.run = run
         self.timeout = timeout
         self.min_sites = min_sites
+        self.told: dict[int, tuple[int, int]] = {}
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        data = pl_module.run.loop.cohort.data
+        if isinstance(data, Told):
+            checkpoint[TOLD] = data.told()
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        try:
+            told = checkpoint.get(TOLD, {}).items()
+            self.told = {int(i): (int(size), int(batches)) for i, (size, batches) in told}
+        except (AttributeError, TypeError, ValueError) as error:
+            raise UserError(
+                f"ckpt_path: {TOLD} in the checkpoint is damaged ({str(error)[:100]}). Resume from "
+                "another one."
+            ) from error
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = pl_module.run.loop
@@ -57,6 +77,10 @@ class AtServer(pl.Callback):
         run = self.run
         if run is None:
             run = number_in(Path(trainer.default_root_dir), trainer.current_epoch)
+        if self.told:
+            loop.cohort.data = Told(loop.cohort.data)
+            for client, numbers in self.told.items():
+                loop.cohort.data.tell(client, *numbers)
         sites = Sites(self.transport, loop, run, self.timeout)
         sites.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):
@@ -165,21 +189,36 @@ class Sites:
             )
 
     def wait_for(self, number: int) -> None:
-        """Wait until so many sites are there, and say for how many."""
+        """Wait until so many sites are there, and say for how many.
+
+        Where they have data of their own, also until each client's numbers were told once: the
+        server has no others to weight it by.
+        """
         said = -1
-        while len(self.known) < number:
+        while self.lacks(number):
             if said != len(self.known):
                 said = len(self.known)
                 print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
             self.find()
             for answer in self.transport.receive(ASK_AGAIN):
                 self.heard(answer)
-            if len(self.known) < number:
+            if self.lacks(number):
                 time.sleep(0.01)
 
+    def lacks(self, number: int) -> bool:
+        """Tell whether the first round waits for more than the sites that are there."""
+        own = isinstance(self.loop.cohort.data, Told)
+        return len(self.known) < number or (own and bool(self.untold()))
+
+    def untold(self) -> list[int]:
+        """The clients of which no site has told anything."""
+        data = self.loop.cohort.data
+        known = {*self.holder, *(data.told() if isinstance(data, Told) else ())}
+        return [i for i in range(self.loop.cohort.m) if i not in known]
+
     def away(self) -> str:
-        """Whose clients nobody has said to hold."""
-        away = [str(i) for i in range(self.loop.cohort.m) if i not in self.holder]
+        """Whose numbers nobody has told."""
+        away = [str(i) for i in self.untold()]
         more = ", …" if len(away) > 10 else ""
         return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
 
@@ -331,7 +370,7 @@ class Sites:
         if leaf_of:
             self.loop.note(
                 f"round {round.t}: clients {sorted(leaf_of)} dropped: their sites did not answer "
-                f"within timeout={self.timeout:g} s"
+                f"within timeout={self.timeout:g} s, or told other numbers of samples meanwhile"
             )
         for client, leaf in leaf_of.items():
             collect(leaf, Brought(client, None))
@@ -350,6 +389,10 @@ class Sites:
         messages = []
         for site, clients in self.known.items():
             mine = sorted(missing & set(clients))
+            # The round's weights were made of what was known when it began.
+            sizes = self.loop.cohort.sizes(mine)
+            missing -= {i for i in mine if sizes[i] != round.sizes[i]}
+            mine = sorted(missing & set(mine))
             if mine and site not in waiting:
                 messages.append(self.message(round, site, mine))
                 waiting[site] = mine

@@ -47,8 +47,12 @@ class Told:
         self._sizes[client] = size
         self._batches[client] = batches
 
+    def told(self) -> dict[int, tuple[int, int]]:
+        """Samples and batches of the clients whose sites have told them."""
+        return {i: (int(self._sizes[i]), batches) for i, batches in self._batches.items()}
+
     def client_sizes(self) -> NDArray[np.int64]:
-        """N_i ``(m,)``; of clients whose sites are not there yet as the server's config says."""
+        """N_i ``(m,)``; of clients whose sites have not told them as the server's config says."""
         return self._sizes
 
     def batches_per_epoch(self, client: int) -> int:

@@ -36,7 +36,6 @@ from fl_lightning.deploy import site as at_site
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
-from fl_lightning.deploy.told import Everything
 from fl_lightning.deploy.transport import InMemoryTransport, Killed, Message, Post
 from fl_lightning.storage.store import ClientStore
 
@@ -309,9 +308,7 @@ def test_a_client_without_a_row_starts_from_the_initial_model(
     methods, _ = METHODS["fedinit"]
     options = {"participation": 4, "learner": learner}
     simulated = trained(methods(), 3, [], **options)
-    over, _, _ = over_sites(
-        methods, tmp_path, carrier=carrier, rounds=3, timeout=60, **options
-    )
+    over, _, _ = over_sites(methods, tmp_path, carrier=carrier, rounds=3, timeout=60, **options)
     check_same(simulated, over, tmp_path)
 
 
@@ -397,81 +394,6 @@ def test_a_site_that_is_killed_between_its_rows_and_its_reply_is_asked_again(
     check_same(simulated, over, tmp_path)
     asked = [what for way, site, what, _ in carried.array_bytes if (way, site) == ("down", "south")]
     assert killed == ["south"] and asked.count("hello") == 2
-
-
-def test_sites_with_data_of_their_own_train_on_them(tmp_path: Path) -> None:
-    """The simulation has the same samples as clients of one table."""
-    rng = np.random.default_rng(4)
-    x = torch.from_numpy(rng.normal(size=(60, 3))).float()
-    y = torch.from_numpy(rng.integers(0, 3, 60))
-    lists = [np.arange(10), np.arange(10, 16), np.arange(16, 36)]
-
-    def table(samples: Any, **given: Any) -> InMemoryDataModule:
-        return InMemoryDataModule(
-            (x[samples], y[samples]), val=(x[:20], y[:20]), batch_size=4, **given
-        )
-
-    options = {"participation": "all", "weighting": "samples"}
-    methods, _ = METHODS["scaffold"]
-    simulated = trained(methods(), 3, [], data=lambda: table(slice(36), clients=lists), **options)
-
-    def serve(client: int, post: Post) -> None:
-        def own() -> InMemoryDataModule:
-            return table(lists[client], partition=Everything(3))
-
-        at = AtSite(post, [client], tmp_path / str(client), own=True)
-        with suppress(Ended):
-            trained([*methods(), at], 1, [], data=own, **options)
-
-    transport = InMemoryTransport({str(i): partial(serve, i) for i in range(3)})
-    at = AtServer(transport, run=7, min_sites=3)
-    # The server's own samples are others, which nobody trains on.
-    over = trained(
-        [*methods(), at], 3, [], data=lambda: table(slice(30, 60), num_clients=3), **options
-    )
-    transport.close()
-    check_same(simulated, over, tmp_path)
-
-
-def test_data_of_other_classes_are_refused(tmp_path: Path) -> None:
-    def serve(post: Post) -> None:
-        def own() -> InMemoryDataModule:
-            samples = (torch.zeros(20, 3), torch.arange(20) % 2)
-            return InMemoryDataModule(samples, batch_size=4, partition=Everything(9))
-
-        with suppress(Ended):
-            trained([AtSite(post, [0], tmp_path / "odd", own=True)], 1, [], data=own)
-
-    transport = InMemoryTransport({"odd": serve})
-    with pytest.raises(UserError, match="site odd: its data have 2 classes, and the server's 3"):
-        trained([AtServer(transport, run=7)], 1, [])
-    transport.close()
-
-
-@pytest.mark.parametrize("kind, what", [("column_names", "columns"), ("class_names", "classes")])
-def test_a_site_whose_names_are_in_another_order_is_refused(
-    kind: str, what: str, tmp_path: Path
-) -> None:
-    """Its numbers would be taken for other columns or classes, without a word."""
-
-    def named(names: list[str], **given: Any) -> InMemoryDataModule:
-        samples = (torch.zeros(20, 3), torch.arange(20) % 3)
-        made = InMemoryDataModule(samples, batch_size=4, **given)
-        setattr(made, kind, names)
-        return made
-
-    def serve(post: Post) -> None:
-        with suppress(Ended):
-            at = AtSite(post, [0], tmp_path / "odd", own=True)
-            trained([at], 1, [], data=lambda: named(list("bac"), partition=Everything(9)))
-
-    transport = InMemoryTransport({"odd": serve})
-    told = f"site odd: client 0: this site's {what} are b, a, c, and the server's a, b, c"
-    with pytest.raises(UserError, match=told):
-        # Not refused, the round would end without the others' clients.
-        at = AtServer(transport, run=7, timeout=3)
-        trained([at], 1, [], data=lambda: named(list("abc"), num_clients=9))
-    transport.close()
 
 
 class OtherNumber(InMemoryTransport):
