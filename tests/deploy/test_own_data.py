@@ -143,3 +143,13 @@ def test_a_site_whose_names_are_in_another_order_is_refused(
         one = partial(named, list("abc"), num_clients=1)
         trained([at], 1, [], data=one, participation="all")
     transport.close()
+
+
+def test_damaged_sizes_in_a_checkpoint_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    over_own(lambda: [], tmp_path / "sites", rounds=1, save=path)
+    saved = torch.load(path, weights_only=True)
+    saved["told by sites"] = {0: 10}
+    torch.save(saved, path)
+    with pytest.raises(UserError, match="ckpt_path: told by sites in the checkpoint is damaged"):
+        over_own(lambda: [], tmp_path / "sites", resume=path)
