@@ -40,8 +40,8 @@ class DifferentialPrivacy(FederatedCallback):
     would exceed ``target_epsilon``. The weights p_i play no part. What clients send besides u_i
     would have to be clipped too, so methods with uploads, methods that look at single updates,
     averaged buffers and parts that are not averaged are refused, and your own code that reads
-    ``server.mean_change`` or clients' rows at the server. Who takes part, and what is logged of the
-    training, is outside the guarantee.
+    ``server.mean_change``, clients' rows at the server, or what a logger sums. Who takes part, and
+    what is logged of the training, is outside the guarantee.
 
     Noise and coins come from 32 bytes of the operating system, the run's secret, which lies in its
     ``state/`` alone. A round's noise is keyed by (secret, round, digest of the sum and of its
@@ -199,6 +199,8 @@ class DifferentialPrivacy(FederatedCallback):
                 leak = "it sees all updates"
             if any(upload.sent for upload in uploads):
                 leak = "its clients send more than their update"
+            elif uploads and not other.measures:
+                leak = "its server reads sums over clients of more than their updates"
             if leak:
                 raise UserError(
                     f"method: DifferentialPrivacy and {name} cannot run together: {leak}, which "

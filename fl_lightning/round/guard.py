@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import sys
+from types import FrameType
 
 from fl_lightning.errors import UserError
 
 # A hook reads through these modules, so their frames lie between it and the refusal.
-_BETWEEN = "fl_lightning.round."
+_BETWEEN = ("fl_lightning.round.", "fl_lightning.callback.")
 
 
-def refuse_outsiders(what: str, caller: str) -> None:
+def refuse_outsiders(what: str, caller: str = "") -> None:
     """Refuse code from outside this package that reads ``what``: it would reach w without noise.
 
     Raises:
-        UserError: with ``caller``, the class whose hook it is.
+        UserError: with ``caller``, the class whose hook it is; empty: it is seen from the code.
     """
     frame = sys._getframe(1)
     # The first frame that is not our own reading of a state belongs to the hook that asked.
-    while frame.f_back is not None and _module(frame).startswith(_BETWEEN):
+    while frame.f_back is not None and f"{_module(frame)}.".startswith(_BETWEEN):
         frame = frame.f_back
     if not _module(frame).startswith("fl_lightning."):
         raise UserError(
-            f"method: {caller} reads {what} in a private run (DifferentialPrivacy), and what comes "
-            "of it would reach others without noise. server.update and server.w have their "
-            "noise: use these, or keep one of the two."
+            f"method: {caller or _reader(frame)} reads {what} in a private run "
+            "(DifferentialPrivacy), and what comes of it would reach others without noise. "
+            "server.update and server.w have their noise: use these, or keep one of the two."
         )
 
 
-def _module(frame: object) -> str:
-    return str(frame.f_globals.get("__name__", ""))  # type: ignore[attr-defined]
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _reader(frame: FrameType) -> str:
+    """The class whose method this is, or the function."""
+    if "self" in frame.f_locals:
+        return type(frame.f_locals["self"]).__name__
+    return frame.f_code.co_name

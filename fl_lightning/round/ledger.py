@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.context import Round
+from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.state import ClientState, Declaration, ServerState, State, Upload
 from fl_lightning.storage.rows import Rows
 from fl_lightning.virtual.plan import Planned
@@ -57,6 +58,7 @@ class Ledger:
         self.broadcast: Tensor | None = None
         self.sent: tuple[float | None, float | None] | None = None
         self._at_server = False
+        self._version: int | None = None
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
 
@@ -71,7 +73,17 @@ class Ledger:
 
     @property
     def t(self) -> int:
-        return self.round.t
+        """The round whose schedules hooks read: this one, or of clients that train an earlier."""
+        return self.round.t if self._version is None else self._version
+
+    @contextmanager
+    def clients_at(self, version: int) -> Iterator[None]:
+        """Within, hooks read schedules as of this round: clients train from its model."""
+        self._version = version
+        try:
+            yield
+        finally:
+            self._version = None
 
     @property
     def for_clients(self) -> Round:
@@ -134,15 +146,22 @@ class Ledger:
 
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]:
         """The sum over the clients that finished, and their number."""
+        self.refuse_outsiders(f"the sums of {key}")
         return self._uploaded("sum:" + key, declaration), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
         """The p_i-weighted mean over the clients that finished."""
+        self.refuse_outsiders(f"the sums of {key}")
         name = "weighted:" + key
         # Under uniform weights the plain sum is the weighted one, and no other is kept.
         if name not in self.total:
             name = "sum:" + key
         return self._uploaded(name, declaration) / self.total["weight"].to(self.round.wide)
+
+    def refuse_outsiders(self, what: str) -> None:
+        """In a private run, refuse code from outside this package that reads ``what``."""
+        if self.round.noise is not None:
+            refuse_outsiders(what)
 
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
         if key in self.total:

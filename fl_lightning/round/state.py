@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -39,13 +39,17 @@ class Staging(Protocol):
     def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None: ...
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]: ...
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor: ...
+    def refuse_outsiders(self, what: str) -> None: ...
 
 
 class Owner(Protocol):
     """The callback that declares."""
 
+    measures: ClassVar[bool]
+
     @property
     def _ledger(self) -> Staging: ...
+    def declarations(self) -> dict[str, Declaration]: ...
 
 
 class Group(Protocol):
@@ -218,7 +222,12 @@ class ServerState(State):
     def __get__(self, callback: Owner | None, owner: type) -> Self | Tensor:
         if callback is None:
             return self
-        return callback._ledger.server_state(self.key(callback), self.of(callback))
+        key = self.key(callback)
+        declared = callback.declarations().values() if callback.measures else ()
+        # A logger may keep what it sums over clients, without noise.
+        if any(isinstance(each, Upload) for each in declared):
+            callback._ledger.refuse_outsiders(key)
+        return callback._ledger.server_state(key, self.of(callback))
 
     def __set__(self, callback: Owner, value: Tensor) -> None:
         callback._ledger.set_server_state(self.key(callback), self.of(callback), value)

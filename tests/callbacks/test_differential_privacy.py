@@ -287,6 +287,24 @@ class Sends(FederatedCallback):
     more = Upload()
 
 
+class Swaps(FederatedCallback):
+    """Puts the mean of raw changes in the place of the noised one."""
+
+    raw = Upload(sent=False)
+
+    def on_local_end(self, clients):
+        self.raw[clients] = clients.x - clients.w
+
+    def on_server_update(self, server):
+        server.update = self.raw.mean()
+
+
+class SwapsByInstance(FederatedCallback):
+    def __init__(self):
+        super().__init__()
+        self.declare("raw", Upload(sent=False))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -315,6 +333,8 @@ def test_values_that_cannot_work_are_refused(arguments, said):
         ([callbacks.ControlVariates()], {}, "ControlVariates cannot run together"),
         ([callbacks.DynamicRegularization()], {}, "DynamicRegularization cannot run together"),
         ([Sends()], {}, "Sends cannot run together"),
+        ([Swaps()], {}, "Swaps cannot run together"),
+        ([SwapsByInstance()], {}, "SwapsByInstance cannot run together"),
         ([Peeks()], {}, "it sees all updates"),
         ([PeeksByInstance()], {}, "it sees all updates"),
         ([callbacks.TopKCompression()], {}, "both decide what clients send"),

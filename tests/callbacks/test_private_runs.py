@@ -19,7 +19,7 @@ import torch
 from scipy import stats
 from torch import nn
 
-from fl_lightning import ClientState, FederatedCallback, UserError, callbacks
+from fl_lightning import ClientState, FederatedCallback, Upload, UserError, callbacks
 from fl_lightning.callbacks import DifferentialPrivacy
 from fl_lightning.contracts.federation import SIZES, Learner, fit, in_processes, outcome, quiet
 from fl_lightning.contracts.verdict import Failed
@@ -320,11 +320,64 @@ class ReadsByInstance(FederatedCallback):
         )
 
 
-@pytest.mark.parametrize("reader", [Reads, ReadsRows, ReadsStaged, ReadsByInstance])
+class Measures(FederatedCallback):
+    """Says that it only measures, and does not."""
+
+    measures = True
+    raw = Upload(sent=False)
+
+    def on_local_end(self, clients):
+        self.raw[clients] = clients.x - clients.w
+
+    def on_server_update(self, server):
+        server.update = self.raw.mean()
+
+
+class Weighted(Measures):
+    def on_server_update(self, server):
+        server.update = self.raw.weighted()
+
+
+@pytest.mark.parametrize(
+    "reader", [Reads, ReadsRows, ReadsStaged, ReadsByInstance, Measures, Weighted]
+)
 def test_methods_of_a_user_s_that_go_round_the_noise_are_refused(reader):
     with pytest.raises(UserError, match="in a private run"):
         run(DifferentialPrivacy(0.5, 1.0), reader(), participation=1.0)
     run(reader(), participation=1.0)  # without privacy they may
+
+
+class ReadsLogger(FederatedCallback):
+    """Takes from a logger beside it what that sums."""
+
+    def __init__(self, logger, name):
+        super().__init__()
+        self.logger = logger
+        self.name = name
+
+    def on_server_update(self, server):
+        of_logger = getattr(self.logger, self.name)
+        server.update = of_logger if isinstance(of_logger, torch.Tensor) else of_logger.mean()
+
+
+@pytest.mark.parametrize(
+    ("logger", "name"),
+    [
+        (callbacks.DriftLogger, "direction"),
+        (callbacks.ConsensusDistanceLogger, "moved"),
+        (callbacks.DivergenceLogger, "change"),
+        (callbacks.DivergenceLogger, "sum"),
+    ],
+)
+def test_what_a_logger_sums_is_read_by_nobody_else(logger, name):
+    """The logger itself runs beside privacy, and its sums have no noise."""
+    private = DifferentialPrivacy(0.5, 1.0)
+    beside = logger()
+    with pytest.raises(UserError, match=f"ReadsLogger reads .*{name} in a private run"):
+        run(private, beside, ReadsLogger(beside, name), participation=1.0)
+    run(DifferentialPrivacy(0.5, 1.0), logger(), rounds=2, participation=1.0)
+    beside = logger()
+    run(beside, ReadsLogger(beside, name), participation=1.0)
 
 
 class Own(DifferentialPrivacy):
