@@ -37,11 +37,11 @@ class PerClientEvaluation(Measurement):
     The model is the one that a client would use: w with its own kept parts, or what the method's
     ``personal`` gives; w where it never finished a round. The metrics are what the learner's
     ``validation_step`` logs, without the prefix (``val/acc`` → ``clients/acc``), and the loss where
-    it logs none. Of each metric over the k clients with test
-    samples: the mean, ``_weighted`` by their numbers of test samples, the standard deviation
-    ``_std`` (k - 1), and the mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what
-    ``modes`` says, else the learner's torchmetrics, else the name; where none of them does, it is
-    asked before round 0. With fine-tuning the same of ``clients/acc_finetuned``, ….
+    it logs none. Of each metric over the k clients with test samples and a value, which NaN is not:
+    the mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std``
+    (k - 1), and the mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes``
+    says, else the learner's torchmetrics, else the name; where none of them does, it is asked
+    before round 0. With fine-tuning the same of ``clients/acc_finetuned``, ….
 
     Where a run keeps anything, its folder has ``clients_rounds.csv`` (round, client, samples, every
     metric), and at the end ``clients.csv`` and ``clients.png`` of the last round, whose values are
@@ -96,6 +96,7 @@ class PerClientEvaluation(Measurement):
             check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
         self.samples: dict[int, int] = {}
+        self._told = set[str]()  # metrics of which some client had no value
         # The clients' names, where the data have some.
         self.names: Sequence[str] = ()
 
@@ -111,6 +112,7 @@ class PerClientEvaluation(Measurement):
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate one client, to learn the names of the metrics."""
         super().on_train_start(trainer, pl_module)
+        self._told.clear()
         if keeps_files(trainer):
             rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
             rounds.keep(before=trainer.current_epoch)
@@ -155,17 +157,20 @@ class PerClientEvaluation(Measurement):
         measured = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
         self.samples = {client: len(data.client_test_indices(client)) for client in ids}
         self.names = tuple(data.client_names)
-        self.table = {}
+        table: Values = {}
         for client, kinds in measured.items():
             for suffix, values in kinds.items():
                 for name, value in named(values).items():
-                    self.table.setdefault(name + suffix, {})[client] = value
+                    table.setdefault(name + suffix, {})[client] = value
+        self.table = {name: valued(column) for name, column in table.items()}
         for text in self.remarks():
             module.note(text)
         directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
         modes = _of_validation(module.logged.modes)
         logged = dict[str, float]()
         for name, by_client in self.table.items():
+            if not by_client:
+                continue
             metric = name.removesuffix(TUNED)
             greater = directions.greater(metric)
             for suffix, value in summary(by_client, self.samples, greater).items():
@@ -185,6 +190,16 @@ class PerClientEvaluation(Measurement):
                 f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test "
                 "sample, and are left out of its numbers"
             )
+        tested = [client for client, number in self.samples.items() if number]
+        for name, column in self.table.items():
+            lacking = len(tested) - len(column)
+            # How many they are may change from round to round.
+            if lacking and name not in self._told:
+                self._told.add(name)
+                yield (
+                    f"PerClientEvaluation: {lacking} of {len(tested)} clients have no value of "
+                    f"{name} (it is NaN, or not logged), and are left out of its numbers"
+                )
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         super().on_train_end(trainer, pl_module)
@@ -237,12 +252,20 @@ def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:
     return {without_prefix(name): mode for name, mode in modes.items()}
 
 
+def valued(values: dict[int, float]) -> dict[int, float]:
+    """Without NaN, which is no value: an AUROC, say, of samples of one class."""
+    return {client: value for client, value in values.items() if not math.isnan(value)}
+
+
 def summary(values: dict[int, float], samples: dict[int, int], greater: bool) -> dict[str, float]:
     """A metric over k clients: mean, weighted mean, standard deviation, mean of the ⌈k/10⌉ worst.
+
+    NaN is no value.
 
     >>> summary({4: 1.0, 7: 0.5}, {4: 3, 7: 1}, greater=True)
     {'': 0.75, '_weighted': 0.875, '_std': 0.3535533905932738, '_worst10': 0.5}
     """
+    values = valued(values)
     v = torch.tensor(list(values.values()), dtype=torch.float64)
     weights = torch.tensor([samples[client] for client in values], dtype=torch.float64)
     worst = v.sort(descending=not greater).values[: -(-len(v) // 10)]

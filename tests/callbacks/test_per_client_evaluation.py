@@ -286,6 +286,52 @@ def test_the_worst_tenth_is_a_mean_and_what_is_no_longer_logged_is_no_longer_tol
     assert tables == [{"loss", "acc", "early_loss"}, {"loss", "acc"}]
 
 
+def test_a_client_whose_metric_is_nan_has_no_value_of_it(tmp_path: Path) -> None:
+    """As an AUROC of one class: the others' numbers are of them alone, all four, which is told."""
+
+    class Ranked(Lit):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            super().validation_step(batch, batch_idx)
+            one_class = len(batch[1].unique()) < 4
+            self.log("val/auroc", torch.nan if one_class else batch[0].sum())
+            self.log("val/gini_max", torch.nan)
+
+    with pytest.warns(UserWarning, match="have no value of auroc") as caught:
+        module = run(
+            seen := c.PerClientEvaluation(1, modes={"auroc": "max", "gini_max": "max"}),
+            learner=Ranked,
+            settings={"default_root_dir": tmp_path, "enable_checkpointing": True},
+        )
+    logged = measured(module)
+    (x, y) = module.trainer.datamodule._given_sets["train"]
+    samples = {i: module.trainer.datamodule.client_test_indices(i) for i in range(10)}
+    auroc = {
+        i: float(x[own].sum())
+        for i, own in samples.items()
+        if len(own) and len(y[own].unique()) == 4
+    }
+    assert 1 < len(auroc) < 9
+    counts = {i: len(own) for i, own in samples.items()}
+    v, n = np.array(list(auroc.values())), np.array([counts[i] for i in auroc])
+    expected = {
+        "auroc": v.mean(),
+        "auroc_weighted": v @ n / n.sum(),
+        "auroc_std": v.std(ddof=1),
+        "auroc_worst10": v.min(),
+    }
+    assert {name: value for name, value in logged.items() if "auroc" in name} == pytest.approx(
+        expected, rel=1e-6
+    )
+    assert seen.table["auroc"].keys() == auroc.keys()
+    assert not [name for name in logged if "gini" in name]
+    told = [str(each.message) for each in caught if "have no value of" in str(each.message)]
+    assert len(told) == 2, "once of each metric, in three rounds"
+    assert f"{9 - len(auroc)} of 9 clients have no value of auroc" in told[0]
+    assert "9 of 9 clients have no value of gini_max" in told[1]
+    rows = list(csv.DictReader((tmp_path / "clients.csv").read_text().splitlines()))
+    assert [row["client"] for row in rows if row["auroc"]] == [str(i) for i in auroc]
+
+
 def test_regression_and_metrics_of_the_learners_own() -> None:
     with pytest.raises(
         UserError, match=r"which way is better in within is not known.*modes="
