@@ -12,8 +12,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState
-from fl_lightning.callbacks import PartialAveraging
+from fl_lightning.callbacks import (
+    CommunicationLogger,
+    ControlVariates,
+    ErrorFeedback21,
+    LowRankUpdate,
+    PartialAveraging,
+    QuantizedUpdate,
+    TopKCompression,
+)
 from fl_lightning.errors import Diverged
+from fl_lightning.testing import tiny_run
 from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, momentum, trainer
 
 
@@ -78,6 +87,35 @@ def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> No
     assert bool(module.learner.running_mean.isfinite().all()) and bool(
         module.learner.running_mean.any()
     )
+
+
+class Losing(FederatedCallback):
+    """Every other client's model is lost on the way."""
+
+    def on_local_step_end(self, clients: Any) -> None:
+        clients.x *= torch.where(clients.ids[:, None] % 2 == 0, torch.inf, 1.0)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        lambda: [],
+        lambda: [ControlVariates()],
+        lambda: [QuantizedUpdate(levels=1)],
+        lambda: [ErrorFeedback21(TopKCompression(0.2))],
+        lambda: [LowRankUpdate(1)],
+    ],
+    ids=["FedAvg", "SCAFFOLD", "QSGD", "EF21", "PowerSGD"],
+)
+def test_a_client_that_diverged_has_communicated_all_the_same(method: Any) -> None:
+    options: dict[str, Any] = {"participation": "all", "on_nonfinite": "skip", "buffers": "keep"}
+    counted = []
+    for losing in ([], [Losing()]):
+        run = tiny_run(*method(), *losing, CommunicationLogger(), rounds=2, **options).trainer
+        logged = {name: float(value) for name, value in run.callback_metrics.items()}
+        counted.append({k: v for k, v in logged.items() if k.startswith("communication/")})
+    assert counted[0]["communication/up_bytes"] > 0
+    assert counted[1] == counted[0]
 
 
 def test_hooks_see_the_round_as_it_stands() -> None:

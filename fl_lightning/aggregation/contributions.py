@@ -148,6 +148,10 @@ class Contributions:
         # A client counts only if all it would bring is finite: its update, then its buffers.
         buffers = self._buffers(group) if all_finite(update) else None
         if buffers is None:
+            # What it would send is as long as what others do, so it is counted at a finite
+            # stand-in, of which nothing stays.
+            Contributions.transmitted(self, group, torch.zeros_like(update))
+            traffic.add_upload(counts, group, self.methods.sent_by_clients())
             return home
         home.finished = True
         home.buffers = buffers
