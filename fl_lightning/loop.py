@@ -241,7 +241,8 @@ class FederatedLoop:
 
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
         for known, jobs in self.as_given(round, ledger, leaves):
-            self.engine.train(known, jobs, contributions.add, tell)
+            with ledger.clients_at(known.t):
+                self.engine.train(known, jobs, contributions.add, tell)
         total = contributions.total()
         self.buffers.tell(contributions.changed, self.note)
         return total

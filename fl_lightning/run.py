@@ -289,7 +289,8 @@ class FederatedRun:
             by_step=rates.by_step,
             deadline=cohort.over_selection is not None and cohort.over_selection.ticks is not None,
         )
-        for text in [*settings.notes(), *self.methods.notes(about)]:
+        of_clock = systems.notes(settings.asynchronous, self.methods)
+        for text in [*settings.notes(), *self.methods.notes(about), *of_clock]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:
             whose = "was drawn" if self.held is None else "is the checkpoint's"

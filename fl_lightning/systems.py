@@ -5,6 +5,7 @@ Nothing here takes longer for it: time is virtual, and the order of events is co
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -206,6 +207,41 @@ def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Pla
     durations = Durations(clock.devices, cohort.seed, cohort.m, down, up)
     drawn = cohort.participants
     return Synchronous(heterogeneity, drawn, cohort.n, cohort.steps_in, durations, clock.rule())
+
+
+def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
+    """What the clock of a run does not know of its methods."""
+    clock = next((c for c in methods.callbacks if isinstance(c, VirtualClock)), None)
+    devices = clock.devices if asynchronous is None and clock is not None else None
+    if asynchronous is not None:
+        devices = asynchronous.devices
+    if devices is None:
+        return []
+    up = devices.up != math.inf
+    down = devices.down != math.inf
+    found = []
+    for callback in methods.callbacks:
+        # What a method gives in place of w is counted as its own states are.
+        less_down = callback.has("broadcast") and not callback.gives_models
+        parts = callback.has("parts")
+        if (up and (parts or _sends_less(callback))) or (down and (parts or less_down)):
+            found.append(type(callback).__name__)
+    names = " and ".join(found)
+    if not names:
+        return []
+    return [
+        "time/virtual counts whole vectors as sent both ways, whatever fewer bytes come of "
+        f"{names}: it does not show what these save; communication/… of CommunicationLogger does"
+    ]
+
+
+def _sends_less(callback: FederatedCallback) -> bool:
+    """Tell whether clients may send fewer bytes than D numbers have, by its ``transmit``."""
+    if not callback.has("transmit"):
+        return False
+    packaged = type(callback).__module__.startswith("fl_lightning.")
+    compresses = callback.has("encode") or getattr(callback, "compressor", None) is not None
+    return compresses or not packaged
 
 
 def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods) -> None:

@@ -154,14 +154,18 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
 
 
 def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
-    """The bytes that a participant is sent and sends, whole vectors, whatever their content."""
+    """The bytes that a participant is sent and sends, whole vectors, whatever their content.
+
+    Where clients train from models of a method's own, which its ``broadcast`` says, w is not sent.
+    """
     numbers = round_vector.numel()
     vector = numbers * round_vector.element_size()
+    own_models = bool(methods.gives_models) and methods.owner("broadcast") is not None
+    given = 0 if own_models else vector
     ways = []
     up: list[Declaration] = [*methods.sent_by_clients().values(), *methods.reported().values()]
     down: list[Declaration] = [*methods.sent_to_clients().values()]
-    for declared in (down, up):
-        total = vector
+    for total, declared in ((given, down), (vector, up)):
         for each in declared:
             size = round_vector.element_size()
             if each.dtype is not None:

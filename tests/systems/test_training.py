@@ -11,15 +11,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import FederatedCallback, UserError
+from fl_lightning import Coefficient, FederatedCallback, UserError
 from fl_lightning.callbacks import (
+    ClusteredModels,
     CommunicationLogger,
     ControlVariates,
     DynamicRegularization,
     ErrorFeedback21,
     LowRankUpdate,
+    NormalizedAveraging,
+    PartialAveraging,
     PowerOfChoice,
     ProximalTerm,
+    QuantizedBroadcast,
     QuantizedUpdate,
     RandomEpochs,
     RandomK,
@@ -28,6 +32,7 @@ from fl_lightning.callbacks import (
     TopKCompression,
 )
 from fl_lightning.contracts.federation import fit, in_processes, outcome, quiet, require_same
+from fl_lightning.schedules import Steps
 from fl_lightning.systems import (
     Buffered,
     Constant,
@@ -121,6 +126,54 @@ def test_it_is_the_rule_by_hand(engine: str, weighting: str, options: dict[str, 
         assert logged["system/running"] == updates[t]["running"]
     # Otherwise nothing old was looked at.
     assert max(ages) > (0 if asynchronous.max_staleness else 1)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+def test_a_schedule_is_read_at_the_version_that_a_client_trains(engine: str) -> None:
+    """Clients' hooks read it as their learning rate is; the server's at its own round."""
+    at = {t: float(t) for t in range(ROUNDS)}
+    read: set[tuple[str, int, float, float]] = set()
+    at_server = []
+
+    class Scheduled(FederatedCallback):
+        tolerates_staleness = True
+        mu = Coefficient()
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.mu = Steps(at)
+
+        def seen(self, hook: str, clients: Any) -> None:
+            read.add(
+                (hook, clients.round, self.mu, round(float(clients.lr / 0.9**clients.round), 6))
+            )
+
+        def on_round_start(self, server: Any) -> None:
+            at_server.append((server.round, self.mu))
+
+        def on_local_start(self, clients: Any) -> None:
+            self.seen("start", clients)
+
+        def on_local_end(self, clients: Any) -> None:
+            self.seen("end", clients)
+
+        def transmit(self, clients: Any, update: Tensor) -> Tensor:
+            self.seen("transmit", clients)
+            return update
+
+        def on_server_update(self, server: Any) -> None:
+            at_server.append((server.round, self.mu))
+
+    asynchronous = Buffered(UNEQUAL, size=2, concurrency=5)
+    with quiet():
+        module = fit([Scheduled()], ROUNDS, engine=engine, asynchronous=asynchronous, lr_decay=0.9)
+        plan = module.run.loop.schedule
+        stale = {v for t in range(ROUNDS) for v in plan.planned(t).versions.values() if v < t}
+    assert {mu - v for _, v, mu, _ in read} == {0.0}
+    assert {rate for *_, rate in read} == {0.2}
+    for hook in ("start", "end", "transmit"):
+        assert stale <= {v for name, v, *_ in read if name == hook}
+    assert stale and at_server == [(t, t) for t in range(ROUNDS) for _ in range(2)]
 
 
 def test_equal_devices_and_a_buffer_for_all_that_run_are_fedavg_to_the_bit() -> None:
@@ -259,6 +312,82 @@ def test_what_is_sent_is_complete_in_itself(
             base = given[version] - given[t] if "mixing" in options else 0.0
             d += rule(t - version) * (sent[version, client] + base) / len(versions)
         assert (given[t + 1] - given[t] - d).abs().max() < 1e-12, f"round {t}"
+
+
+class Halves(FederatedCallback):
+    """A user's own compression."""
+
+    def transmit(self, clients: Any, update: Tensor) -> Tensor:
+        clients.sent(bytes=update.shape[1] * 4)
+        return update.float().to(update)
+
+
+@pytest.mark.parametrize(
+    ("method", "devices", "named"),
+    [
+        (lambda: QuantizedUpdate(1), {"up": 10.0}, "QuantizedUpdate"),
+        (lambda: ErrorFeedback21(TopKCompression(0.2)), {"up": Constant(1e3)}, "ErrorFeedback21"),
+        (Halves, {"up": 10.0}, "Halves"),
+        (lambda: QuantizedBroadcast(7), {"down": 10.0}, "QuantizedBroadcast"),
+        (lambda: PartialAveraging({"first.*": 2}), {"down": 10.0}, "PartialAveraging"),
+        (lambda: QuantizedUpdate(1), {}, ""),
+        (lambda: QuantizedUpdate(1), {"down": 10.0}, ""),
+        (lambda: QuantizedBroadcast(7), {"up": 10.0}, ""),
+        (lambda: NormalizedAveraging(), {"up": 10.0}, ""),
+        (lambda: ClusteredModels(2), {"up": 10.0, "down": 10.0}, ""),
+    ],
+    ids=[
+        "QSGD",
+        "EF21",
+        "own",
+        "broadcast",
+        "parts",
+        "no bandwidth",
+        "down",
+        "up",
+        "whole",
+        "IFCA",
+    ],
+)
+def test_that_the_clock_knows_no_compression_is_said_before_round_0(
+    method: Any, devices: dict[str, Any], named: str
+) -> None:
+    told: list[str] = []
+
+    class First(FederatedCallback):
+        measures = True
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            self.module = pl_module
+
+        def on_round_start(self, server: Any) -> None:
+            told.extend(note for note in self.module.notes if "time/virtual" in note)
+
+    clock = VirtualClock(Devices(Constant(0.1), **devices))
+    with quiet():
+        fit([method(), clock, First()], rounds=1)
+    assert len(told) == bool(named)
+    assert not named or f"come of {named}: it does not show" in told[0]
+
+
+def test_asynchronous_clocks_say_it_too() -> None:
+    asynchronous = Buffered(Devices(Constant(0.1), up=10.0), size=2, concurrency=3)
+    with quiet():
+        plain = fit([], rounds=1, asynchronous=asynchronous)
+        signs = fit([SignUpdate()], rounds=1, asynchronous=asynchronous)
+    said = [[note for note in run.notes if "time/virtual" in note] for run in (plain, signs)]
+    assert [len(notes) for notes in said] == [0, 1]
+
+
+def test_clusters_are_sent_without_w() -> None:
+    """At 10 bytes a second k = 2 models of 31 doubles take 49.6 s, as is counted."""
+    clock = VirtualClock(Devices(Constant(1e-6), down=10.0))
+    with quiet():
+        ours = fit([ClusteredModels(2), CommunicationLogger(), clock], rounds=1)
+    logged = {name: float(value) for name, value in ours.trainer.callback_metrics.items()}
+    each = logged["communication/down_bytes"] / 3
+    assert each == 2 * 31 * 8
+    assert logged["time/virtual"] == pytest.approx(each / 10, abs=1e-3)
 
 
 def test_another_system_is_another_run(tmp_path: Path) -> None:
