@@ -26,7 +26,8 @@ def counts(
     for key, value in (uploads or {}).items():
         group.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
     found = traffic.of_client(group, BUFFERS)
-    traffic.add_upload(found, group, UPLOADS)
+    sending = type("M", (FederatedCallback,), {"whole": Upload(), "two": Upload(shape=(2,))})
+    traffic.add_upload(found, group, Methods([sending()]))
     assert found.pop() == 0, "no method asked for a pass"
     return found
 
