@@ -64,9 +64,11 @@ QUICK = ("P1, P3, P9", "P2", "P5, B3")
 CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
 UNITS: dict[str, Callable[[float], str]] = {
     "points": lambda value: f"{100 * value:+.2f}",
-    "factor": lambda value: f"{math.exp(value):.2f}",
+    "factor": lambda value: f"{math.exp(value):,.{2 if value < 4 else 0}f}",
     "percent": lambda value: f"{100 * value:.2f}",
+    "plain": lambda value: f"{value:.3f}",
 }
+INTERVAL = ("mean", "low", "high", "n")
 OF_A_RUN = ("run.json", "config.yaml")  # and metrics.csv, packed
 OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
 
@@ -284,6 +286,7 @@ def page(results: Path, target: Path) -> int:
             if report(folders, out, labels, "--no_seconds", "--figures", "png"):
                 return 1
             said = json.loads((out / "report.json").read_text("utf-8"))
+            seen = observed(folders, results / "observed.yaml")
             below = (out / "report.md").read_text("utf-8").partition("\n")[2]
             shutil.copy(out / "report.json", results / "report.json")
             shutil.rmtree(results / "figures", ignore_errors=True)
@@ -295,9 +298,11 @@ def page(results: Path, target: Path) -> int:
                 few.save(results / "figures" / figure.name, optimize=True)
         findings = results / "findings.md"
         if findings.is_file():
-            text += "\n" + filled(findings.read_text("utf-8"), said)
+            known = {**said, "claims": [*said["claims"], *seen]}
+            text += "\n" + filled(findings.read_text("utf-8"), known)
         text += "\n" + scope(folders, said)
         text += below.replace("](figures/", f"]({results.name}/figures/")
+        text += without_a_claim(seen)
     begun = {folder.name for folder in folders}
     absent = {row: name for row, name in ROWS.items() if name.rpartition("/")[2] not in begun}
     rows = ""
@@ -318,11 +323,68 @@ def page(results: Path, target: Path) -> int:
     return 0
 
 
+def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
+    """What the runs show where no claim was made, each entry with mean, low, high and n.
+
+    An entry has the arms a and b, or a alone, which gives a level. Its number of a seed is a
+    metric's ``tail``; with ``until`` what was spent of that until ``target``'s tail was reached.
+    ``scale: log_ratio`` compares by a factor.
+    """
+    from fl_lightning.report.evidence import between
+    from fl_lightning.report.intervals import paired
+    from fl_lightning.report.runs import find
+    from fl_lightning.report.scores import reached, score_of
+
+    if not entries.is_file():
+        return []
+    arms = find(folders).arms
+
+    def number(entry: Mapping[str, Any], arm: str, seed: int) -> float | None:
+        run = next(run for run in arms[arm] if run.seed == seed)
+        if "until" not in entry:
+            return score_of(run, entry["metric"], "tail")
+        target = number({"metric": entry["metric"]}, entry["target"], seed)
+        spent = None if target is None else reached(run, entry["metric"], target)[entry["until"]]
+        return None if spent is None else float(spent)
+
+    made = []
+    for entry in parse_yaml(entries.read_text("utf-8")):
+        sides = [entry[side] for side in ("a", "b") if side in entry]
+        seeds = set.intersection(*({run.seed for run in arms[arm]} for arm in sides))
+        values = []
+        for seed in sorted(seeds):
+            numbers = [number(entry, arm, seed) for arm in sides]
+            pair = len(numbers) > 1
+            value = between(entry.get("scale", ""), *numbers) if pair else numbers[0]
+            values += [] if value is None else [value]
+        interval = paired(values)
+        made.append({**entry, **{key: getattr(interval, key) for key in INTERVAL}})
+    return made
+
+
+def without_a_claim(seen: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what was observed."""
+    if not seen:
+        return ""
+    text = (
+        "\n## Seen without a claim\n\nChosen after the runs had been seen: intervals alone, no "
+        "verdicts, no correction for their number. By seed, last third of gradients.\n\n"
+        f"<details><summary>{len(seen)} rows</summary>\n\n"
+        "| | | 95 % interval | n |\n|---|---|---|---|\n"
+    )
+    for row in seen:
+        unit = UNITS[row["unit"]]
+        mean, low, high = (unit(row[key]).replace("-", "−") for key in ("mean", "low", "high"))
+        text += f"| {row['id']}: {row['text']} | {mean} | {low} to {high} | {row['n']} |\n"
+    return f"{text}\n</details>\n"
+
+
 def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
     """How much of the protocol is judged so far, and what its runs came from."""
     from fl_lightning.report.sections import machines
 
     every = [claim for name in ROWS.values() for claim in claims_of(name)]
+    predicted = {claim["id"]: claim["paper_predicts"] for claim in every}
     verdicts = Counter(claim["verdict"] for claim in said["claims"])
     judged = ", ".join(f"{number} {verdict}" for verdict, number in sorted(verdicts.items()))
     runs = [
@@ -333,14 +395,25 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
     days = sorted(str(run.get("started"))[:10] for run in runs)
     commits = sorted({str(run.get("commit"))[:9] for run in runs})
     versions = {f"{name} {v}" for run in runs for name, v in run["versions"].items()}
+    ours = sum(
+        claim["verdict"] == "reproduced" and not of_a_paper(predicted[claim["id"]])
+        for claim in said["claims"]
+    )
     return (
-        f"**So far {len(said['claims'])} of {len(every)} claims are judged** ({judged}), from "
+        f"**So far {len(said['claims'])} of {len(every)} claims are judged** ({judged}; "
+        f"{ours} of those reproduced are predictions of our own, which no paper makes), from "
         f"{len(runs)} runs of {len(folders)} of {len(ROWS)} sweeps, made from {days[0]} to "
         f"{days[-1]}, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
         f"{machines(runs)} Other work ran on it meanwhile, so no seconds are compared.\n"
-        "`val/acc` is accuracy on the test images, which choose nothing. Intervals cover the "
-        "seeds: initial weights, split, participants and batches.\n"
+        "`val/acc` is accuracy on the test images. Intervals cover the seeds: initial weights, "
+        "split, participants and batches. Rows share their seeds, and some their settings: equal "
+        "runs stand in several rows, so verdicts of different rows are not independent.\n"
     )
+
+
+def of_a_paper(predicts: str) -> bool:
+    """Whether a paper says so, by what the protocol notes as its prediction."""
+    return not predicts.startswith(("nothing", "no such rival", "not alike"))
 
 
 def claims_of(name: str) -> list[dict[str, Any]]:

@@ -36,13 +36,15 @@ _RUNNING = ("bytes", "virtual")
 class BudgetView:
     """``tail`` of each finished run, had it spent only ``budget``, what the cheapest done run did.
 
-    ``values``: arm → seed → value. ``what`` is the column of seconds that was summed.
+    ``values``: arm → seed → value. ``what`` is the column of seconds that was summed. ``alike``:
+    all done runs spent the same.
     """
 
     axis: str
     budget: float
     values: Mapping[str, Mapping[int, float | None]]
     what: str = ""
+    alike: bool = False
 
 
 def spending(run: ReportedRun, axis: str, seconds: str = CLOCK) -> Column:
@@ -74,9 +76,10 @@ def views(
         # A budget that one of the runs does not know would compare it by nothing.
         if column is None or not all(np.isfinite(run.column(column)).any() for run in done):
             continue
-        budget = min((float(_spent(run, axis, column)[-1]) for run in done), default=None)
-        if budget is None:
+        totals = [float(_spent(run, axis, column)[-1]) for run in done]
+        if not totals:
             continue
+        budget = min(totals)
         values: dict[str, dict[int, float | None]] = {}
         for arm, runs in arms.items():
             values[arm] = {}
@@ -85,7 +88,8 @@ def views(
                 spent = _spent(run, axis, column)
                 value = tail_of(run, metric, spent, budget) if lasting else lost(run, metric)
                 values[arm][run.seed] = value
-        made.append(BudgetView(axis, budget, values, seconds or ""))
+        alike = budget == max(totals)
+        made.append(BudgetView(axis, budget, values, seconds or "", alike))
     return made
 
 

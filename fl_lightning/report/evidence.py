@@ -101,6 +101,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         notes.append(absent(found, claim.metric))
         return Evidence()
     made = Evidence()
+    left_out: dict[str, list[str]] = {}
     for seed in sorted(set.intersection(*(set(arms[name]) for name in names))):
         runs = {name: arms[name][seed] for name in names}
         values = {name: _value(claim, run, arms) for name, run in runs.items()}
@@ -110,8 +111,10 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         contrast = sum(s * p for s, p in zip((1, -1), known, strict=False)) if whole else None
         made.take(seed, contrast, _helps(claim, runs, values))
         if not whole:
-            reason = _why_left_out(claim, runs)
-            notes.append(f"{' − '.join(runs)} in {claim.metric}: a run with seed {seed} {reason}.")
+            left_out.setdefault(_why_left_out(claim, runs), []).append(str(seed))
+    for reason, seeds in left_out.items():
+        which = f"a run with seed {', '.join(seeds)} {reason}"
+        notes.append(f"{' − '.join(runs)} in {claim.metric}: {which}.")
     return made
 
 

@@ -7,6 +7,7 @@ Allocation in Shared Computer Systems (1984). C. Gini: VariabilitÃ  e mutabilitÃ
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 
@@ -23,6 +24,8 @@ MEASURES = {
 }
 # These have the metric's unit, the others none.
 OF_METRIC = ("mean", "worst10", "best10")
+# What PerClientEvaluation makes of all clients' values of one metric.
+_OVER_CLIENTS = re.compile(r"_(weighted|std|worst10)$")
 
 
 def fairness(run: ReportedRun, metric: str) -> dict[str, float | None]:
@@ -59,13 +62,15 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
 
 
 def _is_mean(logged: float, values: Column) -> bool:
-    # Metrics are logged in single precision.
-    return len(values) > 0 and math.isclose(float(values.mean()), logged, rel_tol=1e-6)
+    # A client without a value counts in no mean. Metrics are logged in single precision.
+    known = values[~np.isnan(values)]
+    return len(known) > 0 and math.isclose(float(known.mean()), logged, rel_tol=1e-6)
 
 
 def column_of(metric: str) -> str:
-    """A metric's column in clients' tables: ``val/acc`` and ``clients/acc`` are ``acc`` there."""
-    return without_prefix(metric.removeprefix("clients/"))
+    """A metric's column in clients' tables: ``val/acc`` and ``clients/acc_std`` are ``acc`` there."""
+    name = without_prefix(metric.removeprefix("clients/"))
+    return _OVER_CLIENTS.sub("", name) if metric.startswith("clients/") else name
 
 
 def _number(text: str | None) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from itertools import product, starmap
 from pathlib import Path
@@ -21,7 +21,8 @@ class Published:
 
     ``arms`` maps patterns of arms' names to (value, deviation) as printed. ``score`` is that of
     ours which comes nearest to theirs. ``setting`` maps keys of a config to the paper's values;
-    ``experiments`` are patterns of packaged configs.
+    ``experiments`` are patterns of packaged configs. ``unlike`` maps patterns of arms' names to
+    what differs in the method itself.
     """
 
     experiments: tuple[str, ...]
@@ -31,6 +32,7 @@ class Published:
     arms: Mapping[str, tuple[float, float | None]]
     setting: Mapping[str, Any]
     note: str = ""
+    unlike: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, arm: str) -> tuple[float, float | None] | None:
         """The numbers printed for ``arm``; None where nothing was."""
@@ -39,9 +41,10 @@ class Published:
                 return printed
         return None
 
-    def differences(self, config: Mapping[str, Any]) -> list[str]:
+    def differences(self, arm: str, config: Mapping[str, Any]) -> list[str]:
         """Where ``config`` is not the paper's setting, as ``key ours (theirs)``."""
-        differences = []
+        matching = (text for name, text in self.unlike.items() if fnmatch.fnmatchcase(arm, name))
+        differences = list(matching)
         for key, theirs in self.setting.items():
             ours = _plain(_at(config, key))
             if ours != _plain(theirs):

@@ -56,7 +56,7 @@ def tables(summary: Summary) -> list[Table]:
         pivot(summary),
         pairs(summary),
         *targets(summary),
-        budgets(summary),
+        *budgets(summary),
         communication(summary),
         fairness(summary),
         *consensus(summary),
@@ -345,7 +345,7 @@ def targets(summary: Summary) -> list[Table]:
     costs: dict[str, Callable[[float], str]] = {"rounds": _rounds, "bytes": size}
     if summary.timed:
         costs["seconds"] = seconds
-    first = next(iter(summary.arms.values()))
+    firsts = first_arms(summary)
     sign = "≥" if summary.greater else "≤"
     note = (
         f"First round in which the smoothed curve is {sign} {{}}; means over the seeds "
@@ -360,6 +360,7 @@ def targets(summary: Summary) -> list[Table]:
     for target in summary.targets:
         rows: Rows = []
         for arm in summary.arms.values():
+            first = summary.arms[firsts[arm.name]]
             reached = arm.reached[target].values()
             hits = [cost for cost in reached if cost["rounds"] is not None]
             row: list[Any] = [arm.name]
@@ -388,11 +389,20 @@ def _ratio(ours: float | None, theirs: float | None) -> float | None:
     return ours / theirs if ours is not None and theirs else None
 
 
-def budgets(summary: Summary) -> Table:
-    """The smoothed metric at equal rounds, gradients, bytes and seconds."""
+def budgets(summary: Summary) -> list[Table]:
+    """The smoothed metric at equal rounds, gradients, bytes and seconds, of each sweep."""
+    parts = summary.by_sweep
+    return [_budgets(part, name if len(parts) > 1 else "") for name, part in parts.items()]
+
+
+def _budgets(summary: Summary, sweep: str) -> Table:
+    """The arms of one sweep, named where it stands beside others, at equal cost."""
     shown = unit_of(summary)
     arms = {name: arm.runs for name, arm in summary.arms.items()}
     made = views(arms, summary.metric, summary.timed)
+    if sweep:
+        # What all spent alike says nothing that the scores do not.
+        made = [view for view in made if not view.alike]
     title = f"At equal cost: {metric_title(summary)}, last third of what was spent"
     rows: Rows = []
     for name in summary.arms if made else ():
@@ -410,7 +420,9 @@ def budgets(summary: Summary) -> Table:
             " Seconds are the processor's (time/cpu), all threads and processes, which other work "
             "on the machine still lengthens; on a GPU the clock's, of runs that did not overlap."
         )
-    table = Table("budgets", title, ["arm", *map(_budget, made)], rows, note)
+    key = f"budgets-{sweep}" if sweep else "budgets"
+    title = f"{title}: {sweep}" if sweep else title
+    table = Table(key, title, ["arm", *map(_budget, made)], rows, note)
     return table.with_best(range(1, 1 + len(made)), lambda: summary.greater, kin(summary))
 
 
@@ -425,6 +437,13 @@ def _budget(view: BudgetView) -> str:
     }[view.axis]
 
 
+def first_arms(summary: Summary) -> dict[str, str]:
+    """Arm → the first one of its sweep, by which its costs are measured."""
+    groups = kin(summary)
+    first: dict[str, str] = {}
+    return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}
+
+
 def communication(summary: Summary) -> Table:
     """What a round sends, by both conventions; no rows where no run sent anything."""
     columns = (
@@ -432,9 +451,10 @@ def communication(summary: Summary) -> Table:
         "× first arm, as papers count"
     )
     counted = {name: traffic(arm) for name, arm in summary.arms.items()}
-    first = next(iter(counted.values()))
+    firsts = first_arms(summary)
     rows: Rows = []
     for name, each in counted.items():
+        first = counted[firsts[name]]
         vectors = NONE if each.papers is None else str(each.papers)
         if each.partial and each.papers is not None:
             vectors = "by part"
@@ -514,7 +534,7 @@ def beside_published(summary: Summary) -> list[Table]:
             config = arm.runs[0].config
             differs = "no config.yaml to compare"
             if config:
-                differs = "; ".join(printed.differences(config)) or "nothing"
+                differs = "; ".join(printed.differences(arm.own, config)) or "nothing"
             mean = shown.cell(*arm.mean_sd(printed.score))
             rows.append([arm.name, shown.cell(*theirs), mean, differs])
         note = f"{printed.note} A smaller twin says nothing of the published number."
