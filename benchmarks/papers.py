@@ -396,7 +396,7 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
     commits = sorted({str(run.get("commit"))[:9] for run in runs})
     versions = {f"{name} {v}" for run in runs for name, v in run["versions"].items()}
     ours = sum(
-        claim["verdict"] == "reproduced" and not of_a_paper(predicted[claim["id"]])
+        claim["verdict"] == "reproduced" and not of_a_paper(predicted.get(claim["id"], ""))
         for claim in said["claims"]
     )
     return (

@@ -570,6 +570,35 @@ def calculated_arm(
     return arm
 
 
+def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str, Any]]:
+    """What ``observed.yaml`` asks for, by its id; ``arms`` have the report's names."""
+    rows = {}
+    for entry in yaml.safe_load(file.read_text()):
+        metric = entry["metric"]
+        one = arms[entry["a"]]
+        other = arms[entry["b"]] if "b" in entry else one
+        values = []
+        for seed in sorted(set(one) & set(other)):
+            numbers = [tail(one[seed], metric), tail(other[seed], metric)]
+            if "until" in entry:
+                target = tail(arms[entry["target"]][seed], metric)
+                assert target is not None
+                rounds = [arrival(run[seed], metric, target, True) for run in (one, other)]
+                assert None not in rounds
+                numbers = [
+                    cost_until(run[seed], row, entry["until"])
+                    for run, row in zip((one, other), rounds, strict=True)
+                    if row is not None
+                ]
+            logarithmic = entry.get("scale") == "log_ratio"
+            value = contrast(*numbers, logarithmic) if "b" in entry else numbers[0]
+            assert value is not None
+            values.append(value)
+        found = interval(values)
+        rows[entry["id"]] = {"mean": found.mean, "low": found.low, "high": found.high}
+    return rows
+
+
 def grouped(folder: Path) -> list[Sweeps]:
     """The sweeps in a folder; those with the same claims are one."""
     groups: dict[bytes, list[Path]] = {}

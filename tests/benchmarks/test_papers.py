@@ -63,10 +63,17 @@ def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_mis
     ran: Path,
 ) -> None:
     papers.keep(papers.OUT / "all", papers.RESULTS)
-    (papers.RESULTS / "findings.md").write_text("The new one is {X-a.verdict}, by {X-a.mean}.\n")
+    (papers.RESULTS / "findings.md").write_text(
+        "The new one is {X-a.verdict}, by {X-a.mean}; a factor of {O-a.mean:factor}°.\n"
+    )
+    (papers.RESULTS / "observed.yaml").write_text(
+        "- {id: O-a, text: new / old, a: new, b: old, metric: val/acc, scale: log_ratio, "
+        "unit: factor}\n"
+    )
     assert papers.page(papers.RESULTS, papers.PAGE) == 0
     text = papers.PAGE.read_text()
-    assert "The new one is reproduced, by +0.1." in text
+    assert "The new one is reproduced, by +0.1; a factor of 1.14°." in text
+    assert "| O-a: new / old | 1.14 | 1.14 to 1.14 | 5 |" in text, "and no verdict"
     assert "(results/figures/" in text and (papers.RESULTS / "figures").is_dir()
     assert "| P1-helps | +3.4 points (NeurIPS, Table 3) | at least +1 point |" in text, (
         "a claim without runs"

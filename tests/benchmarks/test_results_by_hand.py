@@ -331,7 +331,7 @@ def test_a_run_that_is_changed_changes_what_is_calculated(tmp_path: Path) -> Non
 
 
 PLACE = re.compile(r"\{([^{}]+)\.(\w+)(?::(\w+))?\}")
-NUMBER = r"([+\-\u2212]?\d+(?:\.\d+)?)"
+NUMBER = r"([+\-\u2212]?\d[\d,]*(?:\.\d+)?)"
 VERDICT = r"((?:not )?reproduced|contradicted|inconclusive)(, provisional)?"
 
 
@@ -361,7 +361,7 @@ def misquoted(findings: str, page: str, rows: dict[str, dict[str, Any]]) -> list
             value = value * 100 if form in ("points", "percent") else value
             value = math.exp(value) if form == "factor" else value
             decimals = len(text.partition(".")[2])
-            shown = float(text.replace("\u2212", "-"))
+            shown = float(text.replace("\u2212", "-").replace(",", ""))
             right = abs(value - shown) <= 0.5 * 10**-decimals + 1e-9
         if not right:
             wrong.append(f"{claim}.{key}: the page says {text}, by hand it is {row[key]}")
@@ -378,6 +378,10 @@ def test_every_number_of_the_findings_is_a_calculated_one_rounded() -> None:
         runs = group.arms[arm.rsplit("/", 1)[-1]].values()
         calculated = by_hand.calculated_arm(runs, "val/acc", True, ())
         rows[arm] = {score: of["mean"] for score, of in calculated["scores"].items()}
+    named = shown_arms(groups)
+    arms = {arm: group.arms[arm.rsplit("/", 1)[-1]] for arm, group in named.items()}
+    seen = by_hand.observed(arms, RESULTS / "observed.yaml")
+    rows |= seen
     findings = (RESULTS / "findings.md").read_text()
     page = PAGE.read_text()
     assert not misquoted(findings, page, rows)

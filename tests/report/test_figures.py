@@ -114,6 +114,25 @@ def test_a_damaged_table_of_clients_is_said_and_counts_nowhere(
     assert says in note
 
 
+def test_what_is_made_of_all_clients_has_the_fairness_of_the_metric_itself(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s", "a")
+    by_metric = [summarise(find([tmp_path / "s"]), f"clients/acc{end}") for end in ("", "_worst10")]
+    gini = [summary.arms["a"].fairness["gini"] for summary in by_metric]
+    assert gini[0] and gini[1] == gini[0]
+    assert not [note for note in by_metric[1].notes if "clients.csv" in note]
+
+
+def test_a_client_without_a_value_damages_nothing(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s", "a")
+    folder = tmp_path / "s/a/seed-0"
+    known = summarise(find([tmp_path / "s"])).arms["a"].fairness["worst10"]
+    lines = (folder / "clients.csv").read_text().splitlines(keepends=True)
+    (folder / "clients.csv").write_text("".join(lines) + "99,1,nan\n")
+    summary = summarise(find([tmp_path / "s"]))
+    assert not [note for note in summary.notes if str(folder / "clients.csv") in note]
+    assert summary.arms["a"].fairness["worst10"] == known
+
+
 def test_a_lost_row_of_a_round_is_said_and_the_round_is_not_drawn(tmp_path: Path) -> None:
     with_clients(tmp_path / "s", "a")
     path = tmp_path / "s/a/seed-0/clients_rounds.csv"

@@ -338,7 +338,9 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     for arm in ("fedinit-0", "fedinit-0.1"):
         for run in make_arm(tmp_path / "s", arm, LEVELS):
             (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "s/sweep.yaml").write_text("configs: [base, experiment/fedinit/table3-small]\n")
+    (tmp_path / "s/sweep.yaml").write_text(
+        "configs: [base, experiment/fedinit/table3-cifar10-small]\n"
+    )
     report(tmp_path / "out", tmp_path / "s")
     text = (tmp_path / "out/report.md").read_text()
     assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
