@@ -68,7 +68,7 @@ def _is_mean(logged: float, values: Column) -> bool:
 
 
 def column_of(metric: str) -> str:
-    """A metric's column in clients' tables: ``val/acc`` and ``clients/acc_std`` are ``acc`` there."""
+    """A metric's column in clients' tables: of ``val/acc`` and ``clients/acc_std`` it is ``acc``."""
     name = without_prefix(metric.removeprefix("clients/"))
     return _OVER_CLIENTS.sub("", name) if metric.startswith("clients/") else name
 
