@@ -68,7 +68,7 @@ def _is_mean(logged: float, values: Column) -> bool:
 
 
 def column_of(metric: str) -> str:
-    """A metric's column in clients' tables: of ``val/acc`` and ``clients/acc_std`` it is ``acc``."""
+    """A metric's column in clients' tables: ``acc`` of ``val/acc`` and ``clients/acc_std``."""
     name = without_prefix(metric.removeprefix("clients/"))
     return _OVER_CLIENTS.sub("", name) if metric.startswith("clients/") else name
 
