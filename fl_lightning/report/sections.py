@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -25,7 +24,7 @@ from fl_lightning.report.scores import (
     over_time,
     window,
 )
-from fl_lightning.report.summary import Summary
+from fl_lightning.report.summary import Summary, first_arms, kin
 from fl_lightning.report.tables import (
     NONE,
     PERCENT,
@@ -308,14 +307,6 @@ def scores(summary: Summary) -> Table:
     return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater, kin(summary))
 
 
-def kin(summary: Summary) -> dict[str, str]:
-    """Arm → what its sweep shares with others: arms of other sweeps have other settings."""
-    of_run: dict[Path, str] = {}
-    for sweep in summary.found.sweeps:
-        of_run |= dict.fromkeys(sweep.runs, sweep.kin)
-    return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
-
-
 def lengths(summary: Summary) -> list[int]:
     """How many values of the metric the runs that are done have, each number once."""
     done = [run for run in summary.found.runs if run.status == "done"]
@@ -435,13 +426,6 @@ def _budget(view: BudgetView) -> str:
         "virtual": f"{seconds(view.budget)} of devices",
         "seconds": f"{seconds(view.budget)} {whose}",
     }[view.axis]
-
-
-def first_arms(summary: Summary) -> dict[str, str]:
-    """Arm → the first one of its sweep, by which its costs are measured."""
-    groups = kin(summary)
-    first: dict[str, str] = {}
-    return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}
 
 
 def communication(summary: Summary) -> Table:

@@ -264,3 +264,18 @@ def _arm(
             for measure, value in fairness(run, metric).items():
                 measured.setdefault(measure, {})[run.seed] = value
     return Arm(name, runs, scores, costs, name, measured)
+
+
+def kin(summary: Summary) -> dict[str, str]:
+    """Arm → what its sweep shares with others: arms of other sweeps have other settings."""
+    of_run: dict[Path, str] = {}
+    for sweep in summary.found.sweeps:
+        of_run |= dict.fromkeys(sweep.runs, sweep.kin)
+    return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
+
+
+def first_arms(summary: Summary) -> dict[str, str]:
+    """Arm → the first one of its sweep, by which its costs are measured."""
+    groups = kin(summary)
+    first: dict[str, str] = {}
+    return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}
