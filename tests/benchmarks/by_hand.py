@@ -575,8 +575,7 @@ def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str,
     rows = {}
     for entry in yaml.safe_load(file.read_text()):
         metric = entry["metric"]
-        one = arms[entry["a"]]
-        other = arms[entry["b"]] if "b" in entry else one
+        one, other = arms[entry["a"]], arms[entry.get("b", entry["a"])]
         values = []
         for seed in sorted(set(one) & set(other)):
             numbers = [tail(one[seed], metric), tail(other[seed], metric)]
@@ -586,8 +585,7 @@ def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str,
                 for run in (one[seed], other[seed]):
                     row = arrival(run, metric, target or 0.0, True)
                     numbers.append(None if row is None else cost_until(run, row, entry["until"]))
-            logarithmic = entry.get("scale") == "log_ratio"
-            value = contrast(*numbers, logarithmic) if "b" in entry else numbers[0]
+            value = contrast(*numbers, "scale" in entry) if "b" in entry else numbers[0]
             values += [] if value is None else [value]
         found = interval(values)
         rows[entry["id"]] = {"mean": found.mean, "low": found.low, "high": found.high}
