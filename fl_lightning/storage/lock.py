@@ -139,7 +139,7 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
                     fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
                 if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                    written = os.pread(descriptor, 1000, 0)
+                    written = _holder(descriptor)
                     os.close(descriptor)
                     raise UserError(_refusal(folder, written)) from None
                 if error.errno not in _NO_LOCKS:
@@ -156,6 +156,16 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
         raise UserError(
             f"Cannot write {path}: {why}. Give a folder that can be written to."
         ) from error
+
+
+def _holder(descriptor: int) -> bytes:
+    """What the process that holds the file wrote of itself, a moment after it locked it."""
+    deadline = time.monotonic() + 2
+    while True:
+        written = os.pread(descriptor, 1000, 0)
+        if _read(written) or time.monotonic() > deadline:
+            return written
+        time.sleep(0.02)
 
 
 def _about(mark: str) -> bytes:

@@ -8,9 +8,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
+import pytest
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage import lock
 from tests.helpers.zygote import Cli, Process
 
 SLOW = """
@@ -75,6 +80,20 @@ def test_two_started_at_once_leave_one_run(cli: Cli) -> None:
     assert rounds(cli.folder / "x") == ["0", "1", "2"]
     again = cli(*RUN, *X, "--trainer.max_epochs", 4, "--model.learner", "slow.Slow")
     assert again.returncode == 0 and rounds(cli.folder / "x") == ["0", "1", "2", "3"], again.stderr
+
+
+def test_who_has_just_locked_a_folder_is_named_once_it_has_written_who_it_is(
+    tmp_path: Path,
+) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    with open(tmp_path / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        about = '{"pid": 12, "host": "elsewhere", "since": "today"}'
+        writing = threading.Timer(0.3, lambda: print(about, file=file, flush=True))
+        writing.start()
+        with pytest.raises(UserError, match=r"process 12 on elsewhere \(since today\)"):
+            lock.hold(tmp_path)
+        writing.join()
 
 
 def test_a_killed_run_leaves_no_lock_and_a_stopped_one_keeps_it(cli: Cli) -> None:

@@ -31,7 +31,8 @@ def needs(package: str) -> pytest.MarkDecorator:
 def in_two_fits(cli: Cli, *argv: str) -> dict[str, dict[int, float]]:
     """Run two rounds, go on to the third, and give metrics.csv: column → round → value."""
     for command in ((*TINY, *argv), ("x", "--trainer.max_epochs", "3")):
-        result = cli("fit", *command, env={"WANDB_MODE": "offline"})
+        # A tracker's first start makes its tables, in minutes on a busy machine.
+        result = cli("fit", *command, env={"WANDB_MODE": "offline"}, timeout=400)
         assert result.returncode == 0, result.stderr
     columns: dict[str, dict[int, float]] = {}
     with open(cli.folder / "x/metrics.csv") as file:
