@@ -16,6 +16,7 @@ import argparse
 import json
 import re
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -337,21 +338,28 @@ def table(columns: Sequence[str], lines: Sequence[str]) -> str:
 
 
 def compared(results: Path) -> str:
-    """The accuracy of the sweep's arms, a row each; a cell without a run stays empty."""
+    """The accuracy of the sweep's arms that have run, a row each, and the names of the others."""
     grid = parse_yaml(packaged()[SWEEP].read_text("utf-8"))["grid"]
     settings = [item["name"] for item in grid["data"]]
     found = reported(results)
     columns = ["method"]
     for setting in settings:
         columns += [f"{setting}: accuracy, %", "more than FedAvg, points", "runs"]
-    lines = []
+    lines, waiting = [], []
     for item in grid["method"]:
-        cells = [item["name"]]
+        cells: list[str] = []
         for setting in settings:
             arms = found["settings"].get(setting, {})
             cells += accuracy(found, arms.get(item["name"]), arms.get("fedavg"))
-        lines.append(line(cells))
-    return table(columns, lines)
+        if any(cells):
+            lines.append(line([item["name"], *cells]))
+        else:
+            waiting.append(item["name"])
+    made = table(columns, lines) if lines else ""
+    if waiting:
+        told = f"Not run yet: {', '.join(waiting)}."
+        made += "\n" * bool(lines) + textwrap.fill(told, 100, break_on_hyphens=False) + "\n"
+    return made
 
 
 def reported(results: Path) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import os
 import re
@@ -103,3 +104,18 @@ def test_every_example_has_its_picture_and_its_sentence() -> None:
     names = {path.stem for path in (ROOT / "examples").glob("*.py")}
     assert {path.stem for path in (DOCS / "gallery").glob("*.png")} == names
     assert {path.stem for path in (DOCS / "gallery").glob("*.txt")} == names
+
+
+@pytest.mark.skipif(bool(ABSENT), reason=f"{ABSENT} not installed: pip install -e '.[docs]'")
+def test_norms_beside_a_sum_stay_as_high_as_what_they_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "site"))
+    drawn = importlib.import_module("mathml").drawn
+    norm = drawn(r"\sum_i \lVert u_i \rVert \; \left( \frac{1}{2} \right)", block=True)
+    assert re.findall(r"<mo([^>]*)>‖", norm) == [
+        ' stretchy="false" form="prefix"',
+        ' stretchy="false" form="postfix"',
+    ]
+    assert "<mo>(</mo>" in norm and "<mo>)</mo>" in norm
+    assert 'form="infix">‖' in drawn(r"\left( p \, \Vert \, q \right)", block=True)
+    (rounded,) = re.findall(r"<mo([^>]*)>⌋", drawn(r"\lfloor r_j \rfloor", block=False))
+    assert rounded == ' stretchy="false" form="postfix"'

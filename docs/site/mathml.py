@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from docutils import nodes
@@ -10,10 +11,31 @@ from sphinx.application import Sphinx
 from sphinx.errors import ExtensionError
 from sphinx.writers.html5 import HTML5Translator
 
+BARE = re.compile(r'<mo(?P<opens> class="mathopen")?>(?P<fence>[|‖⌊⌋⌈⌉])</mo>')
+
+
+def low(mathematics: str) -> str:
+    """Norms and brackets as high as a letter: browsers stretch each to the highest of its row."""
+    opened: list[str] = []
+
+    def fence(found: re.Match[str]) -> str:
+        sign = found["fence"]
+        if found["opens"] or sign in "⌊⌈":
+            opened.append(sign)
+            form = "prefix"
+        elif sign in "⌋⌉" or sign in opened:
+            opened.pop()
+            form = "postfix"
+        else:
+            form = "infix"
+        return f'<mo stretchy="false" form="{form}">{sign}</mo>'
+
+    return BARE.sub(fence, mathematics)
+
 
 def drawn(text: str, block: bool) -> str:
     try:
-        return str(tex2mathml(text, as_block=block))
+        return low(str(tex2mathml(text, as_block=block)))
     except Exception as error:
         raise ExtensionError(f"mathematics that cannot be drawn: {text!r}: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,15 @@ def test_long_tables_are_folded_and_none_is_lost(tmp_path: Path) -> None:
     assert text.count("<details>") == text.count("</details>") == 3
     _, _, below = text.partition("## Runs\n\n<details><summary>17 rows</summary>\n\n| arm |")
     assert below.index("| arm-16 |") < below.index("\n\n</details>\n")
+
+
+def test_what_opens_a_table_does_not_say_its_heading_again(tmp_path: Path) -> None:
+    for number in range(LONG + 1):
+        make_arm(tmp_path / "s", f"arm-{number:02}", {0: 0.5})
+    page = contents(summarise(find([tmp_path / "s"])), "s")["report.html"].decode()
+    headings = set(re.findall("<h2>(.*?)</h2>", page))
+    opening = re.findall("<summary>(.*?)</summary>", page)
+    assert opening == ["17 rows"] * 3 and "Runs" in headings
 
 
 def test_a_claims_difference_stands_beside_the_one_that_the_paper_printed(tmp_path: Path) -> None:
