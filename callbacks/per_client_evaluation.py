@@ -46,7 +46,9 @@ class PerClientEvaluation(Measurement):
     Where a run keeps anything, its folder has ``clients_rounds.csv`` (round, client, samples, every
     metric), and at the end ``clients.csv`` and ``clients.png`` of the last round, whose values are
     in ``table``. It is measured after the round, on
-    a copy of the learner: no bit of the training changes. Sent and kept: nothing.
+    a copy of the learner: no bit of the training changes. Sent and kept: nothing that is counted.
+    Over sites each measures its own clients, and sends their values; a client whose site does not
+    answer in time is left out of that round's numbers.
 
     Args:
         every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
@@ -96,13 +98,16 @@ class PerClientEvaluation(Measurement):
             check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
         self.samples: dict[int, int] = {}
+        self._asked = False  # for directions that are not known
         self._told = set[str]()  # metrics of which some client had no value
         # The clients' names, where the data have some.
         self.names: Sequence[str] = ()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
-        if stage == "fit" and data is not None and not getattr(data, "tests_clients", False):
+        if stage != "fit" or data is None or personal.elsewhere(trainer) is not None:
+            return
+        if not getattr(data, "tests_clients", False):
             raise UserError(
                 "PerClientEvaluation: no client has test samples of its own: give "
                 "data.client_test_fraction, the share of its samples that each client holds out, "
@@ -110,21 +115,39 @@ class PerClientEvaluation(Measurement):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluate one client, to learn the names of the metrics."""
         super().on_train_start(trainer, pl_module)
         self._told.clear()
+        self._asked = False
         if keeps_files(trainer):
             rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
             rounds.keep(before=trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate one client before the first round, to learn the names of the metrics."""
         # Whether the user has to be asked for a metric's direction is known now, and not after the
         # last round.
-        w = pl_module.evaluated_vector
-        for client in self._drawn(pl_module):
+        if self._asked:
+            return
+        away = personal.elsewhere(trainer)
+        if away is None:
+            self._asked = True
+            values = self._of_one_client(trainer, pl_module)
+        else:
+            values = away.one_client(pl_module)
+        if values is not None:
+            self._asked = True
+            self._directions(pl_module, named(values))
+
+    def _of_one_client(self, trainer: Any, module: Any) -> dict[str, float] | None:
+        """The model's values on the first client's samples that has any to test on."""
+        w = module.evaluated_vector
+        for client in self._drawn(module):
             indices = trainer.datamodule.client_test_indices(client)
             if len(indices):
-                values = pl_module.evaluator().client(w, client, indices, "validation_step")
-                self._directions(pl_module, named(values))
-                break
+                values: dict[str, float]
+                values = module.evaluator().client(w, client, indices, "validation_step")
+                return values
+        return None
 
     def _drawn(self, module: Any) -> Sequence[int]:
         """The clients that are evaluated, ascending."""
@@ -152,11 +175,16 @@ class PerClientEvaluation(Measurement):
         return directions
 
     def measure(self, module: Any) -> dict[str, float]:
-        data = module.trainer.datamodule
+        trainer = module.trainer
         ids = self._drawn(module)
-        measured = personal.measured(module.run, module.trainer, ids, self.finetune_epochs)
-        self.samples = {client: len(data.client_test_indices(client)) for client in ids}
-        self.names = tuple(data.client_names)
+        away = personal.elsewhere(trainer)
+        if away is None:
+            tests = trainer.datamodule.client_test_indices
+            measured = personal.measured(module.run, trainer, ids, self.finetune_epochs)
+            self.samples = {client: len(tests(client)) for client in ids}
+        else:
+            measured, self.samples = away.measured(module, ids, self.finetune_epochs)
+        self.names = tuple(module.run.loop.cohort.data.client_names)
         table: Values = {}
         for client, kinds in measured.items():
             for suffix, values in kinds.items():

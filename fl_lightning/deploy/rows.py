@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,19 +81,50 @@ class SiteRows:
             UserError: neither version is that round's.
         """
         for client, t in counted.items():
-            here, names = self.staged.get(client, (-2, []))
-            if here == t:
+            if (names := self._staged_in(client, t)) is not None:
                 self._adopt(client, t, names)
-            elif self.committed.get(client, -1) == t:
-                self.staged.pop(client, None)
             else:
-                raise UserError(
-                    f"site folder {self.folder}: the server goes on from round {t} of client "
-                    f"{client}, and the site has its rows of rounds "
-                    f"{sorted({self.committed.get(client, -1), here} - {-2})} alone (-1: none "
-                    "yet). The server's checkpoint and the folder have to be of the same run, "
-                    "the checkpoint its last; or begin another run."
-                )
+                self.staged.pop(client, None)
+
+    def reading(self, counted: dict[int, int]) -> Callable[[str, int], Tensor | None]:
+        """Clients' rows as of these rounds, of either version; nothing is settled by it.
+
+        A server that is killed before its next checkpoint may go on from the round before.
+
+        Args:
+            counted: as of :meth:`settle`.
+
+        Returns:
+            ``(name, client)`` → the row, or None.
+
+        Raises:
+            UserError: neither version is that round's.
+        """
+        wrote = {client: self._staged_in(client, t) or () for client, t in counted.items()}
+
+        def read(name: str, client: int) -> Tensor | None:
+            return self.store.read(STAGED + name if name in wrote[client] else name, client)
+
+        return read
+
+    def _staged_in(self, client: int, t: int) -> list[str] | None:
+        """Names of the rows that a client wrote in round t, if it is staged; None: committed.
+
+        Raises:
+            UserError: it is neither.
+        """
+        here, names = self.staged.get(client, (-2, []))
+        committed = self.committed.get(client, -1)
+        if here == t:
+            return names
+        if committed == t:
+            return None
+        raise UserError(
+            f"site folder {self.folder}: the server goes on from round {t} of client {client}, and "
+            f"the site has its rows of rounds {sorted({committed, here} - {-2})} alone (-1: none "
+            "yet). The server's checkpoint and the folder have to be of the same run, the "
+            "checkpoint its last; or begin another run."
+        )
 
     def _adopt(self, client: int, t: int, names: list[str]) -> None:
         rows: dict[str, dict[int, Tensor]] = {}

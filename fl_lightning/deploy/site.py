@@ -14,11 +14,12 @@ from torch import Tensor
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.tree_sum import visiting_order
-from fl_lightning.deploy import travel
+from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation import personal
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop, RoundMetrics
 from fl_lightning.round.clients import Clients
@@ -43,6 +44,9 @@ class AtSite(pl.Callback):
         own: whether the data are the site's own, of which the server knows what it is told.
     """
 
+    # The server asks for it where the run's callbacks want it.
+    measures_clients = True
+
     def __init__(self, post: Post, clients: Sequence[int], folder: Path, own: bool = False) -> None:
         self.post = post
         self.clients = list(clients)
@@ -60,7 +64,15 @@ class AtSite(pl.Callback):
         run: FederatedRun = pl_module.run
         assert run.loop is not None
         rows = SiteRows(self.folder, run.state.rows.store)
-        run.loop = Site(run, run.loop, self.post, self.clients, rows, self.own)
+        run.loop = Site(trainer, run.loop, self.post, self.clients, rows, self.own)
+
+    def one_client(self, module: Any) -> dict[str, float] | None:
+        return None
+
+    def measured(
+        self, module: Any, ids: Sequence[int], finetune_epochs: float
+    ) -> tuple[evaluation.Values, dict[int, int]]:
+        return {}, {}
 
 
 class Site(FederatedLoop):
@@ -68,7 +80,7 @@ class Site(FederatedLoop):
 
     def __init__(
         self,
-        run: FederatedRun,
+        trainer: Any,
         loop: FederatedLoop,
         post: Post,
         clients: list[int],
@@ -76,7 +88,8 @@ class Site(FederatedLoop):
         own_data: bool,
     ) -> None:
         vars(self).update(vars(loop))
-        self.of = run
+        self.trainer = trainer
+        self.module = trainer.lightning_module
         self.post = post
         self.clients = clients
         self.rows = rows
@@ -104,6 +117,8 @@ class Site(FederatedLoop):
                 return self.here(message)
             if message.what == "round":
                 return self.trained(message)
+            if message.what == "evaluate":
+                return self.evaluated(message)
             raise UserError(f"the message {message.what!r} is not known; are both versions equal?")
         except Exception as error:
             failed = Message("failed", message.site, numbers=dict(message.numbers))
@@ -137,6 +152,9 @@ class Site(FederatedLoop):
             "shape": np.asarray(travel.shape_of(self.cohort.data, self.clients[0]), np.int64),
             "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
         }
+        if message.numbers.get("tests"):
+            tests = [len(self.cohort.data.client_test_indices(i)) for i in self.clients]
+            arrays["tests"] = np.asarray(tests, np.int64)
         numbers = {**message.numbers, "place": self.rows.place, "own": int(self.own_data)}
         return Message("here", message.site, numbers, arrays)
 
@@ -145,16 +163,11 @@ class Site(FederatedLoop):
         numbers = message.numbers
         t = int(numbers["round"])
         self.rows.begin(int(numbers["run"]))
-        # A site that was started again since the last message has neither, and the server, which
-        # may not have heard of it, sends them once alone.
-        unknown = not numbers["whole"] and self.given is None
-        if self.methods.start_from_w0 and not travel.has(message.arrays, "w0"):
-            unknown |= self.w0 is None
-        if unknown:
+        if self.lacks_model(message):
             return Message("whole", message.site, dict(numbers))
-        mine = [int(i) for i in message.arrays["mine"]]
-        counted = [int(c) for c in message.arrays["counted"]]
-        self.rows.settle(dict(zip(mine, counted, strict=True)))
+        counted = counted_in(message)
+        mine = list(counted)
+        self.rows.settle(counted)
         round = self.round_of(t, message, mine)
         ledger = AtSiteLedger(round)
         self.methods.bind(ledger)
@@ -184,14 +197,44 @@ class Site(FederatedLoop):
         self.rows.stage(t, ledger.rows_to_commit(self.methods.declared), finished)
         return answer
 
+    def evaluated(self, message: Message) -> Message:
+        """Measure the models that the clients would use themselves, on their test samples.
+
+        Their rows are read as of the round that the server names, and nothing is committed: its
+        checkpoint may be of the round before.
+        """
+        numbers = message.numbers
+        self.rows.begin(int(numbers["run"]))
+        if self.lacks_model(message):
+            return Message("whole", message.site, dict(numbers))
+        counted = counted_in(message)
+        data = self.cohort.data
+        read = self.rows.reading(counted)
+        self._take_model(message)
+        round = self.round_at(max(int(numbers["round"]), 0))
+        round = replace(round, read=read, sizes=personal.Sizes(data))
+        run: FederatedRun = self.module.run
+        models = personal.PersonalModels(round, self.methods, run.evaluate, AtSiteLedger)
+        epochs = numbers["epochs"]
+        values = personal.measured(run, self.trainer, list(counted), epochs, models)
+        samples = {client: len(data.client_test_indices(client)) for client in counted}
+        answer = Message("evaluated", message.site)
+        answer.numbers = {"run": numbers["run"], "round": numbers["round"]}
+        evaluation.pack(answer, values, samples, self.module.logged.modes)
+        return answer
+
+    def lacks_model(self, message: Message) -> bool:
+        """Tell whether the message builds on a model that the site does not have."""
+        # A site that was started again since the last message has neither, and the server, which
+        # may not have heard of it, sends them once alone.
+        lacks = not message.numbers["whole"] and self.given is None
+        if self.methods.start_from_w0 and not travel.has(message.arrays, "w0"):
+            lacks |= self.w0 is None
+        return lacks
+
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """The facts of round t as the message has them, with this site's clients alone to train."""
         self._take_model(message)
-        states = travel.under(message.arrays, "state/")
-        device = self.model.w.device
-        self.state.server = {key: value.to(device) for key, value in states.items()}
-        if self.methods.start_from_w0:
-            self.state.initial_vector = self.w0
         round = self.round_at(t)
         ids = [int(i) for i in message.arrays["ids"]]
         weights = dict.fromkeys(ids, 1.0)
@@ -210,7 +253,7 @@ class Site(FederatedLoop):
         )
 
     def _take_model(self, message: Message) -> None:
-        """Set the model and its buffers to what came.
+        """Set the model, its buffers and the server's states to what came.
 
         Raises:
             UserError: it has another number of parameters.
@@ -236,6 +279,11 @@ class Site(FederatedLoop):
             self.w0 = travel.got(message.arrays, "w0").to(self.model.w.device)
         buffers = travel.under(message.arrays, "buffer/")
         self.model.move_to(self.given.to(self.model.w), None, buffers)
+        device = self.model.w.device
+        states = travel.under(message.arrays, "state/")
+        self.state.server = {key: value.to(device) for key, value in states.items()}
+        if self.methods.start_from_w0:
+            self.state.initial_vector = self.w0
 
     def parts_sent(self, message: Message) -> Tensor:
         """``(D,)`` bool: the coordinates of w that are in the message."""
@@ -246,6 +294,12 @@ class Site(FederatedLoop):
             if there:
                 where = where | mask
         return where.cpu()
+
+
+def counted_in(message: Message) -> dict[int, int]:
+    """The clients that a message is about, each with its last round that counted; -1: none."""
+    clients = message.arrays["mine"].tolist()
+    return dict(zip(clients, message.arrays["counted"].tolist(), strict=True))
 
 
 class AtSiteLedger(Ledger):

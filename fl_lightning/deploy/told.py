@@ -31,8 +31,22 @@ class Everything(Partition):
         return [np.arange(len(labels))] * num_clients
 
 
+def as_one_client(data: Any, m: int) -> None:
+    """Make all of these data one client's, whichever of m it is; its test samples likewise.
+
+    Args:
+        data: not set up yet; one list in ``test_clients`` is that client's.
+    """
+    data.partition = Everything(m)
+    tests = getattr(data, "_test_clients", None)
+    if tests is not None and len(tests) == 1:
+        data._test_clients = list(tests) * m
+
+
 class Told:
     """The server's data, but for the clients' numbers of samples and batches, which sites tell."""
+
+    client_names = ()  # those of the server's own clients are nobody's
 
     def __init__(self, data: Any) -> None:
         self._data = data

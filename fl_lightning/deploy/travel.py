@@ -1,7 +1,8 @@
 """What travels in a round: down the model and its states, up what each client brings home.
 
 Words: "hello" asks a site for its clients, "here" tells them; "round" asks for a round, "trained"
-brings it; "whole" asks for all of the model; "failed" says why a site cannot go on.
+brings it; "evaluate" asks for what clients' own models are worth, "evaluated" tells it; "whole"
+asks for all of the model; "failed" says why a site cannot go on.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -53,12 +53,13 @@ class PersonalModels:
     Args:
         round: the facts of the round that was committed last, w and buffers as they are after it;
             ``read`` gives the committed rows of the clients that are asked for.
-        evaluate: behind ``clients.evaluate``.
+        evaluate: behind ``clients.evaluate``; ``ledger``: by which methods read their state.
     """
 
     round: Round
     methods: Methods
     evaluate: Evaluate | None = None
+    ledger: Callable[[Round], Ledger] = Ledger
 
     def of(self, client: int) -> PersonalModel:
         """The model of one client.
@@ -74,7 +75,7 @@ class PersonalModels:
             hook = self.methods.owner("personal")
             finished = round.read(FINISHED, client) is not None
             if hook is not None and (finished or self.methods.personal_of_all):
-                self.methods.bind(Ledger(round))
+                self.methods.bind(self.ledger(round))
                 group = ClientGroup(round, [client], x, evaluate=self.evaluate)
                 x = checked_rows(hook, self.methods.call(hook, Clients(group)), x).to(x)
         return x[0], round.buffers_of(client)
@@ -156,14 +157,46 @@ def of_client(run: Any, client: int) -> PersonalModel:
     return model
 
 
+class Elsewhere(Protocol):
+    """A callback that measures clients whose samples are in no process of the run."""
+
+    measures_clients: bool
+
+    def one_client(self, module: Any) -> dict[str, float] | None:
+        """Values of one client at the present model; None: none can be had yet.
+
+        Raises:
+            UserError: no client has test samples.
+        """
+
+    def measured(
+        self, module: Any, ids: Sequence[int], finetune_epochs: float
+    ) -> tuple[dict[int, dict[str, dict[str, float]]], dict[int, int]]:
+        """As :func:`measured`, and each client's number of test samples; some may be left out."""
+
+
+def elsewhere(trainer: Any) -> Elsewhere | None:
+    """The callback that measures clients elsewhere; None: their samples are here."""
+    for callback in trainer.callbacks:
+        if getattr(callback, "measures_clients", False):
+            measuring: Elsewhere = callback
+            return measuring
+    return None
+
+
 def measured(
-    run: Any, trainer: Any, ids: Sequence[int], finetune_epochs: float = 0
+    run: Any,
+    trainer: Any,
+    ids: Sequence[int],
+    finetune_epochs: float = 0,
+    models: PersonalModels | None = None,
 ) -> dict[int, dict[str, dict[str, float]]]:
     """Each client's personal model measured on its own test samples; every process calls it.
 
     Args:
         run: a FederatedRun; ``trainer``: the Trainer that fits it.
         finetune_epochs: local epochs of fine-tuning before a second measurement.
+        models: the clients'; None: the run's, after its rounds so far.
 
     Returns:
         ``{client: {"": values, "_finetuned": values}}``: ``samples``, ``loss`` (of
@@ -173,7 +206,7 @@ def measured(
     """
     data = trainer.datamodule
     (world, rank) = place()
-    models = of_run(run)
+    models = models or of_run(run)
     evaluator = Evaluator.of_run(run, trainer)
     tuned = FineTuning(run, trainer, finetune_epochs) if finetune_epochs else None
     values_here: dict[int, dict[str, dict[str, float]]] = {}

@@ -136,7 +136,7 @@ def global_vector(checkpoint: dict[str, Any]) -> Tensor:
 
 
 def check_same(simulated: Path, over: Path, sites: list[Path]) -> None:
-    """Model, buffers, server states, metrics and clients' rows are the same bits."""
+    """Model, buffers, server states, metrics, clients' rows and values are the same bits."""
     ours = torch.load(simulated / "checkpoints" / "last.ckpt", weights_only=True)
     theirs = torch.load(over / "checkpoints" / "last.ckpt", weights_only=True)
     assert torch.equal(global_vector(ours), global_vector(theirs))
@@ -155,6 +155,11 @@ def check_same(simulated: Path, over: Path, sites: list[Path]) -> None:
     assert not [key for key, row in rows.items() if not torch.equal(row, held[key])]
     away = AWAY if ours[KEY]["w"] is None else (*AWAY, "val/")
     assert metrics(simulated, away) == metrics(over, away)
+    named = [name for row in metrics(simulated) for name in row]
+    for name in ("clients.csv", "clients_rounds.csv", "clients.png"):
+        ours, theirs = simulated / name, over / name
+        assert ours.exists() == theirs.exists() == ("clients/loss" in named)
+        assert not ours.exists() or ours.read_bytes() == theirs.read_bytes(), name
 
 
 # Times are the machine's; distances between layers of clients need these at the server.

@@ -21,14 +21,22 @@ pytestmark = [
 ]
 ONE_EACH = {"north": "0", "south": "1", "west": "2"}
 SAMPLES = {"--model.weighting": "samples"}
-PERIODS = {"--method.periods": '{"last": "never", "*": 2}'}
+# Each client's own model, on samples of its own, after every round and again after fine-tuning.
+PERSONAL = {
+    "--method.periods": '{"last": "never", "*": 2}',
+    "--data.client_test_fraction": "0.3",
+    "--data.init_args.batch_size": "5",
+    "--trainer.callbacks+": "PerClientEvaluation",
+    "--trainer.callbacks.every_n_rounds": "1",
+    "--trainer.callbacks.finetune_epochs": "1",
+}
 FEW = {"--data.num_clients": "3", "--model.participation": "all"}
 CASES = {
     "fedavg": ("fedavg", {}, None),
     "scaffold": ("scaffold", {}, None),
     "fedinit": ("fedinit", {}, None),
     "fedsmoo": ("fedsmoo", {}, None),
-    "fedals": ("fedper", PERIODS, None),
+    "fedals": ("fedper", PERSONAL, None),
     "top-k": ("topk", {}, None),
     "median": ("median", {}, None),
     "samples": ("fedavg", SAMPLES, None),

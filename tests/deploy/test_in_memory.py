@@ -15,6 +15,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torchmetrics
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
 from fl_lightning import Diverged, FederatedModule, InMemoryDataModule, UserError, load
@@ -103,6 +104,8 @@ def trained(
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     resume = options.pop("resume", None)
     save = options.pop("save", None)
+    # Where it keeps a run's files; else it keeps none.
+    root = options.pop("root", None)
     learner = options.pop("learner", Learner)
     module_of_data = options.pop("data", data)
     settings = {"participation": 7, "local_epochs": 2, "engine": "sequential", **options}
@@ -112,11 +115,11 @@ def trained(
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             # Where what belongs to a checkpoint lies beside it.
-            default_root_dir=next((path.parent for path in (save, resume) if path), None),
+            default_root_dir=root or next((path.parent for path in (save, resume) if path), None),
             max_epochs=rounds,
             callbacks=[*callbacks, Heard()],
             accelerator="cpu",
-            logger=False,
+            logger=False if root is None else CSVLogger(root),
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -147,7 +150,7 @@ def over_sites(
 ) -> tuple[FederatedModule, list[dict[str, float]], InMemoryTransport]:
     """A run over sites, each with a folder of its own below ``folder``."""
     shares = SHARES if shares is None else shares
-    server_alone = ("resume", "save")
+    server_alone = ("resume", "save", "root")
     own = {name: value for name, value in options.items() if name not in server_alone}
 
     def serve(name: str, post: Post) -> None:
@@ -361,18 +364,19 @@ def test_other_models_and_other_versions_are_told_with_the_site(
 
 
 class Broken:
-    """The post of a site that is killed before its reply of a round."""
+    """The post of a site that is killed before its reply of a round, or of its evaluation."""
 
-    def __init__(self, post: Post, at: int) -> None:
+    def __init__(self, post: Post, at: int, what: str = "trained") -> None:
         self.post = post
         self.at = at
+        self.what = what
 
     def take(self) -> Message | None:
         return self.post.take()
 
     def give(self, answer: Message) -> None:
         # The rows of the round are staged by now.
-        if answer.what == "trained" and answer.numbers["round"] == self.at:
+        if answer.what == self.what and answer.numbers["round"] == self.at:
             raise Killed
         self.post.give(answer)
 

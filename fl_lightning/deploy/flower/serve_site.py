@@ -12,7 +12,7 @@ from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.commands import quiet
 from fl_lightning.cli.compose import Command, plain_yaml, prepare
 from fl_lightning.deploy.site import AtSite, Ended, numbers_of
-from fl_lightning.deploy.told import Everything
+from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post
 from fl_lightning.deploy.travel import check_shape
 from fl_lightning.errors import UserError
@@ -64,7 +64,7 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     numbers = list(numbers_of(clients)) if site is None else [own_data(prepared, site)]
     cli = CommandCLI("site", prepared)
     if site is not None:
-        cli.datamodule.partition = Everything(int(first.numbers.get("m", 1)))
+        as_one_client(cli.datamodule, int(first.numbers.get("m", 1)))
     # The learner's first step would fail, and name neither column nor site.
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)

@@ -1,0 +1,74 @@
+"""What sites tell of their clients' own models: numbers by client and metric, and nothing else.
+
+In the numbers of a message: ``CLIENT/before/METRIC``, ``CLIENT/after/METRIC`` (after fine-tuning),
+``mode/METRIC`` (1: greater is better, -1: less is); in its arrays the clients and how many test
+samples each has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import numpy as np
+
+from fl_lightning.deploy.transport import Message
+from fl_lightning.errors import UserError
+from fl_lightning.metrics import MODES
+
+# client → "" or "_finetuned" → metric → value, as evaluation.personal.measured gives them
+Values = dict[int, dict[str, dict[str, float]]]
+KINDS = {"before": "", "after": "_finetuned"}
+_SIGNS = dict(zip(MODES, (1, -1), strict=True))
+
+
+def pack(
+    answer: Message, values: Values, samples: Mapping[int, int], modes: Mapping[str, str]
+) -> None:
+    """Put what was measured of these clients into the message.
+
+    Args:
+        samples: of each client, how many it is tested on; ``modes``: of metrics, as they are known.
+    """
+    answer.arrays["clients"] = np.asarray(list(values), np.int64)
+    answer.arrays["tests"] = np.asarray([samples[client] for client in values], np.int64)
+    for client, kinds in values.items():
+        for word, kind in KINDS.items():
+            for name, value in kinds.get(kind, {}).items():
+                answer.numbers[f"{client}/{word}/{name}"] = value
+    for name, mode in modes.items():
+        answer.numbers["mode/" + name] = _SIGNS[mode]
+
+
+def unpacked(
+    answer: Message, clients: Collection[int]
+) -> tuple[dict[int, tuple[int, dict[str, dict[str, float]]]], dict[str, str]]:
+    """Each client's number of test samples and its values, as :func:`pack` put them in; and modes.
+
+    Args:
+        clients: of whom the site was asked.
+
+    Raises:
+        UserError: they are not what the site was asked for.
+    """
+    try:
+        who = [int(client) for client in answer.arrays["clients"]]
+        samples = dict(zip(who, map(int, answer.arrays["tests"]), strict=True))
+        there = {client: (samples[client], dict[str, dict[str, float]]()) for client in clients}
+        modes: dict[str, str] = {}
+        for key, number in answer.numbers.items():
+            first, _, rest = key.partition("/")
+            if first == "mode":
+                modes[rest] = MODES[number < 0]
+            elif first.isdecimal():
+                word, _, name = rest.partition("/")
+                there[int(first)][1].setdefault(KINDS[word], {})[name] = float(number)
+        for client, (count, kinds) in there.items():
+            if (count > 0) != bool(kinds):
+                raise ValueError(f"client {client} has {count} test samples and {len(kinds)} rows")
+        return there, modes
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(
+            f"site {answer.site}: what it measured of its clients {list(clients)} is not what it "
+            f"was asked for ({type(error).__name__}: {str(error)[:100]}). Both need the same "
+            "config and version."
+        ) from error

@@ -1,0 +1,451 @@
+"""An engine whose clients train at sites: the server's end of what it and the sites tell."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.aggregation.server_update import diverged_text
+from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.told import Told
+from fl_lightning.deploy.transport import Array, Message, Transport, said, words
+from fl_lightning.description import version_of
+from fl_lightning.errors import Diverged, UserError
+from fl_lightning.learner.layout import all_finite
+from fl_lightning.loop import FederatedLoop
+from fl_lightning.methods import Methods
+from fl_lightning.round.context import Round
+from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.state import Upload
+
+ASK_AGAIN = 1.0  # seconds, where a client's site is not there
+
+
+class Sites:
+    """An engine whose clients train at sites.
+
+    ``counts_tests``: whether sites are asked how many test samples their clients have; ``tests``:
+    what they have told. ``modes``: which way metrics are better, as their learners know it.
+    """
+
+    def __init__(self, transport: Transport, loop: FederatedLoop, run: int, timeout: float) -> None:
+        self.transport = transport
+        self.loop = loop
+        self.run = run
+        self.timeout = timeout
+        self.counts_tests = False
+        self.tests: dict[int, int] = {}
+        self.modes: dict[str, str] = {}
+        self.holder: dict[int, str] = {}  # client → its site
+        self.known: dict[str, list[int]] = {}  # site → its clients
+        self.places: dict[int, str] = {}  # number of a site's folder → the site
+        self.told: set[str] = set()  # sites that have the whole model
+        self._asked: set[str] = set()
+        codec = loop.methods.owner("transmit")
+        callback: Any = getattr(codec, "__self__", None)
+        self.decode: Callable[..., Any] | None = None
+        if callback is not None and callback.has("decode"):
+            self.decode = callback.decode
+        elif callback is not None:
+            loop.note(
+                f"{type(callback).__name__} has no encode and decode: what its clients send "
+                "travels as whole vectors"
+            )
+
+    def wait_for(self, number: int) -> None:
+        """Wait until so many sites are there, and say for how many.
+
+        Where they have data of their own, also until each client's numbers were told once: the
+        server has no others to weight it by.
+        """
+        said = -1
+        while self.lacks(number):
+            if said != len(self.known):
+                said = len(self.known)
+                print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
+            self.find()
+            for answer in self.transport.receive(ASK_AGAIN):
+                self.heard(answer)
+            if self.lacks(number):
+                time.sleep(0.01)
+
+    def lacks(self, number: int) -> bool:
+        """Tell whether the first round waits for more than the sites that are there."""
+        own = isinstance(self.loop.cohort.data, Told)
+        return len(self.known) < number or (own and bool(self.untold()))
+
+    def untold(self) -> list[int]:
+        """The clients of which no site has told anything."""
+        data = self.loop.cohort.data
+        known = {*self.holder, *(data.told() if isinstance(data, Told) else ())}
+        return [i for i in range(self.loop.cohort.m) if i not in known]
+
+    def away(self) -> str:
+        """Whose numbers nobody has told."""
+        away = [str(i) for i in self.untold()]
+        more = ", …" if len(away) > 10 else ""
+        return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
+
+    def find(self) -> None:
+        """Ask sites that are not known yet for their clients; forget those that have gone."""
+        there = self.transport.sites()
+        for site in set(self.known) - set(there):
+            self.forget(site)
+        new = [site for site in there if site not in self.known and site not in self._asked]
+        self._asked |= set(new)
+        if not new:
+            return
+        numbers = {"run": self.run, "m": self.loop.cohort.m, "tests": int(self.counts_tests)}
+        data = self.loop.cohort.data
+        facts: dict[str, Array] = {"shape": np.asarray(travel.shape_of(data, 0), np.int64)}
+        facts |= travel.names_of(data)
+        hello = [Message("hello", site, dict(numbers), dict(facts)) for site in new]
+        self.transport.send(hello)
+
+    def forget(self, site: str) -> None:
+        for client in self.known.pop(site, []):
+            self.holder.pop(client, None)
+        self.told.discard(site)
+        self._asked.discard(site)
+
+    def heard(self, answer: Message) -> None:
+        """Take note of a site's clients.
+
+        Raises:
+            UserError: another site has one of them, its data differ from the server's, or the site
+                says what is wrong.
+        """
+        site = answer.site
+        if answer.what == "lost":
+            self.forget(site)
+            return
+        if answer.what == "failed":
+            self.failed(answer)
+        if answer.what != "here" or answer.numbers.get("run") != self.run:
+            return
+        ours = version_of("fl-lightning") or "not installed"
+        theirs = said(answer.arrays.get("version", words("older")))
+        if theirs != ours:
+            raise UserError(
+                f"site {site}: it has fl-lightning {theirs}, and the server {ours}. Install the "
+                "same version at both."
+            )
+        parameters = int(answer.arrays["parameters"][0])
+        if parameters != self.loop.model.layout.size:
+            raise UserError(
+                f"site {site}: its model has {parameters} parameters, and the server's "
+                f"{self.loop.model.layout.size}. Its data have other shapes or classes than the "
+                "server's config says."
+            )
+        self._check_shapes(site, answer)
+        clients = [int(i) for i in answer.arrays["clients"]]
+        # A site that was started again may have another name, and the one before not be gone yet.
+        folder = int(answer.numbers["place"])
+        if self.places.get(folder, site) != site:
+            self.forget(self.places[folder])
+        self.places[folder] = site
+        for place, client in enumerate(clients):
+            other = self.holder.get(client, site)
+            if other != site:
+                raise UserError(
+                    f"clients: client {client} is held by two sites, {other} and {site}. Give "
+                    "each client to one site (--node-config 'clients=\"0,3\"')."
+                )
+            self._check_samples(site, client, place, answer)
+            if "tests" in answer.arrays:
+                self.tests[client] = int(answer.arrays["tests"][place])
+        self.known[site] = clients
+        self.holder |= dict.fromkeys(clients, site)
+
+    def _check_shapes(self, site: str, answer: Message) -> None:
+        data = self.loop.cohort.data
+        travel.check_shape(f"site {site}", answer.arrays["shape"], data)
+        classes = int(answer.arrays["classes"][0])
+        if answer.numbers["own"] and classes != (data.num_classes or 0):
+            raise UserError(
+                f"site {site}: its data have {classes} classes, and the server's "
+                f"{data.num_classes or 0}: a label would mean another class there. Name them all "
+                "in its data (FromTable: classes: [no, yes])."
+            )
+
+    def _check_samples(self, site: str, client: int, place: int, answer: Message) -> None:
+        cohort = self.loop.cohort
+        if not 0 <= client < cohort.m:
+            raise UserError(
+                f"site {site}: clients has {client}, and the run has {cohort.m} clients, 0 to "
+                f"{cohort.m - 1}."
+            )
+        there = int(answer.arrays["sizes"][place]), int(answer.arrays["batches"][place])
+        if answer.numbers["own"]:
+            if not isinstance(cohort.data, Told):
+                cohort.data = Told(cohort.data)
+            cohort.data.tell(client, *there)
+            return
+        here = cohort.sizes([client])[client], int(cohort.data.batches_per_epoch(client))
+        if here != there:
+            raise UserError(
+                f"site {site}: client {client} has {there[0]} samples in {there[1]} batches there, "
+                f"and {here[0]} in {here[1]} by the server's config. Both need the same data."
+            )
+
+    def failed(self, answer: Message) -> None:
+        """Raise what a site says.
+
+        Raises:
+            UserError: it is to be mended.
+            RuntimeError: it is an error of the site's code.
+        """
+        text = f"site {answer.site}: {said(answer.arrays['text'])}"
+        raise UserError(text) if answer.numbers.get("user") else RuntimeError(text)
+
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Callable[[int, Any], None],
+        tell: Callable[[], None],
+    ) -> None:
+        """Ask the sites of these clients to train them; who does not answer in time has dropped."""
+        leaf_of = {client: leaf for leaf, client in leaves}
+        faulty: dict[int, str] = {}  # clients whose update is not finite → their site
+        sizes = self.loop.cohort.sizes
+
+        def fits(client: int) -> bool:
+            # The round's weights were made of what was known when it began.
+            return sizes([client])[client] == round.sizes[client]
+
+        ask = partial(self.message, round)
+        for answer, clients in self.answers("trained", round.t, leaf_of, ask, fits):
+            for client in clients:
+                home = self._brought(answer, client, round)
+                if not home.finished:
+                    faulty[client] = answer.site
+                collect(leaf_of.pop(client), home)
+                tell()
+        if faulty and self.loop.settings.on_nonfinite == "stop":
+            each = [f"client {i} at site {site}" for i, site in sorted(faulty.items())]
+            raise Diverged(diverged_text(round.t, f"the update of {', of '.join(each)}"))
+        if leaf_of:
+            self.loop.note(
+                f"round {round.t}: clients {sorted(leaf_of)} dropped: their sites did not answer "
+                f"within timeout={self.timeout:g} s, or told other numbers of samples meanwhile"
+            )
+        for client, leaf in leaf_of.items():
+            collect(leaf, Brought(client, None))
+            tell()
+
+    def answers(
+        self,
+        word: str,
+        t: int,
+        clients: Collection[int],
+        ask: Callable[[str, list[int]], Message],
+        fits: Callable[[int], bool] = lambda client: True,
+    ) -> Iterator[tuple[Message, list[int]]]:
+        """Ask the sites of these clients, again where it has to be, until the time is over.
+
+        Args:
+            word: what they answer; ``t``: the round of the question.
+            ask: the message for a site, about some of its clients.
+            fits: whether a client may be asked for, as its site is now.
+
+        Yields:
+            each answer, with the clients that its site was asked for.
+        """
+        until = time.monotonic() + self.timeout
+        waiting: dict[str, list[int]] = {}  # site → clients asked for
+        missing = set(clients)  # clients that nobody has been asked for
+        while (waiting or missing) and time.monotonic() < until:
+            self.find()
+            for site in set(waiting) - set(self.known):
+                missing |= set(waiting.pop(site))
+            self._ask(ask, fits, waiting, missing)
+            left = until - time.monotonic()
+            for answer in self.transport.receive(min(left, ASK_AGAIN)):
+                if answer.what in ("lost", "whole"):
+                    missing |= set(waiting.pop(answer.site, []))
+                    self.told.discard(answer.site)
+                if answer.what in (word, "failed") and self._of(answer, t):
+                    yield answer, waiting.pop(answer.site, [])
+                if answer.what in ("lost", "here"):
+                    self.heard(answer)
+
+    def _of(self, answer: Message, t: int) -> bool:
+        """Tell whether an answer is of this run and round, and no failure; late ones are not."""
+        if answer.what == "failed":
+            if answer.numbers.get("round", t) == t:
+                self.failed(answer)
+            return False
+        return answer.numbers.get("run") == self.run and answer.numbers.get("round") == t
+
+    def _ask(
+        self,
+        ask: Callable[[str, list[int]], Message],
+        fits: Callable[[int], bool],
+        waiting: dict[str, list[int]],
+        missing: set[int],
+    ) -> None:
+        """Send messages to the sites of missing clients that are there and not busy."""
+        messages = []
+        for site, clients in self.known.items():
+            missing -= {i for i in missing & set(clients) if not fits(i)}
+            mine = sorted(missing & set(clients))
+            if mine and site not in waiting:
+                messages.append(ask(site, mine))
+                waiting[site] = mine
+                missing -= set(mine)
+                self.told.add(site)
+        if messages:
+            self.transport.send(messages)
+
+    def message(self, round: Round, site: str, mine: list[int]) -> Message:
+        """What a site is sent in a round: w, states, buffers and the round's numbers."""
+        message = self._with_model("round", round, site, mine)
+        message.numbers["round"] = round.t
+        arrays = message.arrays
+        arrays["ids"] = np.asarray(round.ids, np.int64)
+        if any(weight != 1 for weight in round.weights.values()):
+            weights = [round.weights[client] for client in round.ids]
+            arrays["weights"] = np.asarray(weights, np.float64)
+        return message
+
+    def _with_model(self, what: str, round: Round, site: str, mine: list[int]) -> Message:
+        """A message with w, or what the site lacks of it, states and buffers as a round has them.
+
+        It names these clients of the site, and each one's last round that counted.
+        """
+        whole = site not in self.told or round.parts is None
+        message = Message(what, site)
+        message.numbers = {"run": self.run, "whole": int(whole), "m": self.loop.cohort.m}
+        arrays = message.arrays
+        arrays["mine"] = np.asarray(mine, np.int64)
+        counted = [round.read(travel.COUNTED, client) for client in mine]
+        arrays["counted"] = np.asarray([-1 if c is None else int(c) for c in counted], np.int64)
+        w = round.w
+        if not whole:
+            assert round.parts is not None
+            sent = self._parts_sent(round, mine)
+            arrays["parts"] = np.asarray(sent, np.bool_)
+            where = ~round.parts.kept
+            for mask, there in zip(round.parts.masks, sent, strict=True):
+                where = where | mask if there else where
+            w = w[where]
+        travel.put(arrays, "w", w)
+        if site not in self.told and self.loop.methods.start_from_w0:
+            travel.put(arrays, "w0", round.w0)
+        # Clients' own ones too: a client without any starts from these, and each sends its change
+        # from them, of which the server's next are made.
+        for name, value in round.buffers.items():
+            travel.put(arrays, "buffer/" + name, value)
+        for key, value in self._states(self.loop.methods).items():
+            travel.put(arrays, "state/" + key, value)
+        return message
+
+    def _parts_sent(self, round: Round, mine: list[int]) -> list[bool]:
+        """Of each part, whether one of these clients has no valid copy of it."""
+        parts = round.parts
+        assert parts is not None
+        sent = []
+        for period in parts.periods:
+            valid = []
+            for client in mine:
+                row = round.read(travel.COUNTED, client)
+                written = None if row is None else int(row)
+                valid.append(parts.valid(round.t, written, period))
+            sent.append(not all(valid))
+        return sent
+
+    def _states(self, methods: Methods) -> dict[str, torch.Tensor]:
+        """The server states that clients are sent, as this round's hooks have left them."""
+        states = {}
+        for callback in methods.callbacks:
+            for declaration in callback.declarations().values():
+                key = declaration.key(callback)
+                declared = methods.sent_to_clients().get(key)
+                if declared is not None:
+                    states[key] = callback._ledger.server_state(key, declared)
+        return states
+
+    def measured(self, ids: Collection[int], finetune_epochs: float) -> evaluation.Values:
+        """Values of these clients' own models after the rounds so far, measured at their sites.
+
+        Clients whose sites do not answer in time are left out.
+        """
+        rounds = self.loop.state.rounds
+        # Kept parts are those with which the next round would begin.
+        facts = replace(self.loop.round_at(max(rounds - 1, 0)), t=rounds)
+        self.loop.methods.bind(Ledger(facts))
+
+        def ask(site: str, mine: list[int]) -> Message:
+            message = self._with_model("evaluate", facts, site, mine)
+            message.numbers |= {"round": rounds - 1, "epochs": finetune_epochs}
+            return message
+
+        values: evaluation.Values = {}
+        for answer, clients in self.answers("evaluated", rounds - 1, ids, ask):
+            there, modes = evaluation.unpacked(answer, clients)
+            self.modes |= modes
+            for client, (samples, kinds) in there.items():
+                self.tests[client] = samples
+                values[client] = kinds
+        return {client: values[client] for client in ids if client in values}
+
+    def one(self) -> dict[str, float] | None:
+        """Values of one client with test samples; None where the sites that are there have none.
+
+        Raises:
+            UserError: no site has any, and more are not to come.
+        """
+        for client in sorted(self.holder):
+            if self.tests.get(client):
+                return self.measured([client], 0).get(client, {}).get("")
+        data = self.loop.cohort.data
+        elsewhere = len(self.holder) < self.loop.cohort.m
+        if elsewhere and (isinstance(data, Told) or getattr(data, "tests_clients", False)):
+            return None
+        raise UserError(
+            "PerClientEvaluation: no client has test samples of its own at its site: give "
+            "client_test_fraction in the sites' data (0.25, say: the share of its samples that "
+            "each client holds out), or leave it out."
+        )
+
+    def _brought(self, answer: Message, client: int, round: Round) -> Brought:
+        """What a client brings home from its site.
+
+        Raises:
+            UserError: it is not what the server's model and methods expect.
+        """
+        try:
+            whole = partial(self._whole_upload, round)
+            home = travel.unpacked_client(answer, client, round, whole, self.decode)
+        except (KeyError, ValueError, RuntimeError, IndexError) as error:
+            raise UserError(
+                f"site {answer.site}: what it sent of client {client} in round {round.t} does not "
+                f"fit the server's config ({type(error).__name__}: {str(error)[:100]}). Both need "
+                "the same config and version."
+            ) from error
+        # A site's word for it is not enough.
+        if home.update is not None and not all_finite(home.update):
+            home.finished = False
+            home.rows = {}
+        if home.finished:
+            home.rows[travel.COUNTED] = torch.tensor(round.t)
+        for name in answer.numbers:
+            if name.startswith("changed/"):
+                self.loop.buffers.tell([name.removeprefix("changed/")], self.loop.note)
+        return home
+
+    def _whole_upload(self, round: Round, key: str) -> tuple[tuple[int, ...], torch.dtype]:
+        declared = self.loop.methods.declared[key]
+        assert isinstance(declared, Upload)
+        return declared.sized(round.layout.size), declared.dtype or round.w.dtype
+
+    def close(self) -> None:
+        """Nothing to give back."""
