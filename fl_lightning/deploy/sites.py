@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
@@ -26,6 +27,7 @@ from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.state import Upload
 
 ASK_AGAIN = 1.0  # seconds, where a client's site is not there
+OTHERS = 30.0  # seconds, for other sites to say what is wrong there, too
 
 
 class Sites:
@@ -64,15 +66,26 @@ class Sites:
 
         Where they have data of their own, also until each client's numbers were told once: the
         server has no others to weight it by.
+
+        Raises:
+            UserError: something is to be mended at sites, at each that has said so.
         """
         said = -1
-        while self.lacks(number):
+        faults: dict[str, str] = {}  # by site
+        until = math.inf
+        while self.lacks(number) or faults:
             if said != len(self.known):
                 said = len(self.known)
                 print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
             self.find()
             for answer in self.transport.receive(ASK_AGAIN):
-                self.heard(answer)
+                try:
+                    self.heard(answer)
+                except UserError as error:
+                    faults[answer.site] = str(error)
+                    until = min(until, time.monotonic() + OTHERS)
+            if faults and (self._asked <= {*self.known, *faults} or time.monotonic() > until):
+                raise UserError(" ".join(faults.values()))
             if self.lacks(number):
                 time.sleep(0.01)
 

@@ -89,18 +89,25 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
     Raises:
         UserError: naming both: a number would mean something else there.
     """
-    advice = {
-        "column_names": "Give the server's by data.init_args.features in site.yaml",
-        "class_names": "Give the server's by data.init_args.classes in site.yaml",
-    }
-    for kind, here in names_of(data).items():
-        if kind in server and said(server[kind]) != said(here):
-            theirs, ours = (", ".join(said(names).split("\n")) for names in (server[kind], here))
-            what = "columns" if kind == "column_names" else "classes"
-            raise UserError(
-                f"this site's {what} are {ours[:300]}, and the server's {theirs[:300]}: they are "
-                f"taken by their places. {advice[kind]}."
-            )
+    for kind, names in names_of(data).items():
+        if kind not in server or said(server[kind]) == said(names):
+            continue
+        theirs, ours = (said(each).split("\n") for each in (server[kind], names))
+        what, option = ("columns", "features") if kind == "column_names" else ("classes", "classes")
+        lacks = _list([name for name in theirs if name not in ours])
+        more = _list([name for name in ours if name not in theirs])
+        differ = [f"lack {lacks}, which the server's have"] if lacks else []
+        differ += [f"have {more}, which the server's do not"] if more else []
+        text = ", and ".join(differ)
+        if not differ:
+            text = f"are {_list(ours)}, and the server's {_list(theirs)}"
+        mended = "Its table needs them" if lacks and kind == "column_names" else ""
+        mended = mended or f"Give the server's by data.init_args.{option} in site.yaml"
+        raise UserError(f"this site's {what} {text}: they are taken by their places. {mended}.")
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names)[:300]
 
 
 def packed_client(

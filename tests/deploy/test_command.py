@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
 from fl_lightning.cli.compose import Command, parse_yaml
 from fl_lightning.deploy.flower.client import Resident
-from fl_lightning.deploy.flower.serve_site import own_data
+from fl_lightning.deploy.flower.serve_site import own_data, serve
 from fl_lightning.deploy.flower.settings import NodeSettings, Settings
-from fl_lightning.deploy.transport import Message, packed
+from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
 
 
@@ -123,6 +124,47 @@ def test_what_is_wrong_in_a_site_yaml_is_told(text: str | None, said: str, tmp_p
     with pytest.raises(UserError, match=said) as error:
         own_data(Command(), path)
     assert str(path) in str(error.value)
+
+
+class Asked:
+    """A post with one message: the server's first, whose table has three columns."""
+
+    def take(self) -> Message | None:
+        names = {"column_names": words("age\nsize\ndose"), "class_names": words("0\n1")}
+        shape = np.asarray([3], np.int64)
+        return Message("hello", "1", {"run": 1, "m": 3}, {"shape": shape, **names})
+
+    def give(self, answer: Message) -> None:
+        raise AssertionError(answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [
+        ("age,size", "this site's columns lack dose, which the server's have: they are taken by"),
+        ("age,size,dose,more", "columns have more, which the server's do not: they are taken"),
+        ("age,pulse", "columns lack size, dose, which the server's have, and have pulse, which"),
+        ("age,dose,size", "columns are age, dose, size, and the server's age, size, dose: they"),
+    ],
+)
+def test_columns_that_a_site_lacks_or_has_too_many_are_named(
+    columns: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not their number, nor the network's sizes, which the server's columns made."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    table = "path: {}.csv, target: outcome, classes: [0, 1], batch_size: 4, num_clients: 3"
+    for name, header in (("server", "age,size,dose"), ("site", columns)):
+        row = ",".join("1" for _ in header.split(","))
+        lines = [f"{header},outcome", *(f"{row},{i % 2}" for i in range(12))]
+        Path(f"{name}.csv").write_text("\n".join(lines) + "\n", "utf-8")
+    data = "data:\n  class_path: FromTable\n  init_args: {" + table + "}\n"
+    Path("site.yaml").write_text("client: 1\n" + data.replace("{}", "site"), "utf-8")
+    Path("study.yaml").write_text(data.replace("{}", "server"), "utf-8")
+    assert main(["deploy", "flower", "base", "study.yaml", "--out", "app"]) == 0
+    with pytest.raises(UserError, match=said):
+        serve(Path("app"), Path("rows"), "", Path("site.yaml"), Asked())
 
 
 @pytest.mark.slow

@@ -348,6 +348,23 @@ class Smaller(Learner):
         self.net[3] = nn.Linear(6, 3, bias=False)
 
 
+def test_all_sites_that_refuse_are_told_in_one_paragraph(tmp_path: Path) -> None:
+    """So that they are mended in one go, and not one a try."""
+
+    def other(name: str, post: Post) -> None:
+        learner = Smaller if name != "sound" else Learner
+        site([len(name)], tmp_path / name, lambda: [], {"learner": learner}, post)
+
+    transport = InMemoryTransport({name: partial(other, name) for name in ("a", "sound", "odd")})
+    with pytest.raises(UserError) as error:
+        trained([AtServer(transport, run=7)], 1, [])
+    transport.close()
+    for name in ("a", "odd"):
+        assert f"site {name}: its model has 54 parameters, and the server's" in str(error.value)
+    assert "site sound" not in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def test_other_models_and_other_versions_are_told_with_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from fl_lightning.cli.compose import Command, plain_yaml, prepare
 from fl_lightning.deploy.site import AtSite, Ended, numbers_of
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post
-from fl_lightning.deploy.travel import check_shape
+from fl_lightning.deploy.travel import check_names, check_shape, shape_of
 from fl_lightning.errors import UserError
 
 # A site writes rows alone, evaluates nothing and is one process.
@@ -62,9 +62,17 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
         arguments += [f"--trainer.{name}", value]
     prepared = prepare("site", arguments)
     numbers = list(numbers_of(clients)) if site is None else [own_data(prepared, site)]
-    cli = CommandCLI("site", prepared)
+    try:
+        cli = CommandCLI("site", prepared)
+    except UserError:
+        # A network of the server's size does not fit; which columns do not says more.
+        if site is not None:
+            of_data = prepare("partition", arguments[:2])
+            own_data(of_data, site)
+            check_own(first, CommandCLI("partition", of_data).datamodule)
+        raise
     if site is not None:
-        as_one_client(cli.datamodule, int(first.numbers.get("m", 1)))
+        check_own(first, cli.datamodule)
     # The learner's first step would fail, and name neither column nor site.
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
@@ -75,6 +83,17 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     trainer.callbacks = [*methods, at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)
+
+
+def check_own(first: Message, data: Any) -> None:
+    """Make a site's own data one client's, and compare its names with those of the first message.
+
+    Raises:
+        UserError: columns or classes are missing, too many or in another order.
+    """
+    as_one_client(data, int(first.numbers.get("m", 1)))
+    shape_of(data, 0)  # which reads them
+    check_names(first.arrays, data)
 
 
 def own_data(prepared: Command, path: Path) -> int:
