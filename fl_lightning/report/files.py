@@ -20,6 +20,7 @@ from fl_lightning.metrics import comma_separated
 from fl_lightning.report import charts, curves, sections
 from fl_lightning.report.drawing import FORMATS, Drawing, in_style, inline
 from fl_lightning.report.labels import relabelled
+from fl_lightning.report.latex import breakable, heading, tex, widths
 from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import COSTS, Summary
 from fl_lightning.report.tables import Table
@@ -55,33 +56,6 @@ COSTS_OF_CURVES = (
 )
 # What Markdown would not print as it is, in a cell: code, bold, mathematics, tags.
 _MARKDOWN = re.compile(r"[\\`*$|]|<(?=[a-zA-Z/!])")
-# Characters that LaTeX would not print as they are.
-_TEX = str.maketrans(
-    {
-        "\\": r"\textbackslash{}",
-        **{character: f"\\{character}" for character in "&%$#_{}"},
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "–": r"\textendash{}",
-        "±": r"$\pm$",
-        "×": r"$\times$",
-        "−": "$-$",
-        "<": "$<$",
-        ">": "$>$",
-        "≤": r"$\leq$",
-        "≥": r"$\geq$",
-        "·": r"$\cdot$",
-        "Δ": r"$\Delta$",
-        "‖": r"$\|$",
-        "²": "$^2$",
-        "→": r"$\to$",
-        "α": r"$\alpha$",
-        "β": r"$\beta$",
-        "∞": r"$\infty$",
-        "≈": r"$\approx$",
-        "ρ": r"$\rho$",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -192,28 +166,11 @@ def _templates(kind: str) -> Environment:
         undefined=StrictUndefined,
         **marks,
     )
-    templates.filters["tex"] = tex
+    templates.filters |= {"tex": tex, "heading": heading, "widths": widths, "breakable": breakable}
     templates.filters["line"] = line
-    templates.filters["first_column"] = first_column
     templates.filters["label"] = lambda key: re.sub("[^a-z0-9]+", "-", key)
     templates.filters["inline"] = inline
     return templates
-
-
-def tex(text: str) -> str:
-    """Text that LaTeX prints as it is.
-
-    >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
-    val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
-    """
-    # LaTeX would make one dash of two hyphens of a name.
-    return text.translate(_TEX).replace("--", "-{}-")
-
-
-def first_column(table: Table) -> str:
-    """LaTeX's column of a table's names: long ones, such as claims' sentences, are broken."""
-    longest = max((len(row[0].text) for row in table.rows), default=0)
-    return "p{0.3\\linewidth}" if longest > 40 else "l"
 
 
 def line(text: str) -> str:
