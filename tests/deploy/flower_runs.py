@@ -78,8 +78,10 @@ class Study:
         clients = [int(client) for client in self.sites[site].split(",")]
         gate = {"folder": str(places), "clients": clients}
         config = parse_yaml((app / "config.yaml").read_text("utf-8"))
-        config["method"].append({"class_path": "gate.Gate", "init_args": gate})
-        (app / "config.yaml").write_text(yaml.safe_dump(config), "utf-8")
+        behind = config["trainer"]["callbacks"] or config["method"]
+        behind.append({"class_path": "gate.Gate", "init_args": gate})
+        # Patterns of parts count in their order.
+        (app / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), "utf-8")
 
     def at(self, name: str) -> Path:
         """Wait until somebody stays there; they go on when the file is removed."""

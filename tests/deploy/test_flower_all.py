@@ -95,3 +95,24 @@ def test_node_link_and_server_that_are_killed_leave_them_too(
         federation.end(site)
         study.node(site)
     study.finish(study.go_on("run2"), "run2")
+
+
+def test_what_is_killed_after_the_sites_have_measured_leaves_clients_tables_too(
+    tmp_path: Path, federation: Federation
+) -> None:
+    """The server before its checkpoint of the round, and a site before it is asked again."""
+    study = Study(tmp_path, federation, ["method/fedper"], 4, PERSONAL)
+    study.write()
+    study.simulate()
+    study.gates(["measured.1", "measured.2"], "north")
+    study.open()
+    study.go_on("run0")
+    reached = study.at("measured.1")
+    federation.kill_server()
+    reached.unlink()
+    study.go_on("run1")
+    reached = study.at("measured.2")
+    federation.crash("north")
+    reached.unlink()
+    study.node("north")
+    study.finish(federation.processes["run1"], "run1")
