@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -302,7 +303,8 @@ def clients(summary: Summary) -> list[Drawing]:
         read = [over_rounds(run, summary.metric)[0] for run in arm.runs if run.finished]
         if any(read):
             tables[arm.name] = [table for table in read if table]
-    if not tables:
+    # Of one round there is no course, and the table of fairness has its numbers.
+    if all(len(table) < 2 for table in chain.from_iterable(tables.values())):
         return []
     columns = 2 if len(tables) in (2, 4) else min(3, len(tables))
     rows = -(-len(tables) // columns)

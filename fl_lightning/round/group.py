@@ -207,7 +207,11 @@ class ClientGroup:
             self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape))
         rows = self.read(key, declaration)
         if value is not rows:
-            rows.copy_(torch.as_tensor(value))
+            given = torch.as_tensor(value)
+            try:
+                rows.copy_(given)
+            except RuntimeError as error:
+                raise _unfit(key, rows.shape, given) from error
         # No count of changes is -1: the rows count as written, even where `value` is what they are.
         self.versions[key] = -1
 
@@ -220,7 +224,11 @@ class ClientGroup:
         """Take what the clients send under this name, one row each."""
         shape = declaration.sized(self.x.shape[1])
         dtype = declaration.dtype or self.x.dtype
-        given = torch.as_tensor(value).to(dtype).expand(len(self.ids), *shape)
+        given = torch.as_tensor(value).to(dtype)
+        try:
+            given = given.expand(len(self.ids), *shape)
+        except RuntimeError as error:
+            raise _unfit(key, (len(self.ids), *shape), given) from error
         # What is sent is what it is now: x and rows of states may be changed in place afterwards.
         memory = given.untyped_storage()._cdata
         changing = (self.x, *self.rows.values())
@@ -275,3 +283,14 @@ class ClientGroup:
             value = getattr(self, name)
             setattr(own, name, None if value is None else value[part])
         return own
+
+
+def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:
+    """What to say where a method assigns rows of another shape than it declared."""
+    hint = ""
+    if len(shape) == 1 and given.shape == (*shape, 1):
+        hint = "; [:, 0] makes a number a client, as clients.loss has it, a row of numbers"
+    return ValueError(
+        f"{key}[clients] is {tuple(shape)}, a row a client as it is declared; what was assigned is "
+        f"{tuple(given.shape)}{hint}"
+    )

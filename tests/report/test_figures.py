@@ -329,3 +329,12 @@ def test_each_sweep_has_a_panel_of_its_own(tmp_path: Path) -> None:
     trace = curves.measurements(summary)[1].figure.axes[-1]
     assert "trace" in trace.get_title("left")
     assert [line.get_marker() for line in trace.lines] == ["o"] * 3, "one value is to be seen"
+
+
+def test_clients_that_were_measured_once_have_no_course_to_draw(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s")
+    for path in (tmp_path / "s").rglob("clients_rounds.csv"):
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if not line.startswith("2,")))
+    summary = summarise(find([tmp_path / "s"]))
+    assert charts.clients(summary) == [] and summary.arms["a"].fairness

@@ -86,3 +86,20 @@ def test_a_name_that_is_no_number_is_refused(k: Any) -> None:
         UserError, match=rf"Kept\.server: shape=\('k', 'D'\) names 'k', which is {k}"
     ):
         tiny_run(method)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("kind", [ClientState, Upload])
+def test_a_column_given_to_a_state_of_one_number_is_told_with_the_way_out(
+    engine: str, kind: Any
+) -> None:
+    class Losses(FederatedCallback):
+        reads_loss = True
+        last = kind(shape=())
+
+        def on_local_end(self, clients: Any) -> None:
+            self.last[clients] = clients.loss
+
+    said = r"Losses\.last\[clients\] is \(\d,\), .* assigned is \(\d, 1\); \[:, 0\] makes"
+    with pytest.raises(ValueError, match=said):
+        tiny_run(Losses(), engine=engine)
