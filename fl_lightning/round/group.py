@@ -289,7 +289,7 @@ def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:
     """What to say where a method assigns rows of another shape than it declared."""
     hint = ""
     if len(shape) == 1 and given.shape == (*shape, 1):
-        hint = "; [:, 0] makes a number a client, as clients.loss has it, a row of numbers"
+        hint = ", a column as clients.loss is one: [:, 0] makes it fit"
     return ValueError(
         f"{key}[clients] is {tuple(shape)}, a row a client as it is declared; what was assigned is "
         f"{tuple(given.shape)}{hint}"
