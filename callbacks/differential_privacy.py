@@ -206,7 +206,8 @@ class DifferentialPrivacy(FederatedCallback):
                     f"method: DifferentialPrivacy and {name} cannot run together: {leak}, which "
                     "is neither clipped nor noised. Keep one of them."
                 )
-            if uploads:
+            # Of these samples no noise was added to anything.
+            if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)
             # An attacker does not clip: what it puts in place of its update is clipped after it.
             if other.stands_for_clients and gathers:

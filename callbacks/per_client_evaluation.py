@@ -241,6 +241,8 @@ class PerClientEvaluation(Measurement):
         names = [name for name in self.table if not name.endswith(TUNED)]
         others = [name for name in names if name != "loss"]
         shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
+        # Of the last round, or not there.
+        (folder / "clients.png").unlink(missing_ok=True)
         if shown in self.table:
             with written_aside(folder / "clients.png", durable=False) as file:
                 draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))

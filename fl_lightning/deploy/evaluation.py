@@ -63,10 +63,10 @@ def unpacked(
                 word, _, name = rest.partition("/")
                 there[int(first)][1].setdefault(KINDS[word], {})[name] = float(number)
         for client, (count, kinds) in there.items():
-            if (count > 0) != bool(kinds):
+            if count < 0 or (count > 0) != bool(kinds):
                 raise ValueError(f"client {client} has {count} test samples and {len(kinds)} rows")
         return there, modes
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"site {answer.site}: what it measured of its clients {list(clients)} is not what it "
             f"was asked for ({type(error).__name__}: {str(error)[:100]}). Both need the same "

@@ -111,7 +111,13 @@ class Site(FederatedLoop):
         raise Ended
 
     def answer(self, message: Message) -> Message:
-        """What the site has to say to a message."""
+        """What the site has to say to a message, with the number of the question."""
+        answer = self._answer(message)
+        if "question" in message.numbers:
+            answer.numbers["question"] = message.numbers["question"]
+        return answer
+
+    def _answer(self, message: Message) -> Message:
         try:
             if message.what == "hello":
                 return self.here(message)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -50,6 +52,9 @@ class Sites:
         self.places: dict[int, str] = {}  # number of a site's folder → the site
         self.told: set[str] = set()  # sites that have the whole model
         self._asked: set[str] = set()
+        # Of a site's last question; an earlier server's are others.
+        self._questions = count(secrets.randbelow(2**50))
+        self._last: dict[str, int] = {}
         codec = loop.methods.owner("transmit")
         callback: Any = getattr(codec, "__self__", None)
         self.decode: Callable[..., Any] | None = None
@@ -235,7 +240,7 @@ class Sites:
             return sizes([client])[client] == round.sizes[client]
 
         ask = partial(self.message, round)
-        for answer, clients in self.answers("trained", round.t, leaf_of, ask, fits):
+        for answer, clients in self.answers("trained", leaf_of, ask, fits):
             for client in clients:
                 home = self._brought(answer, client, round)
                 if not home.finished:
@@ -257,7 +262,6 @@ class Sites:
     def answers(
         self,
         word: str,
-        t: int,
         clients: Collection[int],
         ask: Callable[[str, list[int]], Message],
         fits: Callable[[int], bool] = lambda client: True,
@@ -265,12 +269,12 @@ class Sites:
         """Ask the sites of these clients, again where it has to be, until the time is over.
 
         Args:
-            word: what they answer; ``t``: the round of the question.
+            word: what they answer.
             ask: the message for a site, about some of its clients.
             fits: whether a client may be asked for, as its site is now.
 
         Yields:
-            each answer, with the clients that its site was asked for.
+            each answer to a site's last question, with the clients that it was asked for.
         """
         until = time.monotonic() + self.timeout
         waiting: dict[str, list[int]] = {}  # site → clients asked for
@@ -282,21 +286,25 @@ class Sites:
             self._ask(ask, fits, waiting, missing)
             left = until - time.monotonic()
             for answer in self.transport.receive(min(left, ASK_AGAIN)):
+                site = answer.site
+                if not self._in_time(answer, waiting):
+                    continue
+                if answer.what == "failed":
+                    self.failed(answer)
                 if answer.what in ("lost", "whole"):
-                    missing |= set(waiting.pop(answer.site, []))
-                    self.told.discard(answer.site)
-                if answer.what in (word, "failed") and self._of(answer, t):
-                    yield answer, waiting.pop(answer.site, [])
+                    missing |= set(waiting.pop(site, []))
+                    self.told.discard(site)
+                if answer.what == word:
+                    yield answer, waiting.pop(site)
                 if answer.what in ("lost", "here"):
                     self.heard(answer)
 
-    def _of(self, answer: Message, t: int) -> bool:
-        """Tell whether an answer is of this run and round, and no failure; late ones are not."""
-        if answer.what == "failed":
-            if answer.numbers.get("round", t) == t:
-                self.failed(answer)
-            return False
-        return answer.numbers.get("run") == self.run and answer.numbers.get("round") == t
+    def _in_time(self, answer: Message, waiting: Collection[str]) -> bool:
+        """Tell whether it answers what its site was asked last, or no question about clients."""
+        question = answer.numbers.get("question")
+        if question is None:
+            return answer.what in ("lost", "here", "failed")
+        return answer.site in waiting and question == self._last[answer.site]
 
     def _ask(
         self,
@@ -311,7 +319,9 @@ class Sites:
             missing -= {i for i in missing & set(clients) if not fits(i)}
             mine = sorted(missing & set(clients))
             if mine and site not in waiting:
-                messages.append(ask(site, mine))
+                message = ask(site, mine)
+                self._last[site] = message.numbers["question"] = next(self._questions)
+                messages.append(message)
                 waiting[site] = mine
                 missing -= set(mine)
                 self.told.add(site)
@@ -402,7 +412,7 @@ class Sites:
             return message
 
         values: evaluation.Values = {}
-        for answer, clients in self.answers("evaluated", rounds - 1, ids, ask):
+        for answer, clients in self.answers("evaluated", ids, ask):
             there, modes = evaluation.unpacked(answer, clients)
             self.modes |= modes
             for client, (samples, kinds) in there.items():

@@ -68,6 +68,9 @@ class ClientRounds:
         """
         header = ["round", *heading(table, names)]
         new = [[t, *row] for row in client_rows(table, samples, names)]
+        # A header without metrics would put them behind the names.
+        if not new:
+            return
         if not self.path.exists() or self._header() != header:
             self._rewrite(header, new)
             return

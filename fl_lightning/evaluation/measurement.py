@@ -20,6 +20,7 @@ class Measurement(FederatedCallback):
     """
 
     measures = True
+    of_samples = True  # what it logs is made of clients' samples
 
     def __init__(self, every_n_rounds: int | None = 10) -> None:
         super().__init__()

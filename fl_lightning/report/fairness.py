@@ -51,14 +51,26 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
         values = np.array([float(row[name]) for row in rows if row.get(name)], dtype=float)
     except ValueError as error:
         return np.empty(0), f"holds what is no number ({error})"
-    logged = run.column(f"clients/{name}")
-    logged = logged[np.isfinite(logged)] if path.exists() else np.empty(0)
+    logged = run.column(f"clients/{name}") if path.exists() else np.empty(0)
+    # Nobody had a value: over sites nobody may have answered.
+    if len(logged) and np.isnan(logged[-1]) and np.isnan(values).all():
+        return np.empty(0), ""
+    logged = logged[~np.isnan(logged)]
     # Of a model that overflowed no finite mean was logged.
-    if len(logged) and not _is_mean(float(logged[-1]), values):
+    if len(logged) and np.isfinite(logged[-1]) and not _is_mean(float(logged[-1]), values):
         shown = f"{values.mean():.6g}" if len(values) else "nothing"
         fault = f"gives {shown} as the mean of {name}, where the run logged {logged[-1]:.6g}"
         return np.empty(0), fault
     return values[np.isfinite(values)], ""
+
+
+def measured_nobody(run: ReportedRun) -> bool:
+    """Tell whether a run's ``clients.csv`` has no client: after its last round none was measured.
+
+    Whether rows were lost from it is for :func:`after_last_round`.
+    """
+    path = run.folder / "clients.csv"
+    return path.is_file() and not read_table(path)
 
 
 def _is_mean(logged: float, values: Column) -> bool:

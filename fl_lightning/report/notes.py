@@ -7,7 +7,7 @@ from collections.abc import Sequence, Set
 
 from fl_lightning.report.claims import ClaimsFile
 from fl_lightning.report.evidence import absent, logged
-from fl_lightning.report.fairness import after_last_round, over_rounds
+from fl_lightning.report.fairness import after_last_round, measured_nobody, over_rounds
 from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep, read_table
 
 
@@ -134,9 +134,11 @@ def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
     notes = []
     for run in runs:
         _, fault = after_last_round(run, metric)
+        path = run.folder / "clients.csv"
         if fault and run.status == "done":
-            path = run.folder / "clients.csv"
             notes.append(f"{path} {fault}. It was damaged, so that its fairness is left out.")
+        elif run.status == "done" and measured_nobody(run):
+            notes.append(f"{path} has no client: none was measured after the last round.")
         _, changed = over_rounds(run, metric)
         if changed:
             path = run.folder / "clients_rounds.csv"

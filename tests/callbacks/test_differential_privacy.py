@@ -397,9 +397,10 @@ def test_a_target_that_the_first_round_exceeds_is_refused_before_training():
         run(DifferentialPrivacy(1.0, 0.5, target_epsilon=0.1))
 
 
-def test_loggers_are_named_as_outside_the_guarantee():
-    module = run(DifferentialPrivacy(1.0, 1.0), callbacks.DivergenceLogger(), rounds=1)
-    outside = "who takes part, what is logged of the training, and what DivergenceLogger measures"
+@pytest.mark.parametrize("name", ["DivergenceLogger", "GlobalLossLogger"])
+def test_loggers_are_named_as_outside_the_guarantee(name):
+    module = run(DifferentialPrivacy(1.0, 1.0), getattr(callbacks, name)(), rounds=1)
+    outside = f"who takes part, what is logged of the training, and what {name} measures"
     assert f"outside its guarantee: {outside}." in [
         note.partition(": ")[2] for note in module.notes
     ]

@@ -133,6 +133,44 @@ def test_a_client_without_a_value_damages_nothing(tmp_path: Path) -> None:
     assert summary.arms["a"].fairness["worst10"] == known
 
 
+@pytest.mark.parametrize("lost", ["all", "values", "header"])
+def test_nobody_who_was_measured_after_the_last_round_is_no_damage(
+    tmp_path: Path, lost: str
+) -> None:
+    """Over sites nobody may answer; a metric may be NaN everywhere. An empty file is damaged."""
+    with_clients(tmp_path / "s", "a")
+    folder = tmp_path / "s/a/seed-0"
+    header, *rows = list(csv.reader((folder / "metrics.csv").read_text().splitlines()))
+    if lost != "header":
+        rows[-1][header.index("clients/acc")] = ""
+        write(folder / "metrics.csv", header, rows)
+    path = folder / "clients.csv"
+    nobody = [[client, 30, ""] for client in range(CLIENTS)] if lost == "values" else []
+    write(path, ["client", "samples", "acc"], nobody)
+    summary = summarise(find([tmp_path / "s"]))
+    notes = [note for note in summary.notes if str(path) in note]
+    expected = {
+        "all": [f"{path} has no client: none was measured after the last round."],
+        "values": [],
+    }
+    if lost == "header":
+        assert len(notes) == 1 and "It was damaged" in notes[0]
+    else:
+        assert notes == expected[lost]
+    assert list(summary.arms["a"].fairness["gini"]) == [1]
+
+
+def test_values_that_overflowed_in_the_last_round_are_no_damage(tmp_path: Path) -> None:
+    with_clients(tmp_path / "s", "a")
+    folder = tmp_path / "s/a/seed-0"
+    for name, at in (("metrics.csv", "clients/acc"), ("clients.csv", "acc")):
+        header, *rows = list(csv.reader((folder / name).read_text().splitlines()))
+        rows[-1 if at != "acc" else 0][header.index(at)] = "inf"
+        write(folder / name, header, rows)
+    notes = summarise(find([tmp_path / "s"])).notes
+    assert not [note for note in notes if "damaged" in note and "clients.csv" in note]
+
+
 def test_a_lost_row_of_a_round_is_said_and_the_round_is_not_drawn(tmp_path: Path) -> None:
     with_clients(tmp_path / "s", "a")
     path = tmp_path / "s/a/seed-0/clients_rounds.csv"

@@ -1,0 +1,155 @@
+"""Answers that come late, twice, or not at all: they change no number of the run."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_lightning import FederatedModule, UserError
+from fl_lightning.callbacks import PerClientEvaluation, ProximalPersonalModel
+from fl_lightning.deploy import evaluation
+from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
+from tests.deploy.test_evaluation import CASES, OPTIONS, Methods, measured_by, same_files
+from tests.deploy.test_in_memory import Restarted, check_same, over_sites, site, trained
+
+pytestmark = pytest.mark.slow
+
+
+class Twice(InMemoryTransport):
+    """Every answer to a question about clients comes twice, with the next one's, too."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.before: dict[str, Message] = {}
+
+    def receive(self, timeout: float) -> list[Message]:
+        came = []
+        for answer in super().receive(timeout):
+            if "round" in answer.numbers:
+                came += [self.before.get(answer.site, answer), answer, answer]
+                self.before[answer.site] = answer
+            else:
+                came.append(answer)
+        return came
+
+
+class TwiceRestarted(Twice, Restarted):
+    """Also where sites have to ask for the whole model."""
+
+
+@pytest.mark.parametrize("carrier", [Twice, TwiceRestarted])
+@pytest.mark.parametrize("name", ["fedals", "own buffers"])
+def test_answers_that_come_again_change_nothing(
+    name: str, carrier: type[InMemoryTransport], tmp_path: Path
+) -> None:
+    methods, given = CASES[name]
+    options = {**OPTIONS, **given}
+    simulated = trained(methods(), 3, [], root=tmp_path / "simulated", **options)
+    sites, run = tmp_path / "sites", tmp_path / "over"
+    over, _, _ = over_sites(
+        methods, sites, carrier=carrier, rounds=3, timeout=60, root=run, **options
+    )
+    same_files(tmp_path / "simulated", run)
+    check_same(simulated, over, sites, whole=name != "fedals")
+
+
+class Late(InMemoryTransport):
+    """Some answers of a site come when it is asked next, before the answer to that."""
+
+    holds: Callable[[int], bool]
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.seen = 0
+        self.kept: list[Message] = []
+        self.due: list[Message] = []
+
+    def send(self, messages: list[Message]) -> None:
+        if any(message.site == "north" for message in messages):
+            self.due, self.kept = self.kept, []
+        super().send(messages)
+
+    def receive(self, timeout: float) -> list[Message]:
+        if self.due:
+            came, self.due = self.due, []
+            return came
+        came = super().receive(timeout)
+        late = []
+        for answer in came:
+            if (answer.what, answer.site) == ("evaluated", "north"):
+                self.seen += 1
+                late += [answer] * type(self).holds(self.seen)
+        self.kept += late
+        return [answer for answer in came if not any(answer is each for each in late)]
+
+
+class FirstTwo(Late):
+    """The questions before round 0, and after it; the next one is of one client again."""
+
+    holds = staticmethod(lambda seen: seen <= 2)
+
+
+def over(methods: Methods, transport: InMemoryTransport, root: Path | None) -> FederatedModule:
+    at = AtServer(transport, run=7, timeout=2, min_sites=3)
+    try:
+        return trained([*methods(), at], 2, [], root=root, **OPTIONS)
+    finally:
+        transport.close()
+
+
+def three(methods: Methods, folder: Path) -> dict[str, Callable[[Post], None]]:
+    shares = {"north": [0, 3, 8], "south": [1, 2, 7], "west": [4, 5, 6]}
+
+    def serve(name: str, post: Post) -> None:
+        site(shares[name], folder / name, methods, OPTIONS, post)
+
+    return {name: partial(serve, name) for name in shares}
+
+
+def test_a_late_answer_about_other_clients_of_the_same_round_is_none(tmp_path: Path) -> None:
+    methods = measured_by(lambda: [ProximalPersonalModel()])
+    found = over(methods, FirstTwo(three(methods, tmp_path)), None)
+    simulated = trained(methods(), 2, [], **OPTIONS)
+    (ours, theirs) = (_table(module) for module in (simulated, found))
+    assert ours == theirs
+
+
+def _table(module: FederatedModule) -> Any:
+    (found,) = (c for c in module.trainer.callbacks if isinstance(c, PerClientEvaluation))
+    return found.table
+
+
+def test_where_nobody_answers_after_the_last_round_nothing_is_damaged(tmp_path: Path) -> None:
+    methods = measured_by(lambda: [])
+    transport = InMemoryTransport(three(methods, tmp_path / "sites"))
+    transport.swallows = lambda message: (
+        message.what == "evaluate" and message.numbers["round"] == 1
+    )
+    run = tmp_path / "over"
+    over(methods, transport, run)
+    assert (run / "clients.csv").read_text("utf-8") == "client,samples\n"
+    header, *rows = csv.reader((run / "clients_rounds.csv").read_text("utf-8").splitlines())
+    assert header[:4] == ["round", "client", "samples", "loss"]
+    assert {row[0] for row in rows} == {"0"} and len(rows) == 9
+
+
+@pytest.mark.parametrize("change", ["huge", "negative", "unknown"])
+def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
+    answer = Message("evaluated", "north", {"0/before/loss": 1.0})
+    answer.arrays = {"clients": np.array([0]), "tests": np.array([3])}
+    if change == "huge":
+        answer.numbers["0/before/loss"] = 10**400
+    elif change == "negative":
+        answer.numbers.clear()
+        answer.arrays["tests"] = np.array([-3])
+    else:
+        answer.numbers["4/before/loss"] = 1.0
+    with pytest.raises(UserError, match=r"site north: what it measured of its clients \[0\]"):
+        evaluation.unpacked(answer, [0])
