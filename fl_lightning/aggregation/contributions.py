@@ -36,6 +36,8 @@ from fl_lightning.round.state import Upload
 
 # In runs with personal models a client's latest round is a row of it, under this name.
 FINISHED = "personal.round"
+# Of clients at sites: the row in which the server keeps their last round that counted.
+AT_SITES = "sites.round"
 
 
 @dataclass

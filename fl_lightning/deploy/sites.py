@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.aggregation.contributions import AT_SITES, Brought
 from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.told import Told
@@ -349,7 +349,7 @@ class Sites:
         message.numbers = {"run": self.run, "whole": int(whole), "m": self.loop.cohort.m}
         arrays = message.arrays
         arrays["mine"] = np.asarray(mine, np.int64)
-        counted = [round.read(travel.COUNTED, client) for client in mine]
+        counted = [round.read(AT_SITES, client) for client in mine]
         arrays["counted"] = np.asarray([-1 if c is None else int(c) for c in counted], np.int64)
         w = round.w
         if not whole:
@@ -379,7 +379,7 @@ class Sites:
         for period in parts.periods:
             valid = []
             for client in mine:
-                row = round.read(travel.COUNTED, client)
+                row = round.read(AT_SITES, client)
                 written = None if row is None else int(row)
                 valid.append(parts.valid(round.t, written, period))
             sent.append(not all(valid))
@@ -459,7 +459,7 @@ class Sites:
             home.finished = False
             home.rows = {}
         if home.finished:
-            home.rows[travel.COUNTED] = torch.tensor(round.t)
+            home.rows[AT_SITES] = torch.tensor(round.t)
         for name in answer.numbers:
             if name.startswith("changed/"):
                 self.loop.buffers.tell([name.removeprefix("changed/")], self.loop.note)

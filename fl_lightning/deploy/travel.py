@@ -20,8 +20,6 @@ from fl_lightning.deploy.transport import Array, Message, said, words
 from fl_lightning.errors import UserError
 from fl_lightning.round.context import Round
 
-# The row in which the server keeps the last round of each client that counted.
-COUNTED = "sites.round"
 BFLOAT = ":bfloat16"  # behind the name of an array whose bits are of that dtype
 
 

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.contributions import FINISHED
+from fl_lightning.aggregation.contributions import AT_SITES, FINISHED
 from fl_lightning.checkpoint import federated_part, restored
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
@@ -65,8 +65,17 @@ class PersonalModels:
         """The model of one client.
 
         It is the server's where it never finished a round, but for methods that have one for all.
+
+        Raises:
+            UserError: what the client keeps for itself is at its site.
         """
         round = replace(self.round, ids=[client])
+        if round.read(AT_SITES, client) is not None:
+            raise UserError(
+                f"client {client}: what it keeps for itself is at its site, and this run is the "
+                "server's, so its own model cannot be made here. Without `client` it is the model "
+                "that all share."
+            )
         # Kept parts are those with which the next round would begin.
         after = ClientGroup(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
         with torch.no_grad():
