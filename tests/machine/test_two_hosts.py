@@ -6,6 +6,7 @@ import json
 import re
 import socket
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,8 +154,12 @@ def test_processes_that_do_not_reach_each_other_say_what_to_set(
 ) -> None:
     words = ["-c", "base", "-c", "data/digits", "--trainer.default_root_dir", "apart"]
     both = begun(hosts, python, programs, 1, *words, GLOO_SOCKET_IFNAME="lo")
-    said = [process.communicate(timeout=100)[0] for process in both]
-    # The host that finds out first says it; its torchrun may end the other before that one has.
+    # The host that finds out first says it; its torchrun may end the other before that one has,
+    # or the other goes on waiting.
+    deadline = time.monotonic() + 100
+    while all(process.poll() is None for process in both) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    said = [process.communicate()[0] for process in both if process.poll() is not None]
     lines = [line for text in said for line in text.splitlines() if line.startswith("fl-light")]
     assert lines, said
     for line in lines:
