@@ -156,7 +156,7 @@ def test_processes_that_do_not_reach_each_other_say_what_to_set(
     both = begun(hosts, python, programs, 1, *words, GLOO_SOCKET_IFNAME="lo")
     # The host that finds out first says it; its torchrun may end the other before that one has,
     # or the other goes on waiting.
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 400
     while all(process.poll() is None for process in both) and time.monotonic() < deadline:
         time.sleep(0.05)
     said = [process.communicate()[0] for process in both if process.poll() is not None]
