@@ -228,6 +228,20 @@ def test_the_worst_clients_and_the_best_checkpoint_go_by_it(tmp_path: Path) -> N
     assert best["epoch"] == 1 and len({round(v, 6) for v in values}) > 1
 
 
+def test_going_on_from_the_best_leaves_it_beside_a_later_last(tmp_path: Path) -> None:
+    """val/loss rises from round to round, so the best is that of round 0."""
+    kept = keeping(tmp_path, "val/loss")
+    fit(tmp_path, Naming(("val/loss",)), kept)
+    best = tmp_path / "checkpoints/best.ckpt"
+    bits = best.read_bytes()
+    assert kept.best_round == 0 and bits != (tmp_path / "checkpoints/last.ckpt").read_bytes()
+    again = keeping(tmp_path, "val/loss")
+    settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    longer = trainer(3, [again], **settings)
+    longer.fit(federated(Naming(("val/loss",))), data(), ckpt_path=best)
+    assert again.best_round == 0 and best.read_bytes() == bits
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_where_it_is_not_known_a_fit_asks_before_round_0(tmp_path: Path, name: str) -> None:
     with pytest.raises(UserError, match="--monitor_mode"):

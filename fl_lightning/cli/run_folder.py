@@ -343,8 +343,13 @@ class RunCheckpoint(Checkpoint):
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
-            # a kill may have come between writing last.ckpt and linking best.ckpt
+        resumed = trainer.ckpt_path
+        last = (
+            resumed is not None and Path(resumed).resolve() == (self.folder / "last.ckpt").resolve()
+        )
+        if last and self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
+            # A kill may have come between writing last.ckpt and linking best.ckpt. Whoever goes on
+            # from another checkpoint, such as the best, may have a last.ckpt of later rounds.
             self._link(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -244,7 +244,7 @@ class LearnerCopy:
             tie(self.parameters, views)
             for part in switched:
                 part.training = False
-            with metric_states.kept(self._own_metrics):
+            with self.metrics_kept():
                 yield {each.untyped_storage().data_ptr() for each in [x, *self.buffers.values()]}
         finally:
             self.logging = logging
@@ -339,8 +339,12 @@ class LearnerCopy:
         """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
         if log or not self._own_metrics:
             return self._gradients(batch, step, log)
-        with metric_states.kept(self._own_metrics):
+        with self.metrics_kept():
             return self._gradients(batch, step, log)
+
+    def metrics_kept(self) -> AbstractContextManager[None]:
+        """Within it steps leave the learner's metrics as they were."""
+        return metric_states.kept(self._own_metrics)
 
     def loss(self, batch: Any, step: int) -> tuple[Any, Tensor]:
         """The output of ``training_step`` for a converted batch, and the loss in it."""

@@ -9,7 +9,7 @@ import copy
 import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -312,7 +312,9 @@ class Evaluator:
 
         def term(batch: Any, number: int, index: int) -> Leaf:
             own.logging = step == "training_step"
-            loss = self.loss(batch, index, gradient)
+            # What training_step puts into a metric that both steps share is not the validation's.
+            with nullcontext() if own.logging else own.metrics_kept():
+                loss = self.loss(batch, index, gradient)
             values = {"loss": loss.detach().double() * number}
             if gradient:
                 gradients = torch.autograd.grad(

@@ -79,6 +79,7 @@ def candidates(
     options |= select.arms
     _check_order(select.after, options)
     made = []
+    folders = set[str]()
     for arm in arms:
         over = options[arm.name]
         if not over:
@@ -90,6 +91,13 @@ def candidates(
             choice = dict(zip(over, values, strict=True))
             name = f"{arm.name}/{'_'.join(map(value_name, values))}"
             measuring = arm.with_options(name, {**taken, **choice, **held_out})
+            if measuring.name in folders:
+                raise UserError(
+                    f"select: two candidates of {arm.name} have the folder select/{name}, which is "
+                    "named by their values alone. Give them values that differ, not keys alone, or "
+                    "make them arms of the grid with a name each."
+                )
+            folders.add(measuring.name)
             its_runs = runs(sweep, "select/", measuring, select.seeds)
             made.append(Candidate(arm.name, choice, tuple(its_runs), after, taken))
     return made

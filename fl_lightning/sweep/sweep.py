@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +131,9 @@ class Sweep:
         Gives the exit status of ``fit``.
         """
         if self.candidates:
-            self._choose()
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with self._one_of_an_array():
+                self._choose()
         known = {run.place: run for run in [*self.measuring, *self.listed()]}
         run = known.get(place)
         if run is None:
@@ -350,12 +353,18 @@ class Sweep:
 
         Runs to select from are not in it.
         """
-        with open(self.folder / ".runs.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with self._one_of_an_array():
             listed = files.read_states(self.folder)
             states = {each: listed.get(each.place, WAITING) for each in self.listed()}
             if run in states:
                 files.write_states(self.folder, {**states, run: status})
+
+    @contextmanager
+    def _one_of_an_array(self) -> Iterator[None]:
+        """Within it no other process of an array writes what all of them share."""
+        with open(self.folder / ".runs.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
 
     def _check(self, groups: Sequence[Sequence[PlannedRun]], at_once: int) -> dict[str, int | None]:
         """Place → rounds asked for.

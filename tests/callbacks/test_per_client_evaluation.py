@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -444,3 +445,25 @@ def test_names_of_clients_stand_in_the_last_column(tmp_path: Path) -> None:
 def blobs_of_names() -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(0)
     return torch.randn(60, 20, generator=drawn, dtype=torch.float64), torch.arange(60) % 4
+
+
+class Shared(Lit):
+    """One metric in both steps, which measure different things."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen.update(100.0)
+        return super().training_step(batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.seen.update(1.0)
+        self.log("val/seen_loss", self.seen)
+
+
+def test_what_the_training_step_puts_into_a_shared_metric_is_not_measured() -> None:
+    measured = c.PerClientEvaluation()
+    trainer(1, [measured]).fit(federated(Shared()), data())
+    assert set(measured.table["seen_loss"].values()) == {1.0}

@@ -70,3 +70,9 @@ def test_more_than_there_are_or_no_number_is_refused(samples: Any, words: str) -
     with pytest.raises(UserError, match=words):
         module(samples, partition=IID(), num_clients=2)
     assert len(all_of(module(200, partition=IID(), num_clients=2))) == 200
+
+
+def test_the_card_counts_what_is_trained_on() -> None:
+    data = module(100, partition=IID(), num_clients=2, val_fraction=0.25)
+    data.setup()
+    assert data.card()["training samples"] == str(data.client_sizes().sum())

@@ -348,3 +348,16 @@ def test_workers_share_cores_and_gpus() -> None:
         set().union(*(place.cores for place in shares)) == set(range(8))
         and sum(len(p.cores) for p in shares) == 8
     )
+
+
+def test_two_candidates_of_one_folder_are_refused(tmp_path: Path) -> None:
+    """A folder is named by values: {"a": 1} and {"b": 1} would share one, and one's score."""
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "configs: [base, data/digits]\ngrid: {seed_everything: [1]}\n"
+        "select: {over: {data.samples: [{a: 1}, {b: 1}]}, seeds: [7]}\n"
+    )
+    spec = read_spec(str(path))
+    assert spec.select is not None
+    with pytest.raises(UserError, match="two candidates of s have the folder select/s/1"):
+        candidates(Path("runs/s"), spec.select, arms(spec))

@@ -104,6 +104,16 @@ select:
 
 
 @pytest.mark.slow
+def test_tasks_of_an_array_that_choose_at_once_do_not_meet(cli: Cli) -> None:
+    """Each writes what was chosen so far, before it looks for its run."""
+    (cli.folder / "s.yaml").write_text(AFTER)
+    for _ in range(3):
+        tasks = [cli.start("sweep", "s.yaml", "--run", "nowhere") for _ in range(8)]
+        for task in tasks:
+            assert "--run nowhere: no run of this sweep" in task.wait().stderr
+
+
+@pytest.mark.slow
 def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text(AFTER)
     folder = cli.folder / "runs/s"
