@@ -36,8 +36,8 @@ def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
 class RelaxedInitialization(FederatedCallback):
     """x_{i,0} = w^t + β (w^t - x_{i,K} of the client's latest round).
 
-    Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` a constant
-    drift is amplified without bound iff β > n/(m - n); a warning says so.
+    Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` and β ≥ 0 a
+    constant drift is amplified without bound iff β ≥ n/(m - n); a warning says so.
     Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: that x_{i,K}
     by each client.
 
@@ -45,11 +45,11 @@ class RelaxedInitialization(FederatedCallback):
         beta: β; 0 is FedAvg, may be negative.
         aggregate: what the server averages: ``"models"``, x_{i,K}, as the paper has it;
             ``"updates"``, x_{i,K} - x_{i,0}, as the authors' simulator does.
-        offset: ``"own"``: the rule above. Two control arms split it in two, with l the mean of all
-            clients' last_i, w^0 of those that never trained: ``"mean"`` starts every client at w +
-            β (w - l), ``"centred"`` client i at w + β (l - last_i). Their offsets add up to the
-            rule's. The server sends l, and keeps it up from x_{i,K} - last_i, which participants
-            send. Not defined together with partial averaging, and refused.
+        offset: ``"own"``: the rule above. Two control arms take a part of its offset each:
+            ``"mean"`` β (w - l), the same for all, and ``"centred"`` β (l - last_i). Here l is the
+            mean of last_i over all m clients, w^0 for those that never trained. The server sends
+            l, and participants send x_{i,K} - last_i, by which it is kept up to date. Not defined
+            together with partial averaging, and refused.
 
     Raises:
         UserError: another aggregate, or beta is neither a finite number nor a schedule.
@@ -76,7 +76,7 @@ class RelaxedInitialization(FederatedCallback):
     sends = "displacement"  # with aggregate="updates", the one that transmits
     beta = Coefficient()
     last = ClientState(initial="initial_model", synchronised=False)
-    # An instance keeps what differs from these, and resumes with the same alone.
+    # Defaults. An instance sets only what differs, and a resumed run has to have the same.
     aggregate_ = "models"  # `aggregate` is a hook
     offset = "own"
     notes = (

@@ -277,10 +277,10 @@ class FederatedDataModule(pl.LightningDataModule):
         return np.bincount(labels[self.client_indices(client)], minlength=classes)
 
     def client_test_indices(self, client: int) -> Indices:
-        """Positions of a client's test samples, ascending; may be empty.
+        """Positions of a client's test samples; may be empty.
 
         A position below the number N of training samples is one of these, held out. Position N + j
-        is sample j of the test data, where clients have test sets of their own.
+        is sample j of the test data, where clients have test sets of their own, in the order given.
         """
         return self._who.test_indices(client)
 

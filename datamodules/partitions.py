@@ -1,7 +1,8 @@
 """Partitions: who holds which training samples.
 
 They are pure functions of (labels, number of clients, seed). Where possible, each client is drawn
-by itself: a million clients with replacement cost nothing until they are sampled.
+by itself: a million clients with replacement cost nothing until they are sampled. Those of skewed
+labels, Dirichlet among them, are in ``label_skew.py``.
 """
 
 from __future__ import annotations

@@ -43,12 +43,12 @@ class FederatedLoop:
         client_rates: the client optimizer's settings before any decay.
         participants: who is sampled in a round.
         report: takes a round's metrics, before it is committed.
-        tell: called after each client with how many are done, of how many of this process.
+        progress: called after each client with (clients done, clients that this process trains).
         note: takes what the user should know.
-        buffers: what becomes of the learner's.
+        buffers: which of the learner's buffers are averaged, kept by the server, or each client's.
         rank, world_size: of this process, which trains every ``world_size``-th participant.
-        schedule: of a run on simulated devices: who delivers when; None: the server waits for all.
-        present: the latest round that began, and who takes part in it.
+        device_plan: whose updates a round aggregates on simulated devices; None without any.
+        latest: (t, clients sampled or chosen) of the round that began last; (-1, ()) before any.
         loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
         rows_elsewhere: whether clients' rows stay where the clients are, at sites.
     """
@@ -64,13 +64,13 @@ class FederatedLoop:
     parts: Parts | None
     participants: Participants
     report: Callable[[RoundMetrics, int], None]
-    tell: Callable[[int, int], None]
+    progress: Callable[[int, int], None]
     note: Callable[[str], None]
     buffers: BufferPolicy
     rank: int = 0
     world_size: int = 1
-    schedule: Plan | None = None
-    present: tuple[int, tuple[int, ...]] = (-1, ())
+    device_plan: Plan | None = None
+    latest: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
     rows_elsewhere: bool = False
 
@@ -92,7 +92,7 @@ class FederatedLoop:
 
         server = Server(round, ledger)
         # The optimizer changes w and its own state in place, so both are copied before.
-        server.w_before, undo = self.server_step.undoing(self.model)
+        server.w_before, undo = self.server_step.snapshot(self.model)
         try:
             with ledger.server_hooks():
                 self.update(ledger, server)
@@ -107,14 +107,14 @@ class FederatedLoop:
             staged = ledger.rows_to_commit(self.methods.declared) if ledger.finished else {}
             rows = self.state.rows.bring_home(staged)
             server_states = ledger.server_states_to_commit(self.methods.declared)
-            if not self.counts(ledger):
+            if not self.server_steps(ledger):
                 server_states = self.methods.of_every_round(server_states)
             metrics["time/round"] = time.perf_counter() - start
             # On a GPU a processor's seconds say little.
             if self.model.w.device.type == "cpu":
                 metrics["time/cpu"] = sum(gathered(time.process_time() - start_cpu))
             self.report(metrics, t)
-            chosen = self.present[1] if self.methods.owner("select") else None
+            chosen = self.latest[1] if self.methods.owner("select") else None
             versions = self.versions(ledger, server)
             self.state.commit(t, rows, server_states, metrics, chosen, versions)
             # The store has the rows now, in memory or on disk, and drops those that exceed it.
@@ -131,17 +131,17 @@ class FederatedLoop:
 
     def begin(self, t: int) -> Ledger:
         """The ledger of round t, with its facts and those who take part, sampled or chosen."""
-        # A method that chooses reads server states, so the facts it may read come first.
+        # `select` may read server states, so the ledger is bound before participants are known.
         ledger = Ledger(self.round_at(t))
         ledger.rows_elsewhere = self.rows_elsewhere
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
-        self.present = t, tuple(ids)
-        if self.schedule is not None:
-            ledger.planned = self.schedule.planned(t, None if select is None else ids)
+        self.latest = t, tuple(ids)
+        if self.device_plan is not None:
+            ledger.planned = self.device_plan.planned(t, None if select is None else ids)
             ids = list(ledger.planned.ids)
-        # From here on the participants' rows are known here, whichever process owns them.
+        # Bring the rows of the clients that this process trains from the processes that own them.
         self.state.rows.fetch(ids)
         if ledger.planned is None:
             steps = self.cohort.steps_in(t, ids)
@@ -165,7 +165,8 @@ class FederatedLoop:
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
         )
-        # The last thing that may refuse the round; from here on a checkpoint holds what it found.
+        # The last check that may refuse the round. A checkpoint that is saved from here on, until
+        # the commit, holds the model as it is now.
         self.model.hold(ledger.round.buffers)
         return ledger
 
@@ -186,7 +187,7 @@ class FederatedLoop:
         return ids
 
     def round_at(self, t: int) -> Round:
-        """The facts of round t, before it is known who takes part."""
+        """The facts of round t before its participants; sets the server optimizer's rates, too."""
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
         w = self.model.w.detach()
         initial = self.state.initial_vector
@@ -234,40 +235,41 @@ class FederatedLoop:
         contributions = Contributions(ledger, self.methods, len(clients), self.buffers)
         done = 0
 
-        def tell() -> None:
+        def one_more() -> None:
             nonlocal done
             done += 1
-            self.tell(done, len(clients))
+            self.progress(done, len(clients))
 
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
-        for known, jobs in self.as_given(round, ledger, leaves):
-            with ledger.clients_at(known.t):
-                self.engine.train(known, jobs, contributions.add, tell)
-        total = contributions.total()
-        self.buffers.tell(contributions.changed, self.note)
-        return total
+        for trained, group in self.by_version(round, ledger, leaves):
+            with ledger.clients_at(trained.t):
+                self.engine.train(trained, group, contributions.add, one_more)
+        sums, diverged = contributions.total()
+        self.buffers.name_kept(contributions.changed, self.note)
+        return sums, diverged
 
-    def as_given(
+    def by_version(
         self, round: Round, ledger: Ledger, leaves: list[tuple[int, int]]
     ) -> Iterator[tuple[Round, list[tuple[int, int]]]]:
-        """Groups of jobs, each with the round as its clients know it.
+        """(leaf, client) pairs by the version of the model that they train from.
 
-        One group, but in asynchronous runs: there those that were given one model are a group,
-        whose round has that model's number, vector, buffers and rates.
+        Each group comes with a ``Round`` that has this version's number, w, buffers and rates.
+        In synchronous runs there is one group, of the round itself.
         """
         planned = ledger.planned
         if planned is None or set(planned.versions.values()) <= {round.t}:
             yield round, leaves
             return
         for v in sorted({planned.versions[client] for _, client in leaves}):
-            jobs = [(leaf, client) for leaf, client in leaves if planned.versions[client] == v]
+            group = [(leaf, client) for leaf, client in leaves if planned.versions[client] == v]
             w, buffers = self.state.versions[v] if v < round.t else (round.w, round.buffers)
-            steps = {client: round.steps[client] for _, client in jobs}
+            steps = {client: round.steps[client] for _, client in group}
             rates = self.client_rates.in_round(
                 v, decay_factor(self.settings.lr_decay, v), max(steps.values())
             )
-            yield replace(round, t=v, w=w, buffers=buffers, rates=rates), jobs
-        # An engine that trains in the learner itself leaves it the last version's buffers.
+            yield replace(round, t=v, w=w, buffers=buffers, rates=rates), group
+        # The sequential engine leaves the learner with the buffers of the last group's version.
+        # Put the present ones back.
         self.model.set_buffers(round.buffers)
 
     def versions(self, ledger: Ledger, server: Server) -> Versions:
@@ -291,15 +293,15 @@ class FederatedLoop:
 
     def update(self, ledger: Ledger, server: Server) -> None:
         """Set ``server.update``: aggregated, and changed by methods; zero without a step."""
-        if not self.counts(ledger):
+        if not self.server_steps(ledger):
             server.update = torch.zeros_like(server.w)
             return
         server.update = server_update.aggregated(ledger, self.methods, server)
         self.methods.run("on_server_update", server)
         server.update = server_update.masked(server)
 
-    def counts(self, ledger: Ledger) -> bool:
-        """Tell whether the server steps: a client finished, or a method has it step without any."""
+    def server_steps(self, ledger: Ledger) -> bool:
+        """Tell whether the server takes a step: a client finished, or a method steps without."""
         return bool(ledger.finished) or self.methods.aggregates_nobody
 
     def step(self, ledger: Ledger, server: Server) -> None:
@@ -311,7 +313,7 @@ class FederatedLoop:
         # Lightning counts the step of every epoch, so it is taken also where nobody finished, and
         # leaves every coordinate as it is.
         moves = server.averaged
-        if not self.counts(ledger):
+        if not self.server_steps(ledger):
             moves = torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, moves)
         if not all_finite(server.w):

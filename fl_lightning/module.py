@@ -149,7 +149,7 @@ class FederatedModule(LearnerHooks):
 
     @property
     def evaluated_vector(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w itself, but under partial averaging."""
+        """What is evaluated and exported ``(D,)``: w, unless a method evaluates another model."""
         return self.global_model.evaluated
 
     @property
@@ -220,12 +220,12 @@ class FederatedModule(LearnerHooks):
 
     def clients_optimizer(self) -> Any:
         """The clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
-        optimizer = self.run.clients_now(self.current_epoch)
+        optimizer = self.run.client_optimizer_at(self.current_epoch)
         return [] if optimizer is None else LightningOptimizer(optimizer)
 
     def clients_scheduler(self) -> Any:
         """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
-        optimizer = self.run.clients_now(self.current_epoch)
+        optimizer = self.run.client_optimizer_at(self.current_epoch)
         if optimizer is None or self.run.optimizers.schedule is None:
             return None
         return ShownScheduler(self.run.optimizers.schedule, optimizer)

@@ -50,8 +50,8 @@ class FederatedRun:
     """The objects of a run: those of the run itself, and those of its present or latest fit.
 
     ``methods``, ``state`` (server states, client rows, rounds done), ``optimizers``, ``plan`` and
-    ``engine`` (who trains), ``loop`` (the rounds), ``reporter`` (who hears of them), ``folder`` (of
-    checkpoints), ``notes`` (what the user should know).
+    ``engine`` (who trains), ``loop`` (the rounds), ``reporter`` (tells loggers and callbacks of
+    them), ``folder`` (of checkpoints), ``notes`` (what the user should know).
     """
 
     optimizers: Optimizers  # from `make_optimizers` on
@@ -63,11 +63,13 @@ class FederatedRun:
         self.state = RunState(ClientRows(ClientStore()))
         self.notes: list[str] = []
         self.folder = CheckpointFolder()
-        self.secret = secret.NOT_YET  # copies have none
+        # A private run's, from `make_optimizers` on. Copies and pickles leave it out.
+        self.secret = secret.NOT_YET
         self._drawn_seed: int | None = None
         # Of a fit, from here on.
         self.methods = Methods([])
-        self.held: dict[str, Any] | None = None  # of the checkpoint that is resumed
+        # Our part of the checkpoint that is resumed, until this fit has begun.
+        self.resumed_from: dict[str, Any] | None = None
         self.plan: EnginePlan | None = None
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
@@ -93,7 +95,7 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find this fit's methods."""
-        self.held = None  # left by a fit that did not begin
+        self.resumed_from = None  # left by a fit that did not begin
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -114,11 +116,14 @@ class FederatedRun:
         return self._drawn_seed
 
     def take_up(self, held: dict[str, Any], trainer: Any) -> None:
-        """Resume what a checkpoint holds; where no seed was given, with its seed."""
-        self.held = held
+        """Keep a checkpoint's part for ``restore``, and take its seed where none was given.
+
+        With another seed the data are split once more.
+        """
+        self.resumed_from = held
         if sampling.given_seed(self.settings.seed) is None and held["seed"] != self._drawn_seed:
             self._drawn_seed = held["seed"]
-            trainer.datamodule.setup("fit")  # splits once more
+            trainer.datamodule.setup("fit")
 
     def cohort(self, trainer: Any) -> Cohort:
         """Who takes part in a round, and how much each does."""
@@ -161,43 +166,43 @@ class FederatedRun:
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
         """The participants of round t, ascending: sampled, chosen by a method, or who delivered."""
         if self.settings.asynchronous is not None and not cohort.quick:
-            known = None if self.loop is None else self.loop.schedule
+            known = None if self.loop is None else self.loop.device_plan
             plan = known or systems.plan(cohort, self.settings, self.methods, self.model.w)
             assert plan is not None
             return plan.planned(t).ids
         if self.methods.owner("select") is None:
             return cohort.participants(t)
-        present = (-1, ()) if self.loop is None else self.loop.present
-        return self.state.chosen_in(t, present)
+        latest = (-1, ()) if self.loop is None else self.loop.latest
+        return self.state.chosen_in(t, latest)
 
-    def clients_now(self, t: int) -> Optimizer | None:
-        """The clients' optimizer at the rates of round t, to look at; None outside of a fit."""
+    def client_optimizer_at(self, t: int) -> Optimizer | None:
+        """The clients' optimizer at the rates of round t, to look at; None before a fit began."""
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
         return configured_optimizer.shown_at(self.optimizers.clients, rates)
 
-    def goes_on(self, trainer: Any) -> bool:
+    def continues(self, trainer: Any) -> bool:
         """Tell whether this is another fit by the same Trainer, after rounds were committed."""
         same = self.reporter is not None and self.reporter.trainer is trainer
-        return self.held is None and same and self.state.rounds > 0
+        return self.resumed_from is None and same and self.state.rounds > 0
 
     def load_start(self, trainer: Any) -> None:
         """Load the weights of ``init_from``, where this is the run's first fit."""
-        if self.settings.init_from is not None and not self.goes_on(trainer):
+        if self.settings.init_from is not None and not self.continues(trainer):
             weights = checkpoint.load_weights(self.settings.init_from)
             checkpoint.check_weights(self.model.learner, weights)
             self.model.learner.load_state_dict(weights)
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """Make the optimizers of clients and server, and return the server's."""
-        earlier = self.optimizers.server if self.goes_on(trainer) else None
+        earlier = self.optimizers.server if self.continues(trainer) else None
         # A run has one secret, in all its fits and after a resume: another one would draw other
         # noise onto what was shown already.
         if self.methods.draws_from == "secret" and (
             earlier is None or self.secret is secret.NOT_YET
         ):
-            self.secret = secret.of_fit(trainer, self.held, self.note)
+            self.secret = secret.of_fit(trainer, self.resumed_from, self.note)
         self.optimizers = configured_optimizer.of_run(
             self.settings, self.model.learner, self.model.w, trainer.max_epochs, self.note
         )
@@ -211,7 +216,7 @@ class FederatedRun:
         # An exception in validation left the modes as validation has them.
         for part, training in self._modes:
             part.training = training
-        if self.goes_on(trainer):
+        if self.continues(trainer):
             self.state.keep_rows_for(trainer.datamodule)
             # The loggers' axis, which an exception can leave one ahead of the rounds.
             fit = trainer.fit_loop
@@ -219,7 +224,7 @@ class FederatedRun:
             return
         rank = trainer.global_rank
         world = trainer.world_size
-        held = self.held
+        held = self.resumed_from
         w = self.model.w.detach()
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
@@ -258,16 +263,16 @@ class FederatedRun:
             parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
             participants=participants,
             report=reporter.log,
-            tell=reporter.client_ended,
+            progress=reporter.client_ended,
             note=self.note,
             buffers=policy,
-            schedule=systems.plan(cohort, self.settings, self.methods, model.w),
+            device_plan=systems.plan(cohort, self.settings, self.methods, model.w),
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
         # Only now has this fit begun: one that was refused above leaves no trace of itself, and
         # the next fit takes up the checkpoint anew.
-        self.held = None
+        self.resumed_from = None
         self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
 
@@ -293,7 +298,7 @@ class FederatedRun:
         for text in [*settings.notes(), *self.methods.notes(about), *of_clock]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:
-            whose = "was drawn" if self.held is None else "is the checkpoint's"
+            whose = "was drawn" if self.resumed_from is None else "is the checkpoint's"
             self.note(
                 f"no seed was given: seed={self.seed(trainer)} {whose}; give it to repeat this run"
             )
@@ -302,7 +307,7 @@ class FederatedRun:
             self.note(gathering.memory(" and ".join(names), cohort.most, self.model.w))
 
     def _choose_engine(self, trainer: Any, cohort: Cohort) -> BufferPolicy:
-        """Set engine and plan; the policy of buffers comes with them."""
+        """Choose and set engine and plan; return what becomes of the learner's buffers."""
         settings = self.settings
         work = Work(
             cohort.data,
@@ -318,8 +323,8 @@ class FederatedRun:
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss)
         earlier = self.plan
-        if self.held is not None:
-            earlier = EnginePlan.from_dict(self.held["engine"] or {})
+        if self.resumed_from is not None:
+            earlier = EnginePlan.from_dict(self.resumed_from["engine"] or {})
         # An engine that an earlier fit left has threads and memory that the trials need.
         self.close_engine()
         self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)
@@ -337,7 +342,7 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Tell loggers, before round t, the first of this fit, where the run goes on."""
+        """Before round t, this fit's first: claim the folder, and tell loggers where it begins."""
         assert self.reporter is not None
         self.folder.claim(self.reporter.trainer, begins=True)
         # An older checkpoint does not say how many rounds are committed, Lightning's epoch does.
@@ -385,9 +390,9 @@ class FederatedRun:
         checkpoint.check_savable(trainer)
         # A checkpoint within a round holds what the round found, unless it is committed: a commit
         # that was interrupted is finished before.
-        if self.state.finish_commit(self.loop.present[0]):
+        if self.state.finish_commit(self.loop.latest[0]):
             self.model.found = None
-        server_update.undo_in(saved, self.model)
+        server_update.save_round_start(saved, self.model)
         self.folder.save(
             saved,
             trainer,

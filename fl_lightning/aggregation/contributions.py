@@ -143,10 +143,10 @@ class Contributions:
         home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
         # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
         given = group.round.w
-        present = self.ledger.base
+        base = self.ledger.base
         transmits = self.methods.owner("transmit") is not None
         # FedAsync mixes with the present model, which a client that compresses does not know.
-        update = group.x - (given if present is None or transmits else present)
+        update = group.x - (given if base is None or transmits else base)
         # A client counts only if all it would bring is finite: its update, then its buffers.
         buffers = self._buffers(group) if all_finite(update) else None
         if buffers is None:
@@ -163,8 +163,8 @@ class Contributions:
             home.trained = update[0].to(round.wide, copy=True)
         sent = self.transmitted(group, update)
         home.shared = transmits
-        if transmits and present is not None:
-            sent = sent + (given - present)
+        if transmits and base is not None:
+            sent = sent + (given - base)
         # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
         group.drop_scratch()
         home.update = sent[0]

@@ -37,7 +37,8 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     server.update = torch.zeros_like(round.w)
     if ledger.finished:
         server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
-        # Old updates shrink the step: their weights sum to less than those of new ones would.
+        # The mean divides by the discounted weights, which cancels a discount that all share. Old
+        # updates have to shrink the step, so it is brought back.
         if ledger.scale != 1:
             server.update *= ledger.scale
     # A method that aggregates otherwise finds the mean in `server.update`, and may build on it.
@@ -116,12 +117,14 @@ class ServerStep:
         state: dict[str, Any] = self.optimizer.state.get(w, {})
         return state
 
-    def undoing(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
-        """Get ready for the step, which changes w in place.
+    def snapshot(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
+        """Copy what the step changes in place: w^t, and the optimizer with its step count.
+
+        A checkpoint that is saved before the commit takes these copies, too.
 
         Returns:
-            a copy of w^t ``(D,)``, and a function that takes w, and all that goes with it, back to
-            how the round found them.
+            the copy of w^t ``(D,)``, and a function that restores w, the evaluated model, the
+            buffers, the optimizer and the step count.
         """
         found = model.committed()
         w = found.w.clone()
@@ -130,7 +133,6 @@ class ServerStep:
         for group in groups:
             del group["params"]
         steps = self.progress.state_dict()  # a copy
-        # A checkpoint that is saved from here on, before the commit, takes these copies.
         in_checkpoint = {
             "state": dict(enumerate(state.values())),
             "param_groups": [{**group, "params": [0]} for group in groups],
@@ -148,16 +150,16 @@ class ServerStep:
         return w, undo
 
 
-def undo_in(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Let a checkpoint that is saved in the middle of a round hold what the round found."""
+def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
+    """Have a checkpoint that is saved within a round hold its start's model and optimizer."""
     found = model.found
     if found is None:
         return
     evaluated = found.w if found.evaluated is None else found.evaluated
     # WeightAveraging saves its averages as the state_dict, and beside them the present model:
     # the averages do not change within a round, the present model does.
-    present = "current_model_state" if "current_model_state" in saved else "state_dict"
-    saved[present] = model.export(model=(evaluated, found.buffers)).state_dict()
+    key = "current_model_state" if "current_model_state" in saved else "state_dict"
+    saved[key] = model.export(model=(evaluated, found.buffers)).state_dict()
     if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
         saved["optimizer_states"] = [found.optimizer]
         saved["global_step"] = found.steps["total"]["completed"]
@@ -197,7 +199,7 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
 
 
 def averaged_buffers(round: Round, total: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The server's next buffers, for those that clients contributed to."""
+    """New values of the server's buffers that clients contributed to, by name."""
     values = {}
     for name, buffer in round.buffers.items():
         if "buffer:" + name in total:

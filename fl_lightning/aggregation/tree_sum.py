@@ -37,9 +37,9 @@ class TreeSum:
 
     Keys that start with ``max:`` take maxima. ``None`` is a leaf that takes no part.
 
-    Of six leaves, leaf 5 waits for leaf 1 (stride 4). Their sum waits for leaf 3 (stride 2), and
-    the sum of all odd leaves for that of the even ones (stride 1). Leaf 3 has no sibling 7: it is
-    such a sum by itself.
+    Of six leaves, leaf 5 waits for leaf 1, 4 apart. Their sum waits for leaf 3, 2 apart, and the
+    sum of all odd leaves for that of the even ones, 1 apart. Leaf 3 has no sibling 7: it is such a
+    sum by itself.
     """
 
     def __init__(self, n: int) -> None:

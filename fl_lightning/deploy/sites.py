@@ -462,7 +462,7 @@ class Sites:
             home.rows[AT_SITES] = torch.tensor(round.t)
         for name in answer.numbers:
             if name.startswith("changed/"):
-                self.loop.buffers.tell([name.removeprefix("changed/")], self.loop.note)
+                self.loop.buffers.name_kept([name.removeprefix("changed/")], self.loop.note)
         return home
 
     def _whole_upload(self, round: Round, key: str) -> tuple[tuple[int, ...], torch.dtype]:

@@ -16,7 +16,7 @@ import torch
 from fl_lightning.engines.door import fast_ways, why_closed
 from fl_lightning.engines.dry_run import step_seconds
 from fl_lightning.engines.plan import EnginePlan
-from fl_lightning.engines.proof import FirstSteps, Reason, why_in_order
+from fl_lightning.engines.proof import FirstSteps, Reason, why_one_by_one
 from fl_lightning.engines.situation import LearnerCopies
 
 # A round's local work that is not worth threads.
@@ -37,7 +37,7 @@ class Known:
 
     @property
     def wanted(self) -> int:
-        """Workers as asked for, or one a core, and no more than clients."""
+        """Clients to train side by side: ``workers``, or one a core; at most a round's clients."""
         situation = self.situation
         wanted = situation.usable_cores if situation.workers == "auto" else int(situation.workers)
         return min(wanted, situation.most_at_once)
@@ -49,9 +49,9 @@ class Known:
         return self.device == "cpu" and self.wanted < 2 and several
 
     @cached_property
-    def in_order(self) -> Reason | None:
-        """Why a client's steps on two copies do not prove that clients may train side by side."""
-        return why_in_order(self.copies)
+    def why_one_by_one(self) -> Reason | None:
+        """Why steps on two copies rule out training side by side; None: they allow it."""
+        return why_one_by_one(self.copies)
 
     @cached_property
     def milliseconds(self) -> float:
@@ -121,11 +121,11 @@ TABLE = (
         "{known.one_by_one.text}, so clients train one after the other",
     ),
     Row(
-        "a client's steps on two copies show it",
-        lambda known: known.in_order is not None,
+        "a client's steps on two copies show that clients share something",
+        lambda known: known.why_one_by_one is not None,
         "sequential",
         "all",
-        "{known.in_order.text}, so clients train one after the other",
+        "{known.why_one_by_one.text}, so clients train one after the other",
     ),
     Row(
         "the device is a GPU, and streams are switched off",
@@ -192,10 +192,9 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
         f"{row.when}: {row.reason.format(known=known)}",
         threads=torch.get_num_threads() if row.threads == "all" else 1,
     )
-    # Whether copies keep the order was found out only where a row asked for it: it is not tried
-    # now, so a look into what is cached comes in place of reading the property.
-    in_order = vars(known).get("in_order")
-    one_by_one = None if known.untried else known.one_by_one or in_order
+    # Reading the property would train copies now: take it only if a row has computed it already.
+    found = vars(known).get("why_one_by_one")
+    one_by_one = None if known.untried else known.one_by_one or found
     if row.engine == "sequential":
         return plan, one_by_one
     workers = known.wanted if known.device == "cpu" else 0

@@ -63,7 +63,7 @@ def choose(
     check_door(situation)
     check_stacked(situation)
     copies = LearnerCopies(situation)
-    resumed = held is not None and goes_on(situation, held)
+    resumed = held is not None and plan_fits(situation, held)
     if held is not None and resumed:
         decision = Decision(held)
         if held.server_threads not in (0, torch.get_num_threads()):
@@ -173,7 +173,7 @@ def check_looks(copies: LearnerCopies) -> None:
             copy.reset()
 
 
-def goes_on(situation: Situation, held: EnginePlan) -> bool:
+def plan_fits(situation: Situation, held: EnginePlan) -> bool:
     """Tell whether a resumed run keeps the plan that it began with."""
     asked = "sequential" if situation.engine == "debug" else situation.engine
     if asked not in ("auto", held.engine):
@@ -196,7 +196,7 @@ def tell_of_buffers(
     policy.written = plan.written
     buffers = dict(situation.learner.named_buffers())
     present = [name for name in changed if name in buffers]
-    policy.tell([name for name in present if policy.untold(name, buffers[name])], note)
+    policy.name_kept([name for name in present if policy.untold(name, buffers[name])], note)
 
 
 def decided(copies: LearnerCopies, written: tuple[str, ...]) -> Decision:

@@ -18,6 +18,7 @@ Collect = Callable[[int, ClientGroup], None]
 class Engine(Protocol):
     """Trains a round's clients, in any order and any threads.
 
+    When ``train`` returns the learner is the round's evaluated model again, with its buffers.
     An exception of a client ends the round: it is raised to the caller once no thread works on.
     """
 

@@ -98,10 +98,11 @@ class LearnerCopy:
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
         self._own_metrics = metric_states.metrics_of(learner)
-        self._outside = [outside(metric) for metric in self._own_metrics]
-        self._places = {id(metric): j for j, metric in enumerate(self._own_metrics)}
-        self._logged_metrics: dict[str, int] = {}  # by name: which
-        self._said = logged_of(learner)
+        self._metric_attributes = [outside(metric) for metric in self._own_metrics]
+        self._metric_index = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+        # Logged name -> the metric's place in _own_metrics.
+        self._logged_metrics: dict[str, int] = {}
+        self._told_of_metrics = logged_of(learner)
         # These are for the learner's hooks to look at: the clients' optimizer over this learner's
         # parameters, and its scheduler.
         self.optimizer: Optimizer | None = None
@@ -259,7 +260,11 @@ class LearnerCopy:
     def _replace_buffers(
         self, values: Mapping[str, Tensor]
     ) -> list[tuple[nn.Module, str, Tensor | None]]:
-        """Give the learner copies of these buffers; the tensors that it had, with their places."""
+        """Give the learner copies of ``values``.
+
+        Returns:
+            (module, name, the tensor that it had) of each buffer.
+        """
         replaced = []
         for name, places in self._slots.items():
             buffer = self._buffer_aside(name, values)
@@ -308,7 +313,7 @@ class LearnerCopy:
         self.logs.clear()
         for metric in self.metrics:
             metric.reset()
-        self._outside = [outside(metric) for metric in self._own_metrics]
+        self._metric_attributes = [outside(metric) for metric in self._own_metrics]
 
     def follow(self, learner: nn.Module) -> None:
         """Take over what the learner's hooks may have changed since.
@@ -385,7 +390,7 @@ class LearnerCopy:
         if log and self.keeps_loss:
             self.logged[LOSS] = [loss.detach()]
         self._flush()
-        # Hooks that come after the gradient log, even where the gradient itself was not to.
+        # With log=False the step itself logs nothing; hooks that come after it may.
         self.logging = True
         return gradients
 
@@ -404,7 +409,7 @@ class LearnerCopy:
         if not self._own_metrics:
             return None
         return metric_states.taken(
-            self.learner, self._own_metrics, dict(self._logged_metrics), self._outside
+            self.learner, self._own_metrics, dict(self._logged_metrics), self._metric_attributes
         )
 
     def take_logs(self) -> dict[str, Tensor]:
@@ -456,14 +461,14 @@ class LearnerCopy:
     ) -> None:
         if not self.logging:
             return
-        self._said.note(name, value, prog_bar)
+        self._told_of_metrics.note(name, value, prog_bar)
         forked = self.forks and on_epoch and on_step is not False
         if isinstance(value, Metric):
             # The learner's own metric is merged over clients, so its place is kept and no number.
-            if id(value) in self._places:
-                self._logged_metrics[name] = self._places[id(value)]
+            if id(value) in self._metric_index:
+                self._logged_metrics[name] = self._metric_index[id(value)]
                 if forked:
-                    self._logged_metrics[name + "_epoch"] = self._places[id(value)]
+                    self._logged_metrics[name + "_epoch"] = self._metric_index[id(value)]
                 if forked and value._forward_cache is not None:
                     self._put(name + "_step", value._forward_cache, LAST)
                 return

@@ -159,15 +159,15 @@ def what_first_steps_keep(trial: DryRun, before: RandomState) -> Reason | None:
     kept = after_one.changed(Attributes(trial.copy.learner))
     kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
     if kept:
-        return goes_on(kept[0])
+        return carried_over(kept[0])
     # On a GPU kernels need not repeat, and so bits alone prove nothing against the learner.
     if not trial.situation.w.is_cuda and not same(bits, bits_again):
         return Reason("a client's step leaves other bits when another client comes first", True)
     return None
 
 
-def why_in_order(copies: LearnerCopies) -> Reason | None:
-    """Why clients' steps on two copies do not prove that clients may train side by side."""
+def why_one_by_one(copies: LearnerCopies) -> Reason | None:
+    """Why steps on two copies rule out training side by side; None: they allow it."""
     situation = copies.situation
     ids = situation.cohort.tried(0)
     steps = min(situation.cohort.steps(ids[0]), PROOF_STEPS)
@@ -196,7 +196,7 @@ def why_in_order(copies: LearnerCopies) -> Reason | None:
         kept = set(after_one.changed(Attributes(two.copy.learner))) & set(changed)
         kept.update(read_between_rounds(one.copy.learner, changed))
         if kept:
-            return goes_on(min(kept))
+            return carried_over(min(kept))
         if not same(first, second):
             text = "a client's steps leave other bits when another client comes first"
             return Reason(text, keeps=True)
@@ -207,7 +207,7 @@ def why_in_order(copies: LearnerCopies) -> Reason | None:
             trial.copy.reset()
 
 
-def goes_on(name: str) -> Reason:
+def carried_over(name: str) -> Reason:
     text = f"its training_step changes {name}, which goes on from client to client"
     return Reason(text, keeps=True)
 

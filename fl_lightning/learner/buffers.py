@@ -90,7 +90,7 @@ class BufferPolicy:
         """Tell whether it stays the server's by its name alone, and no note has said so yet."""
         return name not in self._told and not self.word(name) and not self.known(name, value)
 
-    def tell(self, changed: Collection[str], note: Callable[[str], None]) -> None:
+    def name_kept(self, changed: Collection[str], note: Callable[[str], None]) -> None:
         """Say of buffers that local steps change that the server's stay as they are."""
         names = sorted(set(changed) - self._told)
         if not names:

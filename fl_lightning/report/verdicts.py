@@ -10,8 +10,8 @@ from fl_lightning.report.claims import Claim
 from fl_lightning.report.intervals import Interval, equivalent, holm, mean_sd, paired
 
 # How many pairs a verdict needs, and how many seeds one on divergence.
-LEAST = 5
-LEAST_DIVERGING = 3
+MIN_PAIRS = 5
+MIN_SEEDS_DIVERGING = 3
 LEVEL = 0.05
 
 
@@ -39,7 +39,7 @@ class Evidence:
 
 @dataclass
 class Comparison:
-    """What the runs say about a claim.
+    """A claim with its evidence, interval and verdict.
 
     ``p_holm`` is corrected over its family; ``changed``: whether the claims were edited after the
     runs began; ``provisional`` while runs of its family are missing.
@@ -109,7 +109,7 @@ def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Comparison]:
     corrected = holm([measured.p for measured in intervals])
     judged = []
     for (claim, evidence), measured, p_holm in zip(family, intervals, corrected, strict=True):
-        outcome = _verdict(claim, evidence, measured, p_holm)
+        outcome = _by_kind(claim, evidence, measured, p_holm)
         judged.append(Comparison(claim, evidence, measured, p_holm, outcome))
     return judged
 
@@ -125,19 +125,20 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
     return measured
 
 
-def _verdict(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float | None) -> str:
+def _by_kind(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float | None) -> str:
     if claim.kind == "diverges":
         outcome = _on_divergence(claim.direction, list(evidence.values.values()))
     elif claim.kind == "equivalence":
-        outcome = _on_likeness(claim.margin, measured, p_holm)
+        outcome = _on_equivalence(claim.margin, measured, p_holm)
     else:
         outcome = verdict(claim.direction, claim.margin, measured, p_holm)
-    # Seeds that are missing because an arm diverged would have spoken against the claim.
+    # A seed left out because an arm diverged, or never reached the target, would have counted
+    # against the claim.
     return "inconclusive" if outcome == "reproduced" and evidence.lost else outcome
 
 
-def verdict(direction: str, margin: float, found: Interval, p_holm: float | None) -> str:
-    """Say what a paired interval makes of a claim that ``direction`` turns.
+def verdict(direction: str, margin: float, measured: Interval, p_holm: float | None) -> str:
+    """The verdict on a claim ``greater``, or mirrored ``less``, from its paired interval.
 
     >>> clear = Interval(5, 0.02, 0.01, 0.01, 0.03, 0.01)
     >>> verdict("greater", 0.005, clear, 0.02), verdict("less", 0.005, clear, 0.02)
@@ -148,12 +149,12 @@ def verdict(direction: str, margin: float, found: Interval, p_holm: float | None
     >>> verdict("greater", 0.005, small, 0.3), verdict("greater", 0.002, small, 0.3)
     ('not reproduced', 'inconclusive')
     """
-    mean = found.mean
-    low = found.low
-    high = found.high
-    if mean is None or low is None or high is None or found.n < LEAST:
+    mean = measured.mean
+    low = measured.low
+    high = measured.high
+    if mean is None or low is None or high is None or measured.n < MIN_PAIRS:
         return "inconclusive"
-    # A claim of less is one of more about the negative numbers, whose ends change places.
+    # "less" is judged as "greater" of the negated interval, whose ends change places.
     if direction == "less":
         mean = -mean
         low, high = -high, -low
@@ -166,17 +167,18 @@ def verdict(direction: str, margin: float, found: Interval, p_holm: float | None
     return "not reproduced" if high < margin else "inconclusive"
 
 
-def _on_likeness(margin: float, found: Interval, p_holm: float | None) -> str:
-    if found.low is None or found.high is None or found.n < LEAST:
+def _on_equivalence(margin: float, measured: Interval, p_holm: float | None) -> str:
+    if measured.low is None or measured.high is None or measured.n < MIN_PAIRS:
         return "inconclusive"
     # Both one-sided tests together: the mean lies within the margin.
     if p_holm is not None and p_holm < LEVEL:
         return "reproduced"
-    return "contradicted" if found.low > margin or found.high < -margin else "inconclusive"
+    outside = measured.low > margin or measured.high < -margin
+    return "contradicted" if outside else "inconclusive"
 
 
 def _on_divergence(direction: str, values: Sequence[float]) -> str:
-    if len(values) < LEAST_DIVERGING:
+    if len(values) < MIN_SEEDS_DIVERGING:
         return "inconclusive"
     # What is claimed is then that the arm does not diverge.
     if direction == "less":

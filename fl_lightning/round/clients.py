@@ -17,8 +17,8 @@ from fl_lightning.round.group import LOSS, ClientGroup
 class Clients:
     """``n`` clients that train together, as local hooks see them.
 
-    Numbers that each client has one of are columns ``(n, 1)``. Attributes that a hook sets are
-    there in its later hooks of the round, for these clients alone.
+    One number per client is a column ``(n, 1)``, except ``ids`` ``(n,)``. Attributes that a hook
+    sets are there in its later hooks of the round, for these clients alone.
     """
 
     __slots__ = ("__dict__", "_caller", "_group")
@@ -31,13 +31,13 @@ class Clients:
 
     @property
     def client_ids(self) -> list[int]:
-        """Their numbers; a local step that asks for them is not replayed for other clients."""
+        """The clients' ids as a list; a local step that reads them is not replayed for others."""
         self._group.looked_up = True
         return self._group.ids
 
     @property
     def ids(self) -> Tensor:
-        """Their numbers ``(n,)``, int64."""
+        """The clients' ids ``(n,)``, int64."""
         group = self._group
         if "ids" not in group.columns:
             group.columns["ids"] = to_device(group.ids, group.x.device)
@@ -66,12 +66,15 @@ class Clients:
 
     @property
     def initial_model(self) -> Tensor:
-        """w^0 ``(D,)``, kept where a state of the run starts from it."""
+        """w^0 ``(D,)`` where a state of the run has ``initial="initial_model"``; else w^t."""
         return self._group.round.w0
 
     @property
     def evaluated(self) -> Tensor:
-        """What was evaluated last ``(D,)``: w^t, except under partial averaging."""
+        """The model evaluated last ``(D,)``: w^t, unless a method evaluates another one.
+
+        ``PartialAveraging`` does, and whoever owns the hook ``evaluated``.
+        """
         return self._group.round.evaluated
 
     @property
@@ -235,7 +238,8 @@ class Clients:
         Where rates change from step to step, steps count by their rates.
         """
         elapsed = self.elapsed
-        # The reader's name is kept for the refusal where a step was no plain SGD step.
+        # The round names this method in a note where that is not the mean gradient: with momentum,
+        # another optimizer or clipping.
         self._group.mean_gradient_read = self._group.mean_gradient_read or self._caller
         return torch.where(elapsed > 0, (self.origin - self.x) / elapsed, 0.0).to(self.x.dtype)
 

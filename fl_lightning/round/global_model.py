@@ -79,7 +79,7 @@ class GlobalModel:
 
     @property
     def evaluated(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w itself, except under partial averaging."""
+        """What is evaluated and exported ``(D,)``: w, unless a method evaluates another model."""
         return self.w if self._evaluated is None else self._evaluated
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:

@@ -61,7 +61,7 @@ class ClientGroup:
         self.declared: dict[str, PerClient] = {}
         self.attributes: dict[str, object] = {}  # what hooks put on their clients
         # A row was written if its count of changes moved since it was loaded.
-        self.versions: dict[str, int] = {}
+        self.change_counts: dict[str, int] = {}
 
         # What hooks gave.
         self.uploads: dict[str, Tensor] = {}
@@ -213,12 +213,12 @@ class ClientGroup:
             except RuntimeError as error:
                 raise _unfit(key, rows.shape, given) from error
         # No count of changes is -1: the rows count as written, even where `value` is what they are.
-        self.versions[key] = -1
+        self.change_counts[key] = -1
 
     def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
         self.declared[key] = declaration
         self.rows[key] = rows
-        self.versions[key] = rows._version
+        self.change_counts[key] = rows._version
 
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
         """Take what the clients send under this name, one row each."""
@@ -239,7 +239,7 @@ class ClientGroup:
     def written(self) -> Iterator[tuple[str, Tensor]]:
         """Rows of states that outlive the round, where they were assigned or changed in place."""
         for key, rows in self.rows.items():
-            changed = rows._version != self.versions[key]
+            changed = rows._version != self.change_counts[key]
             if changed and isinstance(self.declared[key], ClientState):
                 yield key, rows
 
@@ -275,7 +275,7 @@ class ClientGroup:
         own.columns = {}  # these are made anew for the one client
         own.attributes = dict(self.attributes)
         own.rows = {key: rows[part] for key, rows in self.rows.items()}
-        own.versions = dict(self.versions)
+        own.change_counts = dict(self.change_counts)
         own.declared = dict(self.declared)
         own.uploads = {key: value[part] for key, value in self.uploads.items()}
         own.logs = {name: value[part] for name, value in self.logs.items()}

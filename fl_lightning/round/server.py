@@ -24,8 +24,8 @@ class Server:
     """The server's side of a round. Means and sums are over the clients that finished.
 
     ``w`` is w^t until the server optimizer's step, w^{t+1} in ``on_round_end``; ``w_before`` is
-    w^t; ``evaluated`` is what will be evaluated, w except under partial averaging; ``update`` is
-    the aggregated update; each ``(D,)``.
+    w^t; ``evaluated`` is what will be evaluated, w unless a method evaluates another model;
+    ``update`` is the aggregated update; each ``(D,)``.
     """
 
     def __init__(self, round: Round, ledger: Ledger) -> None:
@@ -44,7 +44,7 @@ class Server:
 
     @property
     def initial_model(self) -> Tensor:
-        """w^0 ``(D,)``, kept where a state of the run starts from it."""
+        """w^0 ``(D,)`` where a state of the run has ``initial="initial_model"``; else w^t."""
         return self._round.w0
 
     @property

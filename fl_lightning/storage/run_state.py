@@ -96,17 +96,17 @@ class RunState:
                 )
         self.partition = partition
 
-    def chosen_in(self, t: int, present: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
+    def chosen_in(self, t: int, latest: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
         """The clients of round t, where a method chooses them.
 
-        ``present``: the round that began last, and its clients.
+        ``latest``: the round that began last, and its clients.
 
         Raises:
             UserError: nobody has chosen yet, or an older checkpoint does not say.
         """
         known = dict(self.chosen)
-        if present[0] >= self.rounds:
-            known[present[0]] = present[1]
+        if latest[0] >= self.rounds:
+            known[latest[0]] = latest[1]
         if t not in known:
             rounds = f"rounds {min(known)} to {max(known)}" if known else "no round"
             raise UserError(

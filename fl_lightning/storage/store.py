@@ -67,14 +67,18 @@ class ClientStore:
         self._rows: dict[int, int] = {}  # segment -> rows in its file
         self._number = 0  # of the newest segment
         self._scanned: Path | None = None
-        self._collected: tuple[Path, int, int] | None = None  # last time
+        # Of the last clean-up: its folder, the newest segment then, how many were needed.
+        self._collected: tuple[Path, int, int] | None = None
         self._header.cache_clear()
         if self._temporary is not None:
             self._temporary.cleanup()
             self._temporary = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has the rows in memory and of the temporary folder, and the others' places."""
+        """A pickle has the rows that are not in the run's folder, and the others' segments.
+
+        Not in the folder are rows that changed, and those in the temporary folder.
+        """
         with self._lock:
             spilled = np.asarray(sorted(self._spilled), dtype=np.int64)
             rows = dict(self._dirty)
@@ -262,13 +266,14 @@ class ClientStore:
 
         ``keep``: the (merged) indices of all checkpoints that have to stay loadable. With many
         segments, this does nothing, and does not look at ``keep``, until one in 32 is new, so that
-        the cost of a checkpoint does not grow with their number; the ``last`` time it does.
+        the cost of a checkpoint does not grow with their number. ``last`` has it done at once.
         """
         lock.check(Path(folder))
         with self._lock:
             if self._collected is not None and not last:
-                last_folder, newest, present = self._collected
-                if Path(folder) == last_folder and self._number - newest + 1 < _NEW * present:
+                last_folder, newest_then, needed_then = self._collected
+                new = self._number - newest_then + 1
+                if Path(folder) == last_folder and new < _NEW * needed_then:
                     return
             needed = self._needed_rows(keep)
             for path in Path(folder).iterdir() if Path(folder).is_dir() else ():

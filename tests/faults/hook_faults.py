@@ -122,7 +122,7 @@ HOOK_FAULTS = [
         [
             (
                 "fl_lightning/aggregation/contributions.py",
-                "group.x - (given if present is None or transmits else present)",
+                "group.x - (given if base is None or transmits else base)",
                 "group.x - (given if present is None else present)",
             ),
             (

@@ -167,7 +167,7 @@ def test_a_schedule_is_read_at_the_version_that_a_client_trains(engine: str) -> 
     asynchronous = Buffered(UNEQUAL, size=2, concurrency=5)
     with quiet():
         module = fit([Scheduled()], ROUNDS, engine=engine, asynchronous=asynchronous, lr_decay=0.9)
-        plan = module.run.loop.schedule
+        plan = module.run.loop.device_plan
         stale = {v for t in range(ROUNDS) for v in plan.planned(t).versions.values() if v < t}
     assert {mu - v for _, v, mu, _ in read} == {0.0}
     assert {rate for *_, rate in read} == {0.2}
@@ -298,7 +298,7 @@ def test_what_is_sent_is_complete_in_itself(
         whole = fit([watched(), Watch()], rounds=7, folder=str(tmp_path / "whole"), **system)
         given.append(whole.global_vector.detach().clone())
         # The schedule follows from the seed.
-        plan = whole.run.loop.schedule
+        plan = whole.run.loop.device_plan
         jobs = [plan.planned(t).versions for t in range(7)]
         fit([method()], rounds=4, folder=str(tmp_path), **system)
         resumed = fit([method()], rounds=7, folder=str(tmp_path), resume=True, **system)

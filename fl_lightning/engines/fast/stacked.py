@@ -343,7 +343,7 @@ class Kept:
                 declared = group.declared[key]
                 ids = [group.ids[row] for row in self.finished]
                 values = torch.stack([group.load(key, declared, i) for i in ids])
-                version = group.versions[key]
+                version = group.change_counts[key]
             if rows._version != version:
                 rows[self.finished] = values
         for present, earlier in self.given:
