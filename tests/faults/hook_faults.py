@@ -123,11 +123,11 @@ HOOK_FAULTS = [
             (
                 "fl_lightning/aggregation/contributions.py",
                 "group.x - (given if base is None or transmits else base)",
-                "group.x - (given if present is None else present)",
+                "group.x - (given if base is None else base)",
             ),
             (
                 "fl_lightning/aggregation/contributions.py",
-                "if transmits and present is not None:",
+                "if transmits and base is not None:",
                 "if False:",
             ),
         ],
