@@ -67,6 +67,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "factor": lambda value: f"{math.exp(value):,.{2 if value < 4 else 0}f}",
     "percent": lambda value: f"{100 * value:.2f}",
     "plain": lambda value: f"{value:.3f}",
+    "signed": lambda value: f"{value:+.2f}",
 }
 INTERVAL = ("mean", "low", "high", "n")
 OF_A_RUN = ("run.json", "config.yaml")  # and metrics.csv, packed
@@ -327,10 +328,11 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
     """What the runs show where no claim was made, each entry with mean, low, high and n.
 
     An entry has the arms a and b, or a alone, which gives a level. Its number of a seed is a
-    metric's ``tail``; with ``until`` what was spent of that until ``target``'s tail was reached.
-    ``scale: log_ratio`` compares by a factor.
+    metric's ``score``, the ``tail`` where none is named; with ``until`` what was spent of that until
+    ``target``'s tail was reached; with ``over: layers`` the rank correlation of layers' places and
+    values, but for the layers of ``without``. ``scale: log_ratio`` compares by a factor.
     """
-    from fl_lightning.report.evidence import between
+    from fl_lightning.report.evidence import between, over_layers
     from fl_lightning.report.intervals import paired
     from fl_lightning.report.runs import find
     from fl_lightning.report.scores import reached, score_of
@@ -341,8 +343,10 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
 
     def number(entry: Mapping[str, Any], arm: str, seed: int) -> float | None:
         run = next(run for run in arms[arm] if run.seed == seed)
+        if "over" in entry:
+            return over_layers(run, entry["metric"], entry["without"])
         if "until" not in entry:
-            return score_of(run, entry["metric"], "tail")
+            return score_of(run, entry["metric"], entry.get("score", "tail"))
         target = number({"metric": entry["metric"]}, entry["target"], seed)
         spent = None if target is None else reached(run, entry["metric"], target)[entry["until"]]
         return None if spent is None else float(spent)
@@ -368,7 +372,8 @@ def without_a_claim(seen: Sequence[Mapping[str, Any]]) -> str:
         return ""
     text = (
         "\n## Seen without a claim\n\nChosen after the runs had been seen: intervals alone, no "
-        "verdicts, no correction for their number. By seed, last third of gradients.\n\n"
+        "verdicts, no correction for their number. By seed, over the last third of gradients "
+        "where nothing else is said.\n\n"
         f"<details><summary>{len(seen)} rows</summary>\n\n"
         "| | | 95 % interval | n |\n|---|---|---|---|\n"
     )

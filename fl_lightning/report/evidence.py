@@ -215,14 +215,21 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     made = Evidence()
     for seed, run in sorted(runs.items()):
         diverged = run.status == "diverged"
-        layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
-        total = f"{claim.metric}/total"
-        means = [over_time([run], layer) for layer in layers if layer != total]
-        known = [mean for mean in means if mean is not None]
         # The curve of a diverged run ends early, at values that say nothing of layers.
-        rho = None if diverged else spearman(range(len(known)), known)
-        made.take(seed, rho, diverged)
+        made.take(seed, None if diverged else over_layers(run, claim.metric), diverged)
     return made
+
+
+def over_layers(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> float | None:
+    """Spearman's ρ between the place of a layer and its ``metric``, averaged over rounds.
+
+    ``without``: layers that are left out.
+    """
+    left_out = [f"{metric}/{name}" for name in ("total", *without)]
+    layers = [name for name in run.columns if name.startswith(f"{metric}/")]
+    means = [over_time([run], layer) for layer in layers if layer not in left_out]
+    known = [mean for mean in means if mean is not None]
+    return spearman(range(len(known)), known)
 
 
 def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:

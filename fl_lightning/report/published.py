@@ -14,6 +14,9 @@ from fl_lightning.cli.compose import class_name, packaged, parse_yaml
 from fl_lightning.report.evidence import between
 from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep
 
+# Each paper trained on all of its training samples.
+WHOLE = {"data.init_args.samples": None}
+
 
 @dataclass(frozen=True)
 class Published:
@@ -45,13 +48,14 @@ class Published:
         """Where ``config`` is not the paper's setting, as ``key ours (theirs)``."""
         matching = (text for name, text in self.unlike.items() if fnmatch.fnmatchcase(arm, name))
         differences = list(matching)
-        for key, theirs in self.setting.items():
+        for key, theirs in {**self.setting, **WHOLE}.items():
             ours = _plain(_at(config, key))
             if ours != _plain(theirs):
                 shown = "not set" if ours is None else ours
                 # A class is of what stands before: data, network.
                 words = key.removesuffix(".class_path").rpartition(".")[2]
-                differences.append(f"{words} {shown} ({_plain(theirs)})")
+                printed = "all" if theirs is None else _plain(theirs)
+                differences.append(f"{words} {shown} ({printed})")
         return differences
 
 

@@ -570,6 +570,13 @@ def calculated_arm(
     return arm
 
 
+def correlation_with_depth(run: Run, metric: str, without: Sequence[str]) -> Number:
+    """Of a layer's place with its metric's mean over rounds, but for ``without``."""
+    hidden = {f"{metric}/{name}" for name in ("total", *without)}
+    layers = [name for name in run.columns if name.startswith(metric + "/") and name not in hidden]
+    return rank_correlation(range(len(layers)), [float(np.mean(run.curve(n))) for n in layers])
+
+
 def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str, Any]]:
     """What ``observed.yaml`` asks for, by its id; ``arms`` have the report's names."""
     rows = {}
@@ -578,7 +585,10 @@ def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str,
         one, other = arms[entry["a"]], arms[entry.get("b", entry["a"])]
         values = []
         for seed in sorted(set(one) & set(other)):
-            numbers = [tail(one[seed], metric), tail(other[seed], metric)]
+            number = SCORES[entry.get("score", "tail")]
+            numbers = [number(one[seed], metric), number(other[seed], metric)]
+            if "over" in entry:
+                numbers = [correlation_with_depth(one[seed], metric, entry["without"])]
             if "until" in entry:
                 target = tail(arms[entry["target"]][seed], metric)
                 numbers = []
