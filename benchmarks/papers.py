@@ -328,9 +328,9 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
     """What the runs show where no claim was made, each entry with mean, low, high and n.
 
     An entry has the arms a and b, or a alone, which gives a level. Its number of a seed is a
-    metric's ``score``, the ``tail`` where none is named; with ``until`` what was spent of that until
-    ``target``'s tail was reached; with ``over: layers`` the rank correlation of layers' places and
-    values, but for the layers of ``without``. ``scale: log_ratio`` compares by a factor.
+    metric's ``score``, the ``tail`` where none is named; with ``until`` what was spent of that
+    until ``target``'s tail was reached; with ``over: layers`` the rank correlation of layers'
+    places and values, but for the layers of ``without``. ``scale: log_ratio`` compares by a factor.
     """
     from fl_lightning.report.evidence import between, over_layers
     from fl_lightning.report.intervals import paired

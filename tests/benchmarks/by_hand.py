@@ -114,29 +114,23 @@ def smooth(values: Sequence[float]) -> np.ndarray:
     return smoothed
 
 
-def last_ten(run: Run, metric: str) -> Number:
-    values = run.curve(metric) if metric in run.columns else []
-    return float(np.mean(values[-10:])) if values else None
+def of_curve(score: Callable[[list[float]], float]) -> Callable[[Run, str], Number]:
+    """A score of the values in their order; None without any."""
 
+    def number(run: Run, metric: str) -> Number:
+        values = run.curve(metric)
+        return float(score(values)) if values else None
 
-def best_smoothed(run: Run, metric: str) -> Number:
-    values = run.curve(metric) if metric in run.columns else []
-    return float(smooth(values)[-50:].max()) if values else None
-
-
-def last(run: Run, metric: str) -> Number:
-    values = run.curve(metric) if metric in run.columns else []
-    return values[-1] if values else None
-
-
-def highest(run: Run, metric: str) -> Number:
-    values = run.curve(metric) if metric in run.columns else []
-    return max(values) if values else None
+    return number
 
 
 SCORES: dict[str, Callable[[Run, str], Number]] = {
-    "tail": tail, "last10": last_ten, "smoothed": best_smoothed, "last": last, "max": highest,
-}  # fmt: skip
+    "tail": tail,
+    "last10": of_curve(lambda values: np.mean(values[-10:])),
+    "smoothed": of_curve(lambda values: smooth(values)[-50:].max()),
+    "last": of_curve(lambda values: values[-1]),
+    "max": of_curve(max),
+}
 
 
 def greater_is_better(metric: str, runs: Iterable[Run], mode: str | None = None) -> bool:
@@ -366,15 +360,19 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Number:
     return float((centred[0] * centred[1]).sum()) / spread if spread else None
 
 
+def correlation_with_depth(run: Run, metric: str, without: Sequence[str] = ()) -> Number:
+    """Spearman's ρ between a layer's place and its metric's mean over rounds."""
+    hidden = {f"{metric}/{name}" for name in ("total", *without)}
+    names = [name for name in run.columns if name.startswith(metric + "/") and name not in hidden]
+    means = [float(np.mean(curve)) for curve in map(run.curve, names) if curve]
+    return rank_correlation(range(len(means)), means)
+
+
 def trend_over_layers(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
-    """Spearman's ρ of each seed between a layer's place and its metric's mean over rounds."""
     evidence = Evidence({})
-    for seed in sweeps.ended([claim["arm"]]):
-        run = sweeps.arms[claim["arm"]][seed]
-        names = [name for name in run.columns if name.startswith(claim["metric"] + "/")]
-        curves = [run.curve(name) for name in names if not name.endswith("/total")]
-        means = [float(np.mean(curve)) for curve in curves if curve]
-        rho = None if run.diverged else rank_correlation(range(len(means)), means)
+    for seed in sweeps.ended([arm := claim["arm"]]):
+        run = sweeps.arms[arm][seed]
+        rho = None if run.diverged else correlation_with_depth(run, claim["metric"])
         evidence.add(seed, rho, lost=run.diverged)
     return evidence
 
@@ -570,13 +568,6 @@ def calculated_arm(
     return arm
 
 
-def correlation_with_depth(run: Run, metric: str, without: Sequence[str]) -> Number:
-    """Of a layer's place with its metric's mean over rounds, but for ``without``."""
-    hidden = {f"{metric}/{name}" for name in ("total", *without)}
-    layers = [name for name in run.columns if name.startswith(metric + "/") and name not in hidden]
-    return rank_correlation(range(len(layers)), [float(np.mean(run.curve(n))) for n in layers])
-
-
 def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str, Any]]:
     """What ``observed.yaml`` asks for, by its id; ``arms`` have the report's names."""
     rows = {}
@@ -585,8 +576,8 @@ def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str,
         one, other = arms[entry["a"]], arms[entry.get("b", entry["a"])]
         values = []
         for seed in sorted(set(one) & set(other)):
-            number = SCORES[entry.get("score", "tail")]
-            numbers = [number(one[seed], metric), number(other[seed], metric)]
+            score = SCORES[entry.get("score", "tail")]
+            numbers = [score(arm[seed], metric) for arm in (one, other)]
             if "over" in entry:
                 numbers = [correlation_with_depth(one[seed], metric, entry["without"])]
             if "until" in entry:
@@ -597,8 +588,7 @@ def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str,
                     numbers.append(None if row is None else cost_until(run, row, entry["until"]))
             value = contrast(*numbers, "scale" in entry) if "b" in entry else numbers[0]
             values += [] if value is None else [value]
-        found = interval(values)
-        rows[entry["id"]] = {"mean": found.mean, "low": found.low, "high": found.high}
+        rows[entry["id"]] = {key: getattr(interval(values), key) for key in ("mean", "low", "high")}
     return rows
 
 

@@ -359,6 +359,20 @@ def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -
     assert "75.95" not in (tmp_path / "out/report.md").read_text()
 
 
+def test_a_smaller_network_and_fewer_samples_are_told() -> None:
+    """A twin may have the paper's class of network, and its data, in another size."""
+    table = next(table for table in tables() if "Table 2, CIFAR10" in table.source)
+    sizes = {"depth": 8, "width": 16}
+    network = {"class_path": "fl_lightning.models.ResNet20", "init_args": sizes}
+    config = {
+        "model": {"learner": {"init_args": {"network": network}}},
+        "data": {"init_args": {"samples": 10_000}},
+    }
+    told = table.differences("fedals-1", config)
+    assert "depth 8 (20)" in told and "samples 10000 (all)" in told
+    assert not [text for text in told if text.startswith(("width", "network"))]
+
+
 def test_every_published_column_reads(tmp_path: Path) -> None:
     for table in tables():
         assert table.arms and table.setting and table.source and table.experiments
