@@ -370,8 +370,8 @@ def correlation_with_depth(run: Run, metric: str, without: Sequence[str] = ()) -
 
 def trend_over_layers(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     evidence = Evidence({})
-    for seed in sweeps.ended([arm := claim["arm"]]):
-        run = sweeps.arms[arm][seed]
+    for seed in sweeps.ended([claim["arm"]]):
+        run = sweeps.arms[claim["arm"]][seed]
         rho = None if run.diverged else correlation_with_depth(run, claim["metric"])
         evidence.add(seed, rho, lost=run.diverged)
     return evidence
@@ -566,30 +566,6 @@ def calculated_arm(
             arm["bytes_to"][target][seed] = sent
             arm["seconds_to"][target][seed] = seconds
     return arm
-
-
-def observed(arms: dict[str, dict[int, Run]], file: Path) -> dict[str, dict[str, Any]]:
-    """What ``observed.yaml`` asks for, by its id; ``arms`` have the report's names."""
-    rows = {}
-    for entry in yaml.safe_load(file.read_text()):
-        metric = entry["metric"]
-        one, other = arms[entry["a"]], arms[entry.get("b", entry["a"])]
-        values = []
-        for seed in sorted(set(one) & set(other)):
-            score = SCORES[entry.get("score", "tail")]
-            numbers = [score(arm[seed], metric) for arm in (one, other)]
-            if "over" in entry:
-                numbers = [correlation_with_depth(one[seed], metric, entry["without"])]
-            if "until" in entry:
-                target = tail(arms[entry["target"]][seed], metric)
-                numbers = []
-                for run in (one[seed], other[seed]):
-                    row = arrival(run, metric, target or 0.0, True)
-                    numbers.append(None if row is None else cost_until(run, row, entry["until"]))
-            value = contrast(*numbers, "scale" in entry) if "b" in entry else numbers[0]
-            values += [] if value is None else [value]
-        rows[entry["id"]] = {key: getattr(interval(values), key) for key in ("mean", "low", "high")}
-    return rows
 
 
 def grouped(folder: Path) -> list[Sweeps]:

@@ -33,10 +33,10 @@ def copies(**given: Any) -> Any:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was found out: by default nothing that speaks against side by side."""
-    found = SimpleNamespace(seconds=0.05, uncaptured="", in_order=None, closed="")
+    found = SimpleNamespace(seconds=0.05, uncaptured="", one_by_one=None, closed="")
     ways = SimpleNamespace(why_not_captured=lambda _: found.uncaptured)
     monkeypatch.setattr(auto, "step_seconds", lambda _: found.seconds)
-    monkeypatch.setattr(auto, "why_one_by_one", lambda _: found.in_order)
+    monkeypatch.setattr(auto, "why_one_by_one", lambda _: found.one_by_one)
     monkeypatch.setattr(auto, "why_closed", lambda: found.closed)
     monkeypatch.setattr(auto, "fast_ways", lambda: ways)
     return found
@@ -102,10 +102,10 @@ def test_what_could_not_be_tried_or_is_not_proven_trains_one_by_one(found: Any) 
     assert row == 3 and alone is None and plan.why.endswith("it cannot be copied")
     row, plan, alone = decided(FirstSteps(KEEPS))
     assert row == 4 and alone == KEEPS and "it counts, so clients train one" in plan.why
-    found.in_order = Reason("a client's end depends on its copy")
+    found.one_by_one = Reason("a client's end depends on its copy")
     found.seconds = 0.0  # a short round is no reason where there is a better one
     row, plan, alone = decided()
-    assert row == 5 and alone == found.in_order
+    assert row == 5 and alone == found.one_by_one
 
 
 def test_a_round_that_is_over_soon_is_not_worth_threads(found: Any) -> None:
