@@ -221,8 +221,8 @@ def _serve() -> None:
     import fl_lightning.cli.commands
 
     remember_packages()
-    _serve_python(folder, "own")
     _warm_up(fl_lightning.lightning.LOGGERS)
+    _serve_python(folder, "own")
     listening = _listening(folder, "commands")
     # Its input is closed by those that started it, as they end.
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
@@ -265,26 +265,35 @@ def remember_packages() -> None:
 
 
 def _warm_up(loggers: Sequence[str]) -> None:
-    """Parse a command and draw: parsers read signatures and docstrings, figures read fonts.
+    """Train for a round, and parse another command.
 
-    What they found stays in the process; what they set does not.
+    Parsers read signatures and docstrings, figures read fonts, and classes are asked for the first
+    time what they are instances of: half of what a short run costs. What they found stays in the
+    process; what they set does not.
     """
-    from matplotlib.figure import Figure
+    import torch
 
     from fl_lightning.__main__ import main
 
-    path = sys.path[:]
+    before = sys.path[:], os.getcwd(), dict(os.environ), torch.get_num_threads()
     levels = {name: logging.getLogger(name).level for name in loggers}
-    common = "-c base -c data/digits -c trainer/cpu -c method/scaffold"
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        for configs in (common, "-c experiment/fedinit/table1-cifar10-dir0.1-200"):
-            assert main(["fit", *configs.split(), "--print_config"]) == 0
-    sys.path[:] = path
+    common = "-c base -c data/digits -c trainer/cpu -c method/scaffold --trainer.max_epochs 1"
+    with contextlib.ExitStack() as within:
+        os.chdir(within.enter_context(tempfile.TemporaryDirectory()))
+        within.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        within.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        within.enter_context(warnings.catch_warnings())
+        within.callback(os.chdir, before[1])
+        assert main(["fit", *common.split()]) == 0
+        other = "-c experiment/fedinit/table1-cifar10-dir0.1-200"
+        assert main(["fit", *other.split(), "--print_config"]) == 0
+    sys.path[:] = before[0]
+    os.environ.clear()
+    os.environ.update(before[2])
+    torch.set_num_threads(before[3])
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
-    figure = Figure()
-    figure.add_subplot().set_title("title")
-    figure.savefig(io.BytesIO())
+    assert threading.active_count() == 1, "a fork takes no other thread along"
 
 
 def _leave(work: Callable[[dict[str, Any]], int], command: dict[str, Any]) -> None:
