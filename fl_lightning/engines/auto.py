@@ -16,7 +16,7 @@ import torch
 from fl_lightning.engines.door import fast_ways, why_closed
 from fl_lightning.engines.dry_run import step_seconds
 from fl_lightning.engines.plan import EnginePlan
-from fl_lightning.engines.proof import FirstSteps, Reason, why_one_by_one
+from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
 from fl_lightning.engines.situation import LearnerCopies
 
 # A round's local work that is not worth threads.
@@ -32,7 +32,7 @@ class Known:
         self.copies = copies
         self.situation = copies.situation
         self.untried = first_steps.untried
-        self.one_by_one = first_steps.one_by_one
+        self.shown_by_first_steps = first_steps.one_by_one
         self.device = self.situation.w.device.type
 
     @property
@@ -49,9 +49,9 @@ class Known:
         return self.device == "cpu" and self.wanted < 2 and several
 
     @cached_property
-    def why_one_by_one(self) -> Reason | None:
+    def shown_by_two_copies(self) -> Reason | None:
         """Why steps on two copies rule out training side by side; None: they allow it."""
-        return why_one_by_one(self.copies)
+        return compare_two_copies(self.copies)
 
     @cached_property
     def milliseconds(self) -> float:
@@ -115,17 +115,17 @@ TABLE = (
     ),
     Row(
         "a first step shows that clients share something",
-        lambda known: known.one_by_one is not None,
+        lambda known: known.shown_by_first_steps is not None,
         "sequential",
         "all",
-        "{known.one_by_one.text}, so clients train one after the other",
+        "{known.shown_by_first_steps.text}, so clients train one after the other",
     ),
     Row(
         "a client's steps on two copies show that clients share something",
-        lambda known: known.why_one_by_one is not None,
+        lambda known: known.shown_by_two_copies is not None,
         "sequential",
         "all",
-        "{known.why_one_by_one.text}, so clients train one after the other",
+        "{known.shown_by_two_copies.text}, so clients train one after the other",
     ),
     Row(
         "the device is a GPU, and streams are switched off",
@@ -186,15 +186,16 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
         row = next(row for row in TABLE if row.holds(known))
     except Exception as error:  # The first round will meet it, and say where.
         why = f"a trial before round 0 failed ({type(error).__name__}: {error})"
-        return EnginePlan("sequential", why, threads=torch.get_num_threads()), known.one_by_one
+        plan = EnginePlan("sequential", why, threads=torch.get_num_threads())
+        return plan, known.shown_by_first_steps
     plan = EnginePlan(
         row.engine,
         f"{row.when}: {row.reason.format(known=known)}",
         threads=torch.get_num_threads() if row.threads == "all" else 1,
     )
     # Reading the property would train copies now: take it only if a row has computed it already.
-    found = vars(known).get("why_one_by_one")
-    one_by_one = None if known.untried else known.one_by_one or found
+    found = vars(known).get("shown_by_two_copies")
+    one_by_one = None if known.untried else known.shown_by_first_steps or found
     if row.engine == "sequential":
         return plan, one_by_one
     workers = known.wanted if known.device == "cpu" else 0

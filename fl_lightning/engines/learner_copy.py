@@ -38,7 +38,7 @@ Convert = Callable[[Any, Any], Any]
 class Changes(Protocol):
     """What methods make of a client's passes: see :class:`~fl_lightning.engines.looks.Looks`."""
 
-    present: Any  # the pass whose batch and random numbers are the step's
+    latest: Any  # the pass whose batch and random numbers are the step's
 
     def begin(self, group: ClientGroup) -> None: ...
 

@@ -31,7 +31,7 @@ class Looks:
 
     clients: Clients
     buffers: Mapping[str, Tensor]
-    present: Any  # batch, step and random state with which the latest pass began; None: no step
+    latest: Any  # batch, step and random state with which the latest pass began; None: no step
 
     def __init__(self, methods: Methods, copy: LearnerCopy, draws: bool) -> None:
         self.methods = methods
@@ -46,20 +46,20 @@ class Looks:
         for call in methods["local_output"]:
             self.owners[type(call.__self__).__name__] = call  # type: ignore[attr-defined]
         check_owners(self.owners, self.every)
-        self.present = None
+        self.latest = None
         self.all_generators = True
 
     def begin(self, group: ClientGroup) -> None:
         """From here on passes are this client's, until its round ends."""
         self.clients = Clients(group)
         self.buffers = group.round.buffers_of(group.ids[0])
-        self.present = None
+        self.latest = None
         self.all_generators = True
         group.seen_at = self.seen_at
 
     def end(self) -> None:
         """The client's steps are over."""
-        self.present = None
+        self.latest = None
 
     def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]:
         """The step's output, the loss in it, and the loss that methods make of it."""
@@ -67,7 +67,7 @@ class Looks:
         before: RandomState | None = None
         if self.draws:
             before = RandomState(copy.x, not self.all_generators)
-        self.present = (batch, step, before)
+        self.latest = (batch, step, before)
 
         def change(tap: Tap, output: Any) -> Any:
             owner = self.owners.get(tap.method)
@@ -92,7 +92,7 @@ class Looks:
 
     def seen_at(self, method: str, x: Tensor, training: bool) -> dict[str, Any]:
         """What a method's taps give at x, on the present batch; nothing is left of the pass."""
-        if self.present is None:
+        if self.latest is None:
             raise RuntimeError(
                 "clients.seen_at is there in local_loss, and in the hooks of a local step"
             )
@@ -104,7 +104,7 @@ class Looks:
         # A client's own buffers are no other's, for whom this step might be replayed.
         group.looked_up = group.looked_up or bool(group.round.own_buffers)
         copy = self.copy
-        batch, step, before = self.present
+        batch, step, before = self.latest
         now = None if before is None else RandomState(copy.x, before.torch_alone)
         if before is not None:
             before.restore()
@@ -128,7 +128,7 @@ class FirstLook:
 
     def __init__(self, methods: Methods, copy: LearnerCopy) -> None:
         self.looks = Looks(methods, copy, draws=False)
-        self.present: Any = None
+        self.latest: Any = None
         self.methods = methods
         self.copy = copy
 

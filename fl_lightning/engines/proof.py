@@ -166,7 +166,7 @@ def what_first_steps_keep(trial: DryRun, before: RandomState) -> Reason | None:
     return None
 
 
-def why_one_by_one(copies: LearnerCopies) -> Reason | None:
+def compare_two_copies(copies: LearnerCopies) -> Reason | None:
     """Why steps on two copies rule out training side by side; None: they allow it."""
     situation = copies.situation
     ids = situation.cohort.tried(0)

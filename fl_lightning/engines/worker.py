@@ -141,7 +141,7 @@ class Worker:
         who = present.who
         steps = present.steps
         looks = copy.looks
-        latest = None if looks is None else looks.present
+        latest = None if looks is None else looks.latest
         copy.begin(work.data, lambda: Clients(group).client_ids[0])
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
@@ -160,7 +160,7 @@ class Worker:
                 present.begin(work.data, who, steps)
                 present.index = index
                 if looks is not None:
-                    looks.present = latest
+                    looks.latest = latest
         return total
 
     def optimizer_rows(self, round: Round, client: int) -> dict[str, Tensor] | None:

@@ -36,7 +36,7 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     found = SimpleNamespace(seconds=0.05, uncaptured="", one_by_one=None, closed="")
     ways = SimpleNamespace(why_not_captured=lambda _: found.uncaptured)
     monkeypatch.setattr(auto, "step_seconds", lambda _: found.seconds)
-    monkeypatch.setattr(auto, "why_one_by_one", lambda _: found.one_by_one)
+    monkeypatch.setattr(auto, "compare_two_copies", lambda _: found.one_by_one)
     monkeypatch.setattr(auto, "why_closed", lambda: found.closed)
     monkeypatch.setattr(auto, "fast_ways", lambda: ways)
     return found
