@@ -58,7 +58,7 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
         spread = f"{sizes.min()} to {sizes.max()}"
     facts = {
         "data": data.name or type(data).__name__,
-        "training samples": f"{split.total if split.kept is None else len(split.kept)}",
+        "training samples": f"{sizes.sum()}",
         "clients": f"{data.num_clients} of {spread} samples",
         "partition": repr(data.partition) if split.by_partition else "given",
         "partition hash": data.partition_hash,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -240,6 +241,24 @@ def test_going_on_from_the_best_leaves_it_beside_a_later_last(tmp_path: Path) ->
     longer = trainer(3, [again], **settings)
     longer.fit(federated(Naming(("val/loss",))), data(), ckpt_path=best)
     assert again.best_round == 0 and best.read_bytes() == bits
+
+
+def test_going_on_from_a_kept_checkpoint_leaves_the_best_of_later_rounds(tmp_path: Path) -> None:
+    """val/acc rises from round to round, so the best is that of the last round before it."""
+    kept = keeping(tmp_path, "val/acc")
+    fit(tmp_path, Naming(("val/acc",)), kept)
+    folder = tmp_path / "checkpoints"
+    shutil.copy(folder / "last.ckpt", folder / "kept.ckpt")
+    bits = (folder / "kept.ckpt").read_bytes()
+    settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+    last = torch.load(folder / "kept.ckpt", weights_only=True)["epoch"]
+    longer = trainer(last + 2, [keeping(tmp_path, "val/acc")], **settings)
+    longer.fit(federated(Naming(("val/acc",))), data(), ckpt_path=folder / "last.ckpt")
+    assert (folder / "best.ckpt").read_bytes() != bits
+    # No round is left to do: the best is that of the kept checkpoint, not of a dropped round.
+    again = trainer(last + 1, [keeping(tmp_path, "val/acc")], **settings)
+    again.fit(federated(Naming(("val/acc",))), data(), ckpt_path=folder / "kept.ckpt")
+    assert (folder / "best.ckpt").read_bytes() == bits
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -306,6 +306,7 @@ class RunCheckpoint(Checkpoint):
         self.best: float | None = None
         self.best_round = -1
         self.explained = False
+        self._followed = False  # whether best.ckpt was looked at in this fit
 
     @property
     def state_key(self) -> str:
@@ -343,14 +344,13 @@ class RunCheckpoint(Checkpoint):
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        resumed = trainer.ckpt_path
-        last = (
-            resumed is not None and Path(resumed).resolve() == (self.folder / "last.ckpt").resolve()
-        )
-        if last and self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
-            # A kill may have come between writing last.ckpt and linking best.ckpt. Whoever goes on
-            # from another checkpoint, such as the best, may have a last.ckpt of later rounds.
-            self._link(trainer)
+        self._follow(trainer)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Where no round was left to do, `on_train_start` did not come.
+        if not self._followed:
+            self._follow(trainer)
+        self._followed = False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         improved = self._improved(trainer)
@@ -358,7 +358,18 @@ class RunCheckpoint(Checkpoint):
         if trainer.is_global_zero:
             self.run.write_config()
         if improved:
-            self._link(trainer)
+            self._link(trainer, self.folder / "last.ckpt")
+
+    def _follow(self, trainer: pl.Trainer) -> None:
+        """Let best.ckpt be of the best round up to where this fit goes on.
+
+        A kill may have come between writing last.ckpt and linking best.ckpt; and whoever goes on
+        from another checkpoint leaves the rounds after it, of which best.ckpt may be.
+        """
+        self._followed = True
+        resumed = trainer.ckpt_path
+        if resumed and self.best_round >= 0 and self.best_round == trainer.current_epoch - 1:
+            self._link(trainer, Path(resumed))
 
     def _explain(self, trainer: pl.Trainer) -> None:
         """Say, once, after a validation without the metric, why there is no best.ckpt."""
@@ -406,20 +417,22 @@ class RunCheckpoint(Checkpoint):
         self.best_round = trainer.current_epoch
         return True
 
-    def _link(self, trainer: pl.Trainer) -> None:
-        last = self.folder / "last.ckpt"
+    def _link(self, trainer: pl.Trainer, source: Path) -> None:
+        """Let best.ckpt be what ``source`` is."""
         best = self.folder / "best.ckpt"
         aside = self.folder / ".best.ckpt.tmp"
-        if not trainer.is_global_zero or not last.exists():
+        if not trainer.is_global_zero or not source.is_file():
+            return
+        if best.exists() and best.samefile(source):
             return
         lock.check(best)
         aside.unlink(missing_ok=True)
         try:
-            os.link(last, aside)
+            os.link(source.resolve(), aside)
         except OSError:
             # The file system has no links.
-            with written_aside(best) as file, open(last, "rb") as source:
-                shutil.copyfileobj(source, file)
+            with written_aside(best) as file, open(source, "rb") as whole:
+                shutil.copyfileobj(whole, file)
             return
         aside.replace(best)
         # rename(2) does nothing where both are links to one file.

@@ -119,7 +119,9 @@ class Sweep:
             decided = [arm for arm in self.arms if arm.name not in self.undecided]
             # What an arm chose is part of its runs' settings, so it is checked after the selection.
             rounds = self._check([self._runs(arm) for arm in decided], len(places))
-            self._keep_choices()
+            if self.spec.select is not None:
+                with self._one_of_an_array():
+                    self._keep_choices()
             self._stand(rounds)
             queue = self._queue(self.states, places, rounds, str(self.folder), self.folder)
             queue.run(hold=self.undecided)
@@ -131,9 +133,8 @@ class Sweep:
         Gives the exit status of ``fit``.
         """
         if self.candidates:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with self._one_of_an_array():
-                self._choose()
+            files.make(self.folder)
+            self._choose()
         known = {run.place: run for run in [*self.measuring, *self.listed()]}
         run = known.get(place)
         if run is None:
@@ -251,7 +252,8 @@ class Sweep:
             stopped = queue.stopped
             ended |= queue.states
             before = self.chosen
-            self._decide(ended)
+            with self._one_of_an_array():
+                self._decide(ended)
             for arm, choice in self.chosen.items():
                 if arm not in before:
                     print(told(arm, choice, self.candidates))
@@ -262,12 +264,13 @@ class Sweep:
     def _choose(self, at_once: int | None = None) -> None:
         """Choose by what has ended; with ``at_once`` other settings than before are refused."""
         ended: dict[PlannedRun, str] = {}
-        while groups := self._untried(ended):
-            if at_once is not None:
-                self._check(groups, at_once)
-            ended |= self._states(by_seed(groups))
-            self._decide(ended)
-        self._keep_choices()
+        with self._one_of_an_array():
+            while groups := self._untried(ended):
+                if at_once is not None:
+                    self._check(groups, at_once)
+                ended |= self._states(by_seed(groups))
+                self._decide(ended)
+            self._keep_choices()
 
     def _untried(self, ended: Mapping[PlannedRun, str]) -> list[tuple[PlannedRun, ...]]:
         """The runs of each candidate that can be tried and is not among ``ended``."""
@@ -310,8 +313,7 @@ class Sweep:
     def _keep_choices(self) -> None:
         """Write what the decided arms run with, for other sweeps to take."""
         decided = [arm.name for arm in self.arms if arm.name not in self.undecided]
-        if self.spec.select is not None:
-            write_choices(self.folder, {name: self.chosen.get(name, {}) for name in decided})
+        write_choices(self.folder, {name: self.chosen.get(name, {}) for name in decided})
 
     def _queue(
         self,
@@ -361,7 +363,7 @@ class Sweep:
 
     @contextmanager
     def _one_of_an_array(self) -> Iterator[None]:
-        """Within it no other process of an array writes what all of them share."""
+        """Within it no other task of an array, and no sweep beside, writes what all share."""
         with open(self.folder / ".runs.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield

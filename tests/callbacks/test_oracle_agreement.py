@@ -117,7 +117,7 @@ def near(ours: Any, theirs: Any, what: str) -> None:
 ENGINES: dict[str, dict[str, Any]] = {
     "uniform": {"engine": "sequential"},
     # Its bits are the sequential engine's, by tests of their own.
-    "samples": {"engine": "concurrent", "workers": 2, "rounds": 5},
+    "samples": {"engine": "concurrent", "workers": 2, "rounds": 7},
 }
 
 

@@ -72,7 +72,16 @@ def test_more_than_there_are_or_no_number_is_refused(samples: Any, words: str) -
     assert len(all_of(module(200, partition=IID(), num_clients=2))) == 200
 
 
-def test_the_card_counts_what_is_trained_on() -> None:
-    data = module(100, partition=IID(), num_clients=2, val_fraction=0.25)
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"partition": IID(), "num_clients": 2, "val_fraction": 0.25},
+        {"partition": IID(), "num_clients": 4, "client_test_fraction": 0.25},
+        {"partition": Dirichlet(1.0, samples_per_client=10), "num_clients": 4},
+        {"clients": [range(20), range(20, 30)]},
+    ],
+)
+def test_the_card_counts_what_is_trained_on(given: dict[str, Any]) -> None:
+    data = module(100, **given)
     data.setup()
     assert data.card()["training samples"] == str(data.client_sizes().sum())

@@ -221,8 +221,8 @@ def _serve() -> None:
     import fl_lightning.cli.commands
 
     remember_packages()
+    _serve_python(folder, "own")  # before the first command, which looks once for plugins
     _warm_up(fl_lightning.lightning.LOGGERS)
-    _serve_python(folder, "own")
     listening = _listening(folder, "commands")
     # Its input is closed by those that started it, as they end.
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
@@ -278,15 +278,16 @@ def _warm_up(loggers: Sequence[str]) -> None:
     before = sys.path[:], os.getcwd(), dict(os.environ), torch.get_num_threads()
     levels = {name: logging.getLogger(name).level for name in loggers}
     common = "-c base -c data/digits -c trainer/cpu -c method/scaffold --trainer.max_epochs 1"
+    said = io.StringIO()
     with contextlib.ExitStack() as within:
         os.chdir(within.enter_context(tempfile.TemporaryDirectory()))
         within.enter_context(contextlib.redirect_stdout(io.StringIO()))
-        within.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        within.enter_context(contextlib.redirect_stderr(said))
         within.enter_context(warnings.catch_warnings())
         within.callback(os.chdir, before[1])
-        assert main(["fit", *common.split()]) == 0
+        assert main(["fit", *common.split()]) == 0, said.getvalue()
         other = "-c experiment/fedinit/table1-cifar10-dir0.1-200"
-        assert main(["fit", *other.split(), "--print_config"]) == 0
+        assert main(["fit", *other.split(), "--print_config"]) == 0, said.getvalue()
     sys.path[:] = before[0]
     os.environ.clear()
     os.environ.update(before[2])

@@ -109,8 +109,10 @@ def test_tasks_of_an_array_that_choose_at_once_do_not_meet(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text(AFTER)
     for _ in range(3):
         tasks = [cli.start("sweep", "s.yaml", "--run", "nowhere") for _ in range(8)]
+        array = cli.start("sweep", "s.yaml", "--slurm", "-")
         for task in tasks:
             assert "--run nowhere: no run of this sweep" in task.wait().stderr
+        assert array.wait().returncode == 0, array.stderr
 
 
 @pytest.mark.slow
