@@ -339,6 +339,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Ask which way is better, unless a torchmetrics metric of the learner may tell."""
+        self._followed = False
         unknown = self.given and self.directions.known(self.monitor) is None
         if unknown and not tells_mode(pl_module):
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
@@ -350,7 +351,6 @@ class RunCheckpoint(Checkpoint):
         # Where no round was left to do, `on_train_start` did not come.
         if not self._followed:
             self._follow(trainer)
-        self._followed = False
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         improved = self._improved(trainer)

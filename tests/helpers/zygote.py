@@ -268,14 +268,17 @@ def _warm_up(loggers: Sequence[str]) -> None:
     """Train for a round, and parse another command.
 
     Parsers read signatures and docstrings, figures read fonts, and classes are asked for the first
-    time what they are instances of: half of what a short run costs. What they found stays in the
-    process; what they set does not.
+    time what they are instances of: a sixth of what a short run costs. What they found stays in
+    the process; what they set does not.
     """
     import torch
 
     from fl_lightning.__main__ import main
 
-    before = sys.path[:], os.getcwd(), dict(os.environ), torch.get_num_threads()
+    path = sys.path[:]
+    here = os.getcwd()
+    environment = dict(os.environ)
+    threads = torch.get_num_threads()
     levels = {name: logging.getLogger(name).level for name in loggers}
     common = "-c base -c data/digits -c trainer/cpu -c method/scaffold --trainer.max_epochs 1"
     said = io.StringIO()
@@ -284,14 +287,14 @@ def _warm_up(loggers: Sequence[str]) -> None:
         within.enter_context(contextlib.redirect_stdout(io.StringIO()))
         within.enter_context(contextlib.redirect_stderr(said))
         within.enter_context(warnings.catch_warnings())
-        within.callback(os.chdir, before[1])
+        within.callback(os.chdir, here)
         assert main(["fit", *common.split()]) == 0, said.getvalue()
         other = "-c experiment/fedinit/table1-cifar10-dir0.1-200"
         assert main(["fit", *other.split(), "--print_config"]) == 0, said.getvalue()
-    sys.path[:] = before[0]
+    sys.path[:] = path
     os.environ.clear()
-    os.environ.update(before[2])
-    torch.set_num_threads(before[3])
+    os.environ.update(environment)
+    torch.set_num_threads(threads)
     for name, level in levels.items():
         logging.getLogger(name).setLevel(level)
     assert threading.active_count() == 1, "a fork takes no other thread along"
