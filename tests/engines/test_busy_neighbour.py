@@ -44,11 +44,11 @@ class Chosen(pl.Callback):
 
 def convolutions(width):
     return nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, width, 3), nn.ReLU(),
-                         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(width * 36, 10))
+                         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(width * 4, 10))
 
 
 def layers(width):
-    return nn.Sequential(nn.Flatten(), nn.Linear(768, width), nn.ReLU(), nn.Linear(width, width),
+    return nn.Sequential(nn.Flatten(), nn.Linear(192, width), nn.ReLU(), nn.Linear(width, width),
                          nn.ReLU(), nn.Linear(width, 10))
 
 
@@ -56,7 +56,7 @@ CASES = (
     (lambda: convolutions(32), torch.optim.SGD), (lambda: layers(256), torch.optim.SGD),
     (lambda: layers(16), torch.optim.Adam), (lambda: convolutions(64), torch.optim.Adam),
 )
-x, y = torch.randn(960, 3, 16, 16), torch.randint(0, 10, (960,))
+x, y = torch.randn(960, 3, 8, 8), torch.randint(0, 10, (960,))
 for start in range({STARTS}):
     for case, (network, optimizer) in enumerate(CASES):
         clients = [range(80 * i, 80 * i + 80) for i in range(12)]

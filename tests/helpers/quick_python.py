@@ -34,6 +34,8 @@ def main() -> None:
     where = f"{folder}/{'bare' if _another_checkout() else server_name}"
     deadline = time.monotonic() + 600
     while not os.path.exists(where) and time.monotonic() < deadline:
+        if os.path.exists(f"{folder}/failed"):
+            sys.exit(Path(folder, "failed").read_text())
         time.sleep(0.01)  # it still imports
     server = socket.socket(socket.AF_UNIX)
     server.connect(where)

@@ -94,9 +94,12 @@ class Process:
             time.sleep(0.005)
 
 
-def _appears(path: Path, timeout: float) -> Path:
+def _appears(path: Path, timeout: float, failed: Path | None = None) -> Path:
+    """Wait for ``path``; where ``failed`` comes instead, what it says is the error."""
     deadline = time.monotonic() + timeout
     while not path.exists():
+        if failed is not None and failed.exists():
+            raise RuntimeError(failed.read_text())
         if time.monotonic() > deadline:
             raise TimeoutError(str(path))
         time.sleep(0.005)
@@ -129,7 +132,7 @@ class Zygote:
 
     def start(self, argv: list[str], cwd: Path, env: Mapping[str, str], files: Path) -> Process:
         command = {"argv": argv, "cwd": str(cwd), "env": dict(env), "files": str(files)}
-        _appears(self.folder / "commands", 600)
+        _appears(self.folder / "commands", 600, self.folder / "failed")
         with socket.socket(socket.AF_UNIX) as server:
             server.connect(str(self.folder / "commands"))
             server.sendall(json.dumps(command).encode())
@@ -272,6 +275,7 @@ def _warm_up(loggers: Sequence[str]) -> None:
     the process; what they set does not.
     """
     import torch
+    from pytorch_lightning.utilities.seed import isolate_rng
 
     from fl_lightning.__main__ import main
 
@@ -283,6 +287,7 @@ def _warm_up(loggers: Sequence[str]) -> None:
     common = "-c base -c data/digits -c trainer/cpu -c method/scaffold --trainer.max_epochs 1"
     said = io.StringIO()
     with contextlib.ExitStack() as within:
+        within.enter_context(isolate_rng(include_cuda=False))
         os.chdir(within.enter_context(tempfile.TemporaryDirectory()))
         within.enter_context(contextlib.redirect_stdout(io.StringIO()))
         within.enter_context(contextlib.redirect_stderr(said))
@@ -442,4 +447,9 @@ def _take_over(descriptors: dict[int, int]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    try:
+        _serve()
+    except BaseException:
+        # Whoever waits for it learns why it does not come.
+        _write(Path(sys.argv[1], "failed"), traceback.format_exc())
+        raise

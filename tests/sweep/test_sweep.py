@@ -4,6 +4,7 @@ tasks."""
 from __future__ import annotations
 
 import csv
+import fcntl
 import gzip
 import json
 import os
@@ -11,6 +12,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -104,15 +106,30 @@ select:
 
 
 @pytest.mark.slow
-def test_tasks_of_an_array_that_choose_at_once_do_not_meet(cli: Cli) -> None:
-    """Each writes what was chosen so far, before it looks for its run."""
+@pytest.mark.parametrize("asked", ["--run nowhere", "--slurm -", "--jobs 2"])
+def test_one_that_chooses_waits_for_another_that_writes_what_was_chosen(
+    cli: Cli, asked: str
+) -> None:
+    """Tasks of an array, the array's script and the sweep itself write the same two files."""
     (cli.folder / "s.yaml").write_text(AFTER)
-    for _ in range(3):
-        tasks = [cli.start("sweep", "s.yaml", "--run", "nowhere") for _ in range(8)]
-        array = cli.start("sweep", "s.yaml", "--slurm", "-")
-        for task in tasks:
-            assert "--run nowhere: no run of this sweep" in task.wait().stderr
-        assert array.wait().returncode == 0, array.stderr
+    (cli.folder / "runs/s").mkdir(parents=True)
+    with open(cli.folder / "runs/s/.runs.lock", "w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        process = cli.start("sweep", "s.yaml", *asked.split())
+        while not _is_waited_for(held.fileno()):
+            assert not process.ended(), process.stdout + process.stderr
+            time.sleep(0.02)
+        assert not list(cli.folder.glob("runs/s/sel*.*"))
+    told = process.wait()
+    assert told.returncode == (2 if "nowhere" in asked else 0), told.stderr
+    assert (cli.folder / "runs/s/select.csv").exists()
+
+
+def _is_waited_for(lock: int) -> bool:
+    """Whether a process waits for the file with this descriptor, which this one has locked."""
+    waiting = f":{os.fstat(lock).st_ino} "
+    lines = Path("/proc/locks").read_text().splitlines()
+    return any("->" in line and waiting in line for line in lines)
 
 
 @pytest.mark.slow
