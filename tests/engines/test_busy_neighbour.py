@@ -52,10 +52,7 @@ def layers(width):
                          nn.ReLU(), nn.Linear(width, 10))
 
 
-CASES = (
-    (lambda: convolutions(32), torch.optim.SGD), (lambda: layers(256), torch.optim.SGD),
-    (lambda: layers(16), torch.optim.Adam), (lambda: convolutions(64), torch.optim.Adam),
-)
+CASES = ((lambda: convolutions(32), torch.optim.SGD), (lambda: layers(16), torch.optim.Adam))
 x, y = torch.randn(960, 3, 8, 8), torch.randint(0, 10, (960,))
 for start in range({STARTS}):
     for case, (network, optimizer) in enumerate(CASES):
@@ -107,5 +104,5 @@ def test_starts_beside_a_busy_neighbour_choose_alike(python: str) -> None:
             ).stdout
         chosen += [line for line in out.splitlines() if line.startswith("chose")]
         print(out)
-    assert len(chosen) == 4 * STARTS * PROCESSES
-    assert len(set(chosen)) == 4, sorted(set(chosen))
+    assert len(chosen) == 2 * STARTS * PROCESSES
+    assert len(set(chosen)) == 2, sorted(set(chosen))
