@@ -190,7 +190,6 @@ class FederatedLoop:
         """The facts of round t before its participants; sets the server optimizer's rates, too."""
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
         w = self.model.w.detach()
-        initial = self.state.initial_vector
         buffers = self.model.buffers()
         return Round(
             t=t,
@@ -200,7 +199,7 @@ class FederatedLoop:
             weights={},
             num_clients=self.cohort.m,
             w=w,
-            w0=w if initial is None else initial,
+            w0=self.state.initial_vector,
             evaluated=self.model.evaluated.detach(),
             buffers=buffers,
             layout=self.model.layout,

@@ -225,16 +225,21 @@ class FederatedRun:
         rank = trainer.global_rank
         world = trainer.world_size
         held = self.resumed_from
-        w = self.model.w.detach()
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
-            w0 = w.clone() if self.methods.start_from_w0 else None
-            self.state = RunState(rows, initial_vector=w0)
+            self.state = RunState(rows)
         else:
             # Refused before anything of the checkpoint is taken over.
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
+        if self.methods.start_from_w0 and self.state.initial_vector is None:
+            self.state.initial_vector = self.model.w.detach().clone()
+            if held is not None:
+                self.note(
+                    "This run's initial model w^0 is not in its checkpoint, as no method asked for "
+                    "it before: the model that the run goes on from stands for it."
+                )
         self.state.keep_rows_for(trainer.datamodule)
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:

@@ -21,7 +21,7 @@ from fl_lightning.callbacks import (
     QuantizedUpdate,
     TopKCompression,
 )
-from fl_lightning.errors import Diverged
+from fl_lightning.errors import Diverged, UserError
 from fl_lightning.testing import tiny_run
 from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, momentum, trainer
 
@@ -265,6 +265,16 @@ def test_a_state_may_start_from_the_first_model_in_any_round() -> None:
     start = module.global_vector.detach().clone()
     trainer(3, [First()]).fit(module, sized())
     assert met == [True] * 3
+
+
+@pytest.mark.parametrize("hook", ["on_local_start", "on_round_end"])
+def test_a_first_model_that_no_state_asks_for_is_refused_and_not_another(hook: str) -> None:
+    def read(self: FederatedCallback, view: Any) -> None:
+        view.initial_model.norm()
+
+    method = type("Reading", (FederatedCallback,), {hook: read})()
+    with pytest.raises(UserError, match=r"initial_model: w\^0 is kept only where a state starts"):
+        trainer(1, [method]).fit(federated(engine="sequential"), sized())
 
 
 def test_after_a_part_was_evaluated_as_the_clients_mean_all_of_w_is_evaluated_again() -> None:

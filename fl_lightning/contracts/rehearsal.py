@@ -62,7 +62,7 @@ class Stage:
             weights={i: 2.0 + i for i in range(m)},
             num_clients=2 * m,
             w=w,
-            w0=w - 0.1,
+            w0=w - 0.1 if self.methods.start_from_w0 else None,
             evaluated=w,
             buffers={},
             layout=layout,
@@ -279,7 +279,7 @@ def traceable(method: Method) -> None:
     stage.round = replace(
         real,
         w=fake(real.w),
-        w0=fake(real.w0),
+        w0=None if real.w0 is None else fake(real.w0),
         evaluated=fake(real.evaluated),
         rates=replace(real.rates, lr=fake(real.rates.lr)),
         server_states={key: fake(value) for key, value in real.server_states.items()},

@@ -362,7 +362,7 @@ class Sites:
             w = w[where]
         travel.put(arrays, "w", w)
         if site not in self.told and self.loop.methods.start_from_w0:
-            travel.put(arrays, "w0", round.w0)
+            travel.put(arrays, "w0", round.initial_model)
         # Clients' own ones too: a client without any starts from these, and each sends its change
         # from them, of which the server's next are made.
         for name, value in round.buffers.items():

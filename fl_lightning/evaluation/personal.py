@@ -134,7 +134,7 @@ def of_checkpoint(
         weights={},
         num_clients=int(data.num_clients),
         w=w,
-        w0=w if state.initial_vector is None else state.initial_vector,
+        w0=state.initial_vector,
         evaluated=model.evaluated.detach(),
         buffers=buffers,
         layout=layout,

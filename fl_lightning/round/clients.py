@@ -66,8 +66,12 @@ class Clients:
 
     @property
     def initial_model(self) -> Tensor:
-        """w^0 ``(D,)`` where a state of the run has ``initial="initial_model"``; else w^t."""
-        return self._group.round.w0
+        """w^0 ``(D,)``; it is kept where a state of the run has ``initial="initial_model"``.
+
+        Raises:
+            UserError: no state has.
+        """
+        return self._group.round.initial_model
 
     @property
     def evaluated(self) -> Tensor:

@@ -137,8 +137,8 @@ class Round:
         ids: the participants, ascending.
         steps, sizes, weights: K_i, N_i and the aggregation weights (not normalised), by client.
         num_clients: registered clients m.
-        w, w0, evaluated: w^t, w^0 (where a method needs it) and what was evaluated last, each
-            ``(D,)``.
+        w, w0, evaluated: w^t, w^0 (None where no state starts from it) and what was evaluated
+            last, each ``(D,)``.
         buffers: the server's, by name.
         read: ``(key, client)`` → a committed row, or None.
         server_states: committed, by key.
@@ -161,7 +161,7 @@ class Round:
     weights: dict[int, float]
     num_clients: int
     w: Tensor
-    w0: Tensor
+    w0: Tensor | None
     evaluated: Tensor
     buffers: Mapping[str, Tensor]
     layout: Layout
@@ -191,6 +191,20 @@ class Round:
         return buffers
 
     @property
+    def initial_model(self) -> Tensor:
+        """w^0 ``(D,)``.
+
+        Raises:
+            UserError: it was not kept.
+        """
+        if self.w0 is None:
+            raise UserError(
+                "initial_model: w^0 is kept only where a state starts from it. Declare one in the "
+                "method: first = ServerState(initial='initial_model')."
+            )
+        return self.w0
+
+    @property
     def wide(self) -> torch.dtype:
         """The dtype of sums and per-client scalars: the learner's, at least float32."""
         return torch.promote_types(self.w.dtype, torch.float32)
@@ -209,7 +223,7 @@ class Round:
         if callable(initial):
             value = initial(self.w)
         elif initial == "initial_model":
-            value = self.w0
+            value = self.initial_model
         else:
             value = self.w
         return torch.as_tensor(value, device=self.w.device).to(dtype).expand(size)

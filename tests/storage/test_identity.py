@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning import FederatedCallback, UserError
+from fl_lightning import FederatedCallback, ServerState, UserError
 from fl_lightning.callbacks import (
     ByzantineClients,
     ControlVariates,
@@ -70,6 +70,22 @@ def test_other_methods_are_refused(tmp_path: Path, then: Any, now: Any, words: s
     with pytest.raises(UserError, match=words):
         fit([now] if now else [], rounds=2, resume=True, **arguments)
     fit([now] if now else [], rounds=2, resume=True, strict_resume=False, **arguments)
+
+
+def test_a_method_that_comes_later_starts_from_the_model_that_it_met(tmp_path: Path) -> None:
+    met: list[torch.Tensor] = []
+
+    class First(FederatedCallback):
+        first = ServerState(initial="initial_model", synchronised=False)
+
+        def on_round_end(self, server: Any) -> None:
+            met.append(server.initial_model.clone())
+
+    before = fit([], rounds=2, folder=str(tmp_path)).global_vector.detach().clone()
+    with pytest.warns(UserWarning, match=r"w\^0 is not in its checkpoint"):
+        fit([First()], rounds=4, folder=str(tmp_path), resume=True, strict_resume=False)
+    fit([First()], rounds=5, folder=str(tmp_path), resume=True)
+    assert len(met) == 3 and all(torch.equal(first, before) for first in met)
 
 
 def test_what_only_looks_may_come_and_go_and_so_may_objects_without_a_text(tmp_path: Path) -> None:
