@@ -192,7 +192,10 @@ def of_method(file: str) -> list[str]:
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/callback.py": [ENDS],
     "fl_lightning/module.py": [TAKEN],
-    "fl_lightning/checkpoint.py": ["tests/storage/test_resume.py"],
+    "fl_lightning/checkpoint.py": [
+        "tests/storage/test_resume.py",
+        "tests/systems/test_training.py",
+    ],
     "fl_lightning/engines/sequential.py": [
         "tests/aggregation/test_contributions.py",
         "tests/test_module.py",
