@@ -54,7 +54,7 @@ class FedBABU(FederatedCallback):
         return gradient.masked_fill(self.head(clients.layout), 0.0)
 
     def on_local_step_end(self, clients):
-        clients.x = torch.where(self.head(clients.layout), clients.initial_model, clients.x)
+        clients.x = torch.where(self.head(clients.layout), clients.start, clients.x)
 
 
 # %%

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector
 
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, ServerState
 from fl_lightning.callbacks import CommunicationLogger
 from fl_lightning.testing import tiny_run
 
@@ -55,6 +55,7 @@ def test_each_has_about_thirty_lines(node: ast.ClassDef) -> None:
 
 def test_of_fedbabu_the_body_moves_and_the_head_rests_at_every_client() -> None:
     class Watch(FederatedCallback):
+        first = ServerState(initial="initial_model", synchronised=False)
         apart: list[float] = []
 
         def on_local_end(self, clients: Any) -> None:
