@@ -217,6 +217,7 @@ class FederatedRun:
         for part, training in self._modes:
             part.training = training
         if self.continues(trainer):
+            self._keep_initial_model()
             self.state.keep_rows_for(trainer.datamodule)
             # The loggers' axis, which an exception can leave one ahead of the rounds.
             fit = trainer.fit_loop
@@ -233,14 +234,19 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
-        if self.methods.start_from_w0 and self.state.initial_vector is None:
-            self.state.initial_vector = self.model.w.detach().clone()
-            if held is not None:
-                self.note(
-                    "This run's initial model w^0 is not in its checkpoint, as no method asked for "
-                    "it before: the model that the run goes on from stands for it."
-                )
+        self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
+
+    def _keep_initial_model(self) -> None:
+        """Keep w^0 where a state starts from it."""
+        if not self.methods.start_from_w0 or self.state.initial_vector is not None:
+            return
+        self.state.initial_vector = self.model.w.detach().clone()
+        if self.state.rounds:
+            self.note(
+                "The initial model w^0 of this run was not kept, as no method asked for it before: "
+                "the model that the run goes on from stands for it."
+            )
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
         """Choose the engine and make the loop, before the first round.
