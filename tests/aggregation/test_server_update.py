@@ -94,6 +94,25 @@ def test_a_method_may_combine_updates_itself_and_others_may_change_the_result() 
     )
 
 
+def test_the_state_that_a_method_returns_as_the_update_is_not_changed_by_others() -> None:
+    class Averaging(FederatedCallback):
+        mean = ServerState()
+
+        def aggregate(self, server: Any) -> Tensor:
+            self.mean += server.mean_change
+            returned.append(self.mean.clone())
+            return self.mean
+
+    class Doubling(FederatedCallback):
+        def on_server_update(self, server: Any) -> None:
+            server.update *= 2
+
+    returned: list[Tensor] = []
+    module = federated()
+    trainer(2, [Averaging(), Doubling()]).fit(module, blobs())
+    assert torch.equal(module.server_states["Averaging.mean"], returned[-1])
+
+
 def test_an_update_of_the_server_that_is_not_finite_ends_the_run_before_its_step() -> None:
     class Overflowing(FederatedCallback):
         def on_server_update(self, server: Any) -> None:

@@ -162,6 +162,25 @@ def test_what_several_add_comes_together_and_the_logged_loss_is_the_learners() -
     assert not torch.equal(left(Lit, Plus())["w"], plain["w"])
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_a_loss_is_the_same_until_all_have_ended_that_ask_for_its_gradient(first: bool) -> None:
+    """Kept changes at its end what its loss pulls to, wherever it stands among the callbacks."""
+
+    class Asking(FederatedCallback):
+        def on_local_start(self, clients: Any) -> None:
+            found["start"] = clients.full_gradient(clients.w).clone()
+
+        def on_local_end(self, clients: Any) -> None:
+            found["end"] = clients.full_gradient(clients.w).clone()
+            assert torch.equal(found["start"], found["end"])
+            found["rounds"] += 1
+
+    found: dict[str, Any] = {"rounds": 0}
+    methods = [Kept(), Asking()] if first else [Asking(), Kept()]
+    left(Called, *methods, participation="all")
+    assert found["rounds"] == 2 * 10
+
+
 class Halved(FederatedCallback):
     """Half the logits go on."""
 

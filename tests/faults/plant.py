@@ -33,10 +33,12 @@ from tests.faults.planting import (
     Function,
     Uses,
     first_failure,
+    first_failure_in_a_copy,
     fitting,
     in_children,
     measured,
     outer_codes,
+    outside_functions,
     plant,
     prepare,
     within,
@@ -118,6 +120,9 @@ class Planted:
 
     def by_fault(self, fault: Fault) -> str:
         sources = edited(fault)
+        if any(outside_functions(sources[f]) != outside_functions(right(f)) for f in sources):
+            tests = fitting(self.uses, self.now, set(), Counter())
+            return first_failure_in_a_copy(sources, tests)
         called = {
             (file, line)
             for file, wrong in sources.items()
@@ -240,9 +245,10 @@ def missed(faults: list[Fault], planted: Planted) -> int:
             for name, caught in in_children(
                 [(n, partial(planted.by_fault, f)) for n, f in alive.items()]
             ):
-                if caught in planted.uses:
+                if caught:
                     print(f"  {name} → {caught}", flush=True)
-                    catchers.add(caught)
+                if caught in planted.uses or caught.startswith((ENDLESS, DIED)):
+                    catchers |= {caught.removeprefix(ENDLESS)} & planted.uses.keys()
                     del alive[name]
         for name in alive:
             print(f"  {name} → NOT CAUGHT", flush=True)

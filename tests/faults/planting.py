@@ -1,6 +1,8 @@
 """Faults in forked children: tests are imported once.
 
-A child changes the code of functions, and runs some of them.
+A child changes the code of functions, and runs some of them. What a fault changes outside functions
+(an attribute of a class) was used while the tests were imported: such a fault is planted in a copy
+of the repository, whose tests a process of their own imports.
 """
 
 from __future__ import annotations
@@ -10,7 +12,10 @@ import builtins
 import gc
 import os
 import resource
+import shutil
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -201,6 +206,48 @@ def plant(
         raise LookupError(f"{file}: what the fault changes was not imported by any check")
 
 
+def outside_functions(source: str) -> str:
+    """A source without what stands in its functions."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            node.body = []
+    return ast.dump(tree)
+
+
+def first_failure_in_a_copy(sources: dict[str, str], tests: list[str]) -> str:
+    """The first of these tests that fails in a copy of the repository with these sources."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    ).stdout
+    with tempfile.TemporaryDirectory() as folder:
+        for file in listed.split("\0"):
+            # One that was removed and is not committed is listed all the same.
+            if file and os.path.lexists(ROOT / file):
+                copied = Path(folder, file)
+                copied.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / file, copied, follow_symlinks=False)
+        for file, wrong in sources.items():
+            Path(folder, file).write_text(wrong, "utf-8")
+        program = (
+            "import sys; from tests.faults.planting import run_tests; "
+            "print(*run_tests(sys.argv[1:], '-x').failed)"
+        )
+        said = subprocess.run(
+            [sys.executable, "-c", program, *tests],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": folder},
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        ).stdout
+    return said.strip()
+
+
 def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple[str, str]]:
     """Run each job in a forked child, a few at once.
 
@@ -322,13 +369,13 @@ def fitting(
     """The tests of these checks that call one of these functions, as many as end in time.
 
     First those that caught most like it, and the quickest; last, those that start processes, which
-    may call them too.
+    may call them too. Without a function, all tests of these checks.
     """
     mine = [
         (not use.called & called, use.seconds / (1 + caught[test]), test)
         for test, use in uses.items()
         if any(within(test, check) for check in checks)
-        and (use.called & called or FORKED in use.called)
+        and (use.called & called or FORKED in use.called or not called)
     ]
     taken, total = list[str](), 0.0
     for _, _, test in sorted(mine):

@@ -19,7 +19,16 @@ from tests.faults.looking_faults import LOOKING_FAULTS
 from tests.faults.mutants import mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.plant import SURVIVORS, Tally, edited, right
-from tests.faults.planting import DIED, ENDLESS, ROOT, Use, in_children, prepare, run_tests
+from tests.faults.planting import (
+    DIED,
+    ENDLESS,
+    ROOT,
+    Use,
+    first_failure_in_a_copy,
+    in_children,
+    prepare,
+    run_tests,
+)
 
 # What stands under tests/ is collected with the conftest.py of a run.
 IMPORTING = "tests/test_schedules.py"
@@ -59,6 +68,14 @@ def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
         for mutant in mutants(file, right(file), core=file in CORE)
     }
     assert SURVIVORS.keys() <= keys
+
+
+def test_a_fault_outside_functions_meets_tests_that_import_it() -> None:
+    """An attribute of a class, which who inherits it has read when tests are imported."""
+    (fault,) = (f for f in HOOK_FAULTS if f.name == "IFCA: who never took part has w")
+    file = "tests/callbacks/test_clustered_models.py"
+    test = f"{file}::test_who_never_took_part_has_the_centre_of_least_loss"
+    assert first_failure_in_a_copy(edited(fault), [test]) == test
 
 
 def test_children_say_what_became_of_them(python: str, tmp_path: Path) -> None:
