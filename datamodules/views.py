@@ -185,11 +185,14 @@ def partition_figure(data: Partitioned) -> Figure:
     if len(counts) < clients:
         shown = f"first {len(counts)} of {clients:,}"
     facts = data.card()
-    axes.set_title(f"{facts['data']} · {facts['partition']} · {shown} clients", fontsize="medium")
+    # A title whose place is given is not moved out of the ticks' way, which a quarter of the time
+    # would go to.
+    title = f"{facts['data']} · {facts['partition']} · {shown} clients"
+    axes.set_title(title, fontsize="medium", y=1.0)
     if totals is not None:
         above = figure.add_subplot(grid[0, 0], sharex=axes)
         above.bar(np.arange(len(totals)), totals, color="#2f7ed8")
-        above.set_title(deviation_text(totals), fontsize="small")
+        above.set_title(deviation_text(totals), fontsize="small", y=1.0)
         above.set_ylabel("all clients")
         above.tick_params(labelbottom=False)
     return figure
