@@ -38,10 +38,10 @@ PARTS = """
 configs record
 models datamodules callbacks
 contracts
-testing
 """
 WORKBENCH = """
 cli
+testing
 report
 sweep analysis
 deploy
