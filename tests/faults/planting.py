@@ -217,20 +217,8 @@ def outside_functions(source: str) -> str:
 
 def first_failure_in_a_copy(sources: dict[str, str], tests: list[str]) -> str:
     """The first of these tests that fails in a copy of the repository with these sources."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    ).stdout
     with tempfile.TemporaryDirectory() as folder:
-        for file in listed.split("\0"):
-            # One that was removed and is not committed is listed all the same.
-            if file and os.path.lexists(ROOT / file):
-                copied = Path(folder, file)
-                copied.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / file, copied, follow_symlinks=False)
+        shutil.copytree(ROOT, folder, symlinks=True, ignore=_not_code, dirs_exist_ok=True)
         for file, wrong in sources.items():
             Path(folder, file).write_text(wrong, "utf-8")
         program = (
@@ -246,6 +234,12 @@ def first_failure_in_a_copy(sources: dict[str, str], tests: list[str]) -> str:
             check=True,
         ).stdout
     return said.strip()
+
+
+def _not_code(folder: str, names: list[str]) -> list[str]:
+    """What a copy of the repository leaves out: hidden files, caches, and what runs have left."""
+    left = {"build", "data", "dist", "runs"} if Path(folder) == ROOT else set[str]()
+    return [n for n in names if n.startswith(".") or n == "__pycache__" or n in left]
 
 
 def in_children(jobs: Iterable[tuple[str, Callable[[], str]]]) -> Iterable[tuple[str, str]]:
