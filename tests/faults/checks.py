@@ -33,7 +33,12 @@ CORE: dict[str, list[str]] = {
         ORACLE,
     ],
     "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER, ROWS],
-    "fl_lightning/round/clients.py": ["tests/round/test_clients.py", HOOKS, STEPS],
+    "fl_lightning/round/clients.py": [
+        "tests/round/test_clients.py",
+        HOOKS,
+        STEPS,
+        "tests/callbacks/test_clustered_models.py",
+    ],
     "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": [
@@ -49,6 +54,7 @@ CORE: dict[str, list[str]] = {
         ENDS,
         "tests/callbacks/test_personal_methods.py",
         *ROUND,
+        "tests/systems/test_training.py",
     ],
     "fl_lightning/aggregation/server_update.py": [
         *ROUND,
