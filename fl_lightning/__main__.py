@@ -36,7 +36,7 @@ COMMANDS = {
 
 # Commands with a parser of their own.
 _MODULES = {
-    "check": "fl_lightning.testing.command",
+    "check": "fl_lightning.check_command",
     "new": "fl_lightning.cli.new_command",
     "cite": "fl_lightning.cli.cite_command",
     "report": "fl_lightning.report.command",

@@ -38,10 +38,11 @@ PARTS = """
 configs record
 models datamodules callbacks
 contracts
+testing
 """
 WORKBENCH = """
 cli
-testing
+check_command
 report
 sweep analysis
 deploy

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fl_lightning.__main__ import _MODULES
 from fl_lightning.datamodules import Digits
 
 # What some run, report or test needs, and a run of the digits does not. (torchmetrics itself
@@ -26,6 +27,14 @@ import json, sys
 from fl_lightning.__main__ import main
 status = main(sys.argv[1:])
 json.dump([status, sorted(sys.modules)], open("imported.json", "w"))
+"""
+
+# Some parsers end the process once they have told.
+HELP = """
+import atexit, sys
+from fl_lightning.__main__ import main
+atexit.register(lambda: print("torch:", "torch" in sys.modules))
+main([sys.argv[1], "--help"])
 """
 
 
@@ -51,6 +60,18 @@ def test_an_errors_paragraph_imports_no_more_than_the_parser(tmp_path: Path) -> 
     status, modules = imported(tmp_path, "--trainer.max_epoch", "1")
     assert status == 2
     assert not modules & (ELSEWHERE | {"tensorboard", "matplotlib.backends.backend_agg"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", _MODULES)
+def test_what_a_command_takes_is_told_without_torch(command: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", HELP, command],
+        cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert result.stdout.startswith("usage: ") and result.stdout.endswith("torch: False\n")
 
 
 def test_the_digits_are_scikit_learns() -> None:
