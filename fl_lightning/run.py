@@ -339,7 +339,7 @@ class FederatedRun:
         # An engine that an earlier fit left has threads and memory that the trials need.
         self.close_engine()
         self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)
-        self.model.written = self.plan.written
+        self.model.as_buffers = self.plan.as_buffers
         if earlier is not None and earlier.engine != self.plan.engine:
             self.note(
                 f"engine='{self.plan.engine}' goes on with what '{earlier.engine}' began: "
@@ -386,7 +386,7 @@ class FederatedRun:
             self.close_engine()
             raise
         finally:
-            self.model.found = None
+            self.model.round_start = None
 
     def outputs(self) -> dict[str, torch.Tensor] | None:
         """The latest round's ``{"loss": …}`` for callbacks; None where nobody asks."""
@@ -402,7 +402,7 @@ class FederatedRun:
         # A checkpoint within a round holds what the round found, unless it is committed: a commit
         # that was interrupted is finished before.
         if self.state.finish_commit(self.loop.latest[0]):
-            self.model.found = None
+            self.model.round_start = None
         server_update.save_round_start(saved, self.model)
         self.folder.save(
             saved,

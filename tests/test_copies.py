@@ -112,13 +112,25 @@ for _place in IN_A_ROUND:
     setattr(Within, _place, _at(_place))
 
 
+class Teaching(Normed):
+    """Its steps write a frozen parameter, which is a buffer to the run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = torch.nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.teacher.data.add_(1)
+        return super().training_step(batch, batch_idx)
+
+
 @pytest.mark.parametrize("engine", ["sequential", "concurrent"])
 @pytest.mark.parametrize("place", IN_A_ROUND)
 def test_a_copy_made_in_a_round_is_of_the_rounds_before(place: str, engine: str) -> None:
     def made() -> FederatedModule:
         torch.manual_seed(0)
         given = {"client_optimizer": momentum, "keep_optimizer_state": True, "engine": engine}
-        return federated(Normed(), participation=0.5, **given)
+        return federated(Teaching(), participation=0.5, **given)
 
     one, module = made(), made()
     trainer(1, [ControlVariates()]).fit(one, blobs())

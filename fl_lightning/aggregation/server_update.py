@@ -126,8 +126,8 @@ class ServerStep:
             the copy of w^t ``(D,)``, and a function that restores w, the evaluated model, the
             buffers, the optimizer and the step count.
         """
-        found = model.committed()
-        w = found.w.clone()
+        start = model.committed()
+        w = start.w.clone()
         state = {p: _copied_values(values) for p, values in self.optimizer.state.items()}
         groups = [_copied_values(group) for group in self.optimizer.param_groups]
         for group in groups:
@@ -137,10 +137,10 @@ class ServerStep:
             "state": dict(enumerate(state.values())),
             "param_groups": [{**group, "params": [0]} for group in groups],
         }
-        model.found = replace(found, w=w, optimizer=in_checkpoint, steps=steps)
+        model.round_start = replace(start, w=w, optimizer=in_checkpoint, steps=steps)
 
         def undo() -> None:
-            model.move_to(w, found.evaluated, found.buffers)
+            model.move_to(w, start.evaluated, start.buffers)
             self.optimizer.state.clear()
             self.optimizer.state.update(state)
             for group, old_group in zip(self.optimizer.param_groups, groups, strict=True):
@@ -152,19 +152,19 @@ class ServerStep:
 
 def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
     """Have a checkpoint that is saved within a round hold its start's model and optimizer."""
-    found = model.found
-    if found is None:
+    start = model.round_start
+    if start is None:
         return
-    evaluated = found.w if found.evaluated is None else found.evaluated
+    evaluated = start.w if start.evaluated is None else start.evaluated
     # WeightAveraging saves its averages as the state_dict, and beside them the present model:
     # the averages do not change within a round, the present model does.
     key = "current_model_state" if "current_model_state" in saved else "state_dict"
-    saved[key] = model.export(model=(evaluated, found.buffers)).state_dict()
-    if found.optimizer is not None and found.steps is not None and saved.get("optimizer_states"):
-        saved["optimizer_states"] = [found.optimizer]
-        saved["global_step"] = found.steps["total"]["completed"]
+    saved[key] = model.export(model=(evaluated, start.buffers)).state_dict()
+    if start.optimizer is not None and start.steps is not None and saved.get("optimizer_states"):
+        saved["optimizer_states"] = [start.optimizer]
+        saved["global_step"] = start.steps["total"]["completed"]
         saved["loops"]["fit_loop"]["epoch_loop.manual_optimization.optim_step_progress"] = (
-            found.steps
+            start.steps
         )
 
 

@@ -69,12 +69,12 @@ def choose(
         if held.server_threads not in (0, torch.get_num_threads()):
             torch.set_num_threads(held.server_threads)
     else:
-        decision = decided(copies, () if held is None else held.written)
+        decision = decided(copies, () if held is None else held.as_buffers)
     plan = replace(decision.plan, server_threads=torch.get_num_threads())
     one_by_one = decision.one_by_one
     if decision.note:
         note(decision.note)
-    copies.treat_as_buffers(plan.written)
+    copies.treat_as_buffers(plan.as_buffers)
     check_looks(copies)
     tell_of_buffers(situation, plan, decision.buffers, note)
     if resumed and plan.channels_last:
@@ -193,18 +193,18 @@ def tell_of_buffers(
 ) -> None:
     """Name the buffers that steps change and that stay the server's."""
     policy = situation.policy
-    policy.written = plan.written
+    policy.as_buffers = plan.as_buffers
     buffers = dict(situation.learner.named_buffers())
     present = [name for name in changed if name in buffers]
     policy.name_kept([name for name in present if policy.untold(name, buffers[name])], note)
 
 
-def decided(copies: LearnerCopies, written: tuple[str, ...]) -> Decision:
-    """What the first process finds out, for all; ``written``: frozen parameters known to be."""
+def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
+    """What the first process finds out, for all; ``as_buffers``: frozen parameters known to be."""
     situation = copies.situation
     failure: Exception | None = None
     decision: Decision | None = None
-    copies.treat_as_buffers(written)
+    copies.treat_as_buffers(as_buffers)
     # The network alone decides: with a measured choice two runs of one command had other bits.
     channels_last = situation.prefers_channels_last and situation.engine != "stacked"
     if channels_last:
@@ -241,7 +241,7 @@ def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
         plan = EnginePlan(asked, "asked for", threads=torch.get_num_threads())
         if one_by_one is None and "cannot be copied" in first_steps.untried:
             one_by_one = Reason(first_steps.untried)
-    return Decision(replace(plan, written=copies.written), one_by_one)
+    return Decision(replace(plan, as_buffers=copies.as_buffers), one_by_one)
 
 
 def check_beside(situation: Situation, one_by_one: Reason | None, note: Tell) -> None:

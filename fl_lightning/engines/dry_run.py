@@ -34,7 +34,7 @@ class DryRun:
         self.copy, optimizer = copies.for_trials(j + 1)[j]
         stream = None if recorder is None else recorder.stream
         self.worker = Worker(copies.trial_work, self.copy, optimizer, recorder, stream)
-        self.buffers = buffer_values(self.situation.learner, copies.written)
+        self.buffers = buffer_values(self.situation.learner, copies.as_buffers)
 
     def run(self, client: int, steps: int) -> list[Tensor]:
         """Take ``steps`` steps of a client from the server's model.

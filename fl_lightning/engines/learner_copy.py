@@ -82,7 +82,7 @@ class LearnerCopy:
         self._slots, self._own_buffers = buffer_slots(learner)
         self.slots_of_parameters = slots_of_parameters(learner)
         # A frozen parameter that steps write may get new data, so where it lay is kept beside it.
-        self._written: dict[str, tuple[nn.Parameter, Tensor]] = {}
+        self._as_buffers: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.forward_context = forward_context
         self.convert = convert
         self.step: Callable[..., Any] = learner.training_step
@@ -122,24 +122,24 @@ class LearnerCopy:
             buffer = module._buffers.get(leaf)
             if buffer is not None:
                 buffers[name] = buffer
-        for name, (parameter, _) in self._written.items():
+        for name, (parameter, _) in self._as_buffers.items():
             buffers[name] = parameter.data
         return buffers
 
     @property
-    def written(self) -> Collection[str]:
+    def as_buffers(self) -> Collection[str]:
         """Frozen parameters that are buffers to the run, by name."""
-        return self._written.keys()
+        return self._as_buffers.keys()
 
     def treat_as_buffers(self, names: Iterable[str]) -> None:
         """Count frozen parameters, which the learner's steps write, among its buffers."""
         parameters = dict(self.learner.named_parameters())
-        self._written = {name: (parameters[name], parameters[name].data) for name in names}
+        self._as_buffers = {name: (parameters[name], parameters[name].data) for name in names}
 
     def another(self, aliased: bool = True) -> LearnerCopy:
         """One with its own copy of the learner and its own x, for another thread.
 
-        ``aliased``: frozen parameters that are not written, and plain tensors, stay the learner's.
+        ``aliased``: frozen parameters that are no buffers, and plain tensors, stay the learner's.
         """
         learner = self.learner
         # What deepcopy finds in its memo is not copied: frozen weights are shared by all workers,
@@ -148,7 +148,7 @@ class LearnerCopy:
         for parameter in learner.parameters() if aliased else ():
             if type(parameter) is nn.Parameter and not parameter.requires_grad:
                 memo[id(parameter)] = nn.Parameter(parameter.data, requires_grad=False)
-        for parameter, _ in self._written.values():
+        for parameter, _ in self._as_buffers.values():
             memo.pop(id(parameter), None)
         trainers = [part._trainer for part in lightning_modules(learner)]
         memo |= {id(trainer): trainer for trainer in trainers}
@@ -158,7 +158,7 @@ class LearnerCopy:
         another = LearnerCopy(
             copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert
         )
-        another.treat_as_buffers(self._written)
+        another.treat_as_buffers(self._as_buffers)
         another.keeps_loss = self.keeps_loss
         another.attach()
         if aliased:
@@ -236,7 +236,7 @@ class LearnerCopy:
         x, views = self._aside
         x.copy_(point)
         found = [parameter.data for parameter in self.parameters]
-        written = [parameter.data for parameter, _ in self._written.values()]
+        written = [parameter.data for parameter, _ in self._as_buffers.values()]
         replaced = self._replace_buffers(buffers)
         switched = [] if training else [part for part in self.learner.modules() if part.training]
         logging = self.logging
@@ -253,7 +253,7 @@ class LearnerCopy:
                 part.training = True
             for module, leaf, buffer in replaced:
                 module._buffers[leaf] = buffer
-            for (parameter, _), data in zip(self._written.values(), written, strict=True):
+            for (parameter, _), data in zip(self._as_buffers.values(), written, strict=True):
                 parameter.data = data
             tie(self.parameters, found)
 
@@ -271,7 +271,7 @@ class LearnerCopy:
             for module, leaf in places:
                 replaced.append((module, leaf, module._buffers.get(leaf)))
                 module._buffers[leaf] = buffer
-        for name, (parameter, _) in self._written.items():
+        for name, (parameter, _) in self._as_buffers.items():
             data = self._buffer_aside(name, values)
             assert data is not None
             parameter.data = data
@@ -321,7 +321,7 @@ class LearnerCopy:
         That is attributes of plain data, tensors and modes, and frozen parameters.
         """
         check_trainable(learner, self.layout)
-        written = {id(parameter) for parameter, _ in self._written.values()}
+        written = {id(parameter) for parameter, _ in self._as_buffers.values()}
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
             # A metric is the client's own, which counts what this copy's steps see.
             if isinstance(own, (Metric, MetricCollection)):
@@ -443,7 +443,7 @@ class LearnerCopy:
                 buffer.copy_(value)
             for module, leaf in places:
                 module._buffers[leaf] = buffer
-        for name, (parameter, data) in self._written.items():
+        for name, (parameter, data) in self._as_buffers.items():
             data.copy_(values[name])
             # The learner may have assigned other data to the parameter.
             parameter.data = data

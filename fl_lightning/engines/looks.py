@@ -100,7 +100,7 @@ class Looks:
         if not taps:
             raise RuntimeError(f"{method} calls clients.seen_at, and its class declares no `taps`")
         group = self.clients._group
-        group.passed(method)
+        group.count_pass(method)
         # A client's own buffers are no other's, for whom this step might be replayed.
         group.looked_up = group.looked_up or bool(group.round.own_buffers)
         copy = self.copy

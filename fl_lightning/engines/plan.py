@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 AS_BEFORE = "as when the run began"
-# What a resumed run goes on with, beside the names of written parameters.
+# What a resumed run goes on with, beside the names of the parameters that are buffers to it.
 RESUMED = ("engine", "workers", "at_once", "threads", "server_threads", "channels_last")
 
 
@@ -23,7 +23,7 @@ class EnginePlan:
         threads: intra-op threads for a client; ``server_threads``: for everything else.
         captured: whether local steps are recorded and replayed; ``not_captured``: why not.
         channels_last: whether images lie in channels-last memory.
-        written: frozen parameters that the learner's steps write, by name: buffers to the run.
+        as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
     """
 
     engine: str
@@ -35,11 +35,13 @@ class EnginePlan:
     captured: bool = False
     not_captured: str = ""
     channels_last: bool = False
-    written: tuple[str, ...] = ()
+    as_buffers: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, for a checkpoint."""
-        return asdict(self)
+        """As plain data, for a checkpoint, where ``as_buffers`` is called ``written``."""
+        plain = asdict(self)
+        plain["written"] = plain.pop("as_buffers")
+        return plain
 
     @classmethod
     def from_dict(cls, held: Mapping[str, Any]) -> EnginePlan | None:
@@ -50,7 +52,7 @@ class EnginePlan:
         if not held.get("engine"):
             return None
         settings = {name: held[name] for name in RESUMED if name in held}
-        return cls(why=AS_BEFORE, **settings, written=tuple(held.get("written") or ()))
+        return cls(why=AS_BEFORE, **settings, as_buffers=tuple(held.get("written") or ()))
 
     def card(self) -> dict[str, str]:
         """What the run's card says of it."""
@@ -66,8 +68,8 @@ class EnginePlan:
             entries["clients"] = str(self.at_once)
         if self.channels_last:
             entries["memory"] = "channels_last"
-        if self.written:
-            entries["as buffers"] = ", ".join(self.written)
+        if self.as_buffers:
+            entries["as buffers"] = ", ".join(self.as_buffers)
         return {**entries, "why": self.why}
 
     def __str__(self) -> str:

@@ -111,7 +111,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
             if any(not p.requires_grad for p in trial.copy.learner.parameters()):
                 trial.run(client, min(situation.cohort.steps(client), FROZEN_STEPS))
                 written = frozen_that_changed(situation.learner, trial.copy.learner)
-                copies.treat_as_buffers(tuple(dict.fromkeys((*copies.written, *written))))
+                copies.treat_as_buffers(tuple(dict.fromkeys((*copies.as_buffers, *written))))
                 trial = DryRun(copies)
             one_by_one = what_first_steps_keep(trial, before)
     except UserError:
@@ -181,7 +181,7 @@ def compare_two_copies(copies: LearnerCopies) -> Reason | None:
             after_one = Attributes(one.copy.learner)
             changed = at_first.changed(after_one)
             late = set(frozen_that_changed(situation.learner, one.copy.learner))
-            if late := late - set(copies.written):
+            if late := late - set(copies.as_buffers):
                 return Reason(f"its training_step changes {min(late)}, but not from the start")
             # The second copy shares frozen parameters with the learner, so it comes after that.
             two = DryRun(copies, 1)
@@ -257,7 +257,7 @@ def buffers_that_changed(trial: DryRun) -> tuple[str, ...]:
     changed = []
     for name, value in trial.copy.buffers.items():
         known = name in before and same_bits(value, before[name])
-        if not known and name not in trial.copy.written:
+        if not known and name not in trial.copy.as_buffers:
             changed.append(name)
     return tuple(changed)
 

@@ -255,7 +255,7 @@ class LearnerCopies:
             keep_optimizer_state=False,
             draws=False,
         )
-        self.written: tuple[str, ...] = ()
+        self.as_buffers: tuple[str, ...] = ()
         self.step_seconds: float | None = None  # once it was measured
         self._tried: list[tuple[LearnerCopy, ClientOptimizer]] = []
 
@@ -297,11 +297,11 @@ class LearnerCopies:
         """Let go of the copies for trials; the next one gets new ones."""
         self._tried.clear()
 
-    def treat_as_buffers(self, written: tuple[str, ...]) -> None:
+    def treat_as_buffers(self, names: tuple[str, ...]) -> None:
         """Frozen parameters that the learner's steps write are buffers from here on."""
-        self.written = written
+        self.as_buffers = names
         for copy in (self.original, *(copy for copy, _ in self._tried)):
-            copy.treat_as_buffers(written)
+            copy.treat_as_buffers(names)
 
     def use_channels_last(self) -> None:
         """From here on with images in channels-last memory."""

@@ -119,7 +119,7 @@ def of_checkpoint(
     """
     held = federated_part(saved)
     rows = ClientRows(ClientStore())
-    model.written = tuple((held.get("engine") or {}).get("written", ()))
+    model.as_buffers = tuple((held.get("engine") or {}).get("written", ()))
     state = restored(held, rows, model, path)
     w = model.w.detach()
     buffers = model.buffers()
@@ -258,7 +258,7 @@ class FineTuning:
             trainer, run.settings, run.model, run.optimizers, work, self.cohort
         )
         copies = LearnerCopies(situation)
-        copies.treat_as_buffers(run.model.written)
+        copies.treat_as_buffers(run.model.as_buffers)
         if run.plan is not None and run.plan.channels_last:
             copies.use_channels_last()
         ((self.copy, optimizer),) = copies.for_trials(1)

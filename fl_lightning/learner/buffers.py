@@ -27,7 +27,7 @@ class BufferPolicy:
         given: one word for all, or patterns of names with a word each, of which the first that fits
             decides; buffers that none fits are ``"average"``.
 
-    ``written``: frozen parameters that the learner's steps write, which are averaged as weights
+    ``as_buffers``: frozen parameters that the learner's steps write, which are averaged as weights
         are.
 
     Raises:
@@ -37,7 +37,7 @@ class BufferPolicy:
     def __init__(self, learner: nn.Module, given: str | Mapping[str, str]) -> None:
         self.given = given
         self.learner = type(learner).__name__
-        self.written: tuple[str, ...] = ()
+        self.as_buffers: tuple[str, ...] = ()
         slots, _ = buffer_slots(learner)
         self.of_norms: set[str] = set()
         for name, places in slots.items():
@@ -79,7 +79,7 @@ class BufferPolicy:
         if name in self.of_norms:
             return True
         if value.is_floating_point() or value.is_complex():
-            return name in self.written or bool(STATISTIC.search(leaf))
+            return name in self.as_buffers or bool(STATISTIC.search(leaf))
         return value.numel() == 1 and bool(COUNTER & set(leaf.lower().split("_")))
 
     def own(self, names: Iterable[str]) -> frozenset[str]:
@@ -134,8 +134,8 @@ def buffer_slots(
     return slots, tensors
 
 
-def buffer_values(learner: nn.Module, written: Collection[str] = ()) -> dict[str, Tensor]:
-    """Copies of a learner's buffers by name, and of the parameters ``written`` by its steps."""
+def buffer_values(learner: nn.Module, as_buffers: Collection[str] = ()) -> dict[str, Tensor]:
+    """Copies of a learner's buffers by name, and of the parameters counted ``as_buffers``."""
     values = {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
-    named = learner.named_parameters() if written else ()
-    return values | {n: p.detach().clone() for n, p in named if n in written}
+    named = learner.named_parameters() if as_buffers else ()
+    return values | {n: p.detach().clone() for n, p in named if n in as_buffers}

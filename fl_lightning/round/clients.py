@@ -294,7 +294,7 @@ class Clients:
         assert self._group.evaluate is not None
         self._group.looked_up = True
         if what == "train":
-            self._group.evaluated(self._caller)
+            self._group.count_evaluation(self._caller)
         return self._group.evaluate(self._group, x, what)
 
     def log(self, name: str, values: Tensor) -> None:

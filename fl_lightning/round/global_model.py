@@ -26,7 +26,7 @@ from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 
 @dataclass(frozen=True)
-class FoundModel:
+class RoundStart:
     """The model as a round found it, until the round is committed.
 
     Args:
@@ -47,8 +47,8 @@ class FoundModel:
 class GlobalModel:
     """The learner, whose parameters are views into one vector: the one that is evaluated and saved.
 
-    ``written``: frozen parameters that the learner's steps write, which are buffers to the run.
-    ``found``: how the present round found it; None between rounds.
+    ``as_buffers``: frozen parameters that the learner's steps write, which are buffers to the run.
+    ``round_start``: how the present round found it; None between rounds.
     ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own
     hyper-parameters.
     """
@@ -56,8 +56,8 @@ class GlobalModel:
     def __init__(self, learner: Any) -> None:
         self.learner: Any = learner
         self.config: dict[str, Any] = {}
-        self.written: tuple[str, ...] = ()
-        self.found: FoundModel | None = None
+        self.as_buffers: tuple[str, ...] = ()
+        self.round_start: RoundStart | None = None
         self._layout: Layout | None = None
         self._slots: Slots = []
         self._w: Tensor | None = None
@@ -85,11 +85,11 @@ class GlobalModel:
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
         """A round begins, which may change what it finds; ``buffers``: copies of them."""
         check_same_parameters(self.learner, self._slots)
-        self.found = FoundModel(self.w.detach(), self._evaluated, buffers)
+        self.round_start = RoundStart(self.w.detach(), self._evaluated, buffers)
 
-    def committed(self) -> FoundModel:
+    def committed(self) -> RoundStart:
         """As the rounds that are over left it."""
-        return self.found or FoundModel(self.w.detach(), self._evaluated, self.buffers())
+        return self.round_start or RoundStart(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
         """Lay the learner's parameters out in one vector and tie them to it.
@@ -145,11 +145,11 @@ class GlobalModel:
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the learner's buffers by name."""
-        return buffer_values(self.learner, self.written)
+        return buffer_values(self.learner, self.as_buffers)
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
         """Copy values into the learner's buffers of these names."""
-        set_buffers(self.learner, values, self.written)
+        set_buffers(self.learner, values, self.as_buffers)
 
     def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
         """Set w, what is evaluated (None: w) and buffers, by value."""
@@ -191,7 +191,7 @@ class GlobalModel:
         weights, buffers = (self.evaluated.detach(), {}) if model is None else model
         parameters = [p for _, p in trainable(learner)]
         tie(parameters, [view.clone() for view in self.layout.views(weights)])
-        set_buffers(learner, buffers, self.written)
+        set_buffers(learner, buffers, self.as_buffers)
         if path is None:
             return learner
         saved: dict[str, Any] = {}
@@ -214,13 +214,14 @@ class GlobalModel:
         evaluated = self._evaluated
         buffers: dict[str, Tensor] = {}
         # A copy that is made within a round has what the round found: it is not committed yet.
-        if self.found is not None:
-            w = self.found.w
-            evaluated = self.found.evaluated
-            buffers = dict(self.found.buffers)
+        if self.round_start is not None:
+            w = self.round_start.w
+            evaluated = self.round_start.evaluated
+            buffers = dict(self.round_start.buffers)
         return {
             "learner": self.copied_learner(),
             "config": self.config,
+            "as_buffers": self.as_buffers,
             "buffers": buffers,
             "w": None if w is None else w.detach().clone(),
             "evaluated": None if evaluated is None else evaluated.detach().clone(),
@@ -229,6 +230,7 @@ class GlobalModel:
     def __setstate__(self, state: dict[str, Any]) -> None:
         GlobalModel.__init__(self, state["learner"])
         self.config = state["config"]
+        self.as_buffers = state["as_buffers"]
         if state["w"] is not None:
             self.move_to(state["w"], state["evaluated"], state["buffers"])
 
@@ -252,16 +254,16 @@ class GlobalModel:
         return learner
 
 
-def set_buffers(learner: Any, values: Mapping[str, Tensor], written: tuple[str, ...]) -> None:
+def set_buffers(learner: Any, values: Mapping[str, Tensor], as_buffers: tuple[str, ...]) -> None:
     """Copy values into a learner's buffers of these names.
 
-    The parameters that its steps write are ``written``, and are buffers in this too.
+    ``as_buffers``: the frozen parameters that its steps write, which are buffers in this too.
     """
     for name, buffer in learner.named_buffers():
         if name in values:
             buffer.copy_(values[name])
-    for name, parameter in learner.named_parameters() if written else ():
-        if name in written and name in values:
+    for name, parameter in learner.named_parameters() if as_buffers else ():
+        if name in as_buffers and name in values:
             parameter.data.copy_(values[name])
 
 

@@ -151,7 +151,7 @@ class ClientGroup:
             batches = self.round.steps_of(client, 1)
         return steps * self.gradients_a_step + whole * batches
 
-    def passed(self, asking: str) -> None:
+    def count_pass(self, asking: str) -> None:
         """A callback asked for a pass without a gradient; what only measures does not count."""
         if asking in self.measuring:
             return
@@ -160,7 +160,7 @@ class ClientGroup:
         elif self.local_step.first:
             self.forwards_a_step += 1
 
-    def evaluated(self, asking: str) -> None:
+    def count_evaluation(self, asking: str) -> None:
         """A callback asked for passes over all samples that the clients train on."""
         if asking in self.measuring:
             return

@@ -104,7 +104,7 @@ def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: 
     held = EnginePlan("concurrent", workers=1, written=("centre",))
     engine, plan, _ = chosen("sequential", held)
     assert isinstance(engine, Sequential) and plan.why == "asked for"
-    assert plan.written == ("centre",)  # what is known of the learner stays known
+    assert plan.as_buffers == ("centre",)  # what is known of the learner stays known
 
 
 def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: Any) -> None:

@@ -127,7 +127,8 @@ def test_a_frozen_backbone_that_nobody_writes_is_never_copied() -> None:
     module.learner.on_train_epoch_start = keep
     trainer(1).fit(module, blobs())
     assert (
-        seen == [module.learner.backbone.weight.data_ptr()] * 2 and not module.global_model.written
+        seen == [module.learner.backbone.weight.data_ptr()] * 2
+        and not module.global_model.as_buffers
     )
 
 

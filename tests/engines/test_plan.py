@@ -37,7 +37,7 @@ def test_a_card_tells_what_belongs_to_the_engine() -> None:
         "why": "measured",
     }
     assert (
-        EnginePlan("sequential", written=("teacher.w", "queue")).card()["as buffers"]
+        EnginePlan("sequential", as_buffers=("teacher.w", "queue")).card()["as buffers"]
         == "teacher.w, queue"
     )
     assert EnginePlan("concurrent", not_captured="few steps").card()["capture"] == "no: few steps"

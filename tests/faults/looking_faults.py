@@ -95,7 +95,7 @@ LOOKING_FAULTS = [
         "a look is logged",
         [(COPY, "        self.logging = False\n        try:\n", "        try:\n")],
     ),
-    Fault("a look is not counted", [(LOOKS, "        group.passed(method)\n", "")]),
+    Fault("a look is not counted", [(LOOKS, "        group.count_pass(method)\n", "")]),
     Fault(
         "what is seen is the changed output",
         [

@@ -379,8 +379,8 @@ def why_not_stacked(copies: LearnerCopies) -> str:
         return "keep_optimizer_state"
     if hooked := gradient_hook(situation.learner):
         return f"its {hooked} has a hook on its gradient"
-    if copies.written:
-        return f"its training_step changes the frozen parameter {copies.written[0]}"
+    if copies.as_buffers:
+        return f"its training_step changes the frozen parameter {copies.as_buffers[0]}"
     if (hooks := copies.original.hooks) is not None:
         return f"its {hooks.names[0]} takes one client's batch"
     if situation.looking:
