@@ -85,14 +85,14 @@ def images_of(worker: Any) -> bool:
 
 def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
     held = EnginePlan(
-        "sequential", threads=1, server_threads=2, channels_last=True, written=("centre",)
+        "sequential", threads=1, server_threads=2, channels_last=True, as_buffers=("centre",)
     )
     engine, plan, notes = chosen("auto", held)
     assert isinstance(engine, Sequential) and notes == []
     assert torch.get_num_threads() == 2 and plan == held and images_of(engine.worker)
     assert "centre" in engine.worker.copy.buffers
     engine, plan, _ = chosen(
-        "sequential", replace(held, server_threads=0, channels_last=False, written=())
+        "sequential", replace(held, server_threads=0, channels_last=False, as_buffers=())
     )
     assert (
         torch.get_num_threads() == 2 and plan.server_threads == 2 and not images_of(engine.worker)
@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
 
 
 def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: Any) -> None:
-    held = EnginePlan("concurrent", workers=1, written=("centre",))
+    held = EnginePlan("concurrent", workers=1, as_buffers=("centre",))
     engine, plan, _ = chosen("sequential", held)
     assert isinstance(engine, Sequential) and plan.why == "asked for"
     assert plan.as_buffers == ("centre",)  # what is known of the learner stays known
@@ -206,7 +206,7 @@ def copies(engine: str = "auto", **given: Any) -> Any:
     }
     return SimpleNamespace(
         situation=SimpleNamespace(**{**situation, **given}),
-        written=("frozen",),
+        as_buffers=("frozen",),
         treat_as_buffers=lambda names: None,
     )
 
@@ -218,7 +218,7 @@ def test_an_engine_asked_for_is_the_plan(engine: str) -> None:
 
     threads = torch.get_num_threads()
     assert planned(FirstSteps()) == Decision(
-        EnginePlan(engine, "asked for", threads=threads, written=("frozen",))
+        EnginePlan(engine, "asked for", threads=threads, as_buffers=("frozen",))
     )
     assert planned(FirstSteps(KEEPS)).one_by_one == KEEPS
     assert planned(FirstSteps(untried="a step before round 0 fails")).one_by_one is None
