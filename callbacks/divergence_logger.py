@@ -48,7 +48,7 @@ class DivergenceLogger(FederatedCallback):
     """
 
     measures = True
-    moved = Upload(sent=False)
+    moved = Upload(sent=False, dtype=torch.float64)
     moved_squared = Upload(sent=False, shape=(), dtype=torch.float64)
 
     def __init__(self, all_clients: bool | None = None) -> None:
@@ -64,16 +64,16 @@ class DivergenceLogger(FederatedCallback):
         return registered <= 1000 if self.all_clients is None else self.all_clients
 
     def on_local_end(self, clients: Clients) -> None:
-        # Distances to w⁺, which nobody knows yet, follow at the server from sums of
-        # displacements and of their squares.
-        moved = clients.x - clients.w
+        # Distances to w⁺, which nobody knows yet, follow at the server from sums of displacements
+        # and of their squares. Both are long where clients agree, so they are summed in float64.
+        moved = clients.x.double() - clients.w.double()
         self.moved[clients] = moved
-        self.moved_squared[clients] = clients.norm(moved)[:, 0].double() ** 2
+        self.moved_squared[clients] = (moved**2).sum(1)
         if self._every_client(clients.num_clients):
             # Relative to w^0 the sums begin at 0, without a look at all m clients.
             w0 = clients.initial_model
-            old = (self.last[clients] - w0).double()
-            new = (clients.x - w0).double()
+            old = self.last[clients].double() - w0.double()
+            new = clients.x.double() - w0.double()
             self.change[clients] = new - old
             self.change_squared[clients] = (new**2).sum(1) - (old**2).sum(1)
             self.last[clients] = clients.x
@@ -84,13 +84,13 @@ class DivergenceLogger(FederatedCallback):
             self.sum_squared += self.change_squared.sum()
 
     def on_round_end(self, server: Server) -> None:
-        step = (server.evaluated - server.given).double()
-        mean = self.moved.mean().double()
+        step = server.evaluated.double() - server.given.double()
+        mean = self.moved.mean()
         participants = self.moved_squared.mean() - ordered_sum(2 * mean * step - step**2)
         server.log("divergence/participants", participants.clamp(min=0))
         server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
         if self._every_client(server.num_clients):
-            away = (server.evaluated - server.initial_model).double()
+            away = server.evaluated.double() - server.initial_model.double()
             total = self.sum_squared - 2 * ordered_sum(self.sum * away)
             mean = total / server.num_clients + ordered_sum(away**2)
             server.log("divergence/all", mean.clamp(min=0))

@@ -22,7 +22,8 @@ class NormalizedAveraging(FederatedCallback):
 
     Raises:
         UserError: another callback of the run decides what clients send, or the run averages parts
-            of the model.
+            of the model; or the clients' momentum is Nesterov's, dampened or kept over rounds, for
+            which τ_i is another.
 
     Example:
         where all clients take as many steps it is FedAvg; where they do not, it is not.

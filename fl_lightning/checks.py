@@ -148,12 +148,15 @@ def check_options(trainer: Any) -> None:
     value = trainer.check_val_every_n_epoch
     instead = "give a number of rounds from 1; limit_val_batches=0 leaves validation out"
     require("check_val_every_n_epoch", value, value is None or value > 0, instead)
-    value = trainer.limit_train_batches
-    instead = "an epoch is one round: use model.local_steps or model.participation"
-    require("limit_train_batches", value, value in (None, 1.0) or quick, instead)
+    # It sets limit_train_batches, too, which comes after it.
     value = trainer.overfit_batches
     instead = "give the clients less data, or model.local_steps"
     require("overfit_batches", value, value in (None, 0, 0.0), instead)
+    value = trainer.limit_train_batches
+    instead = "an epoch is one round: use model.local_steps or model.participation"
+    # The whole number 1 is one batch to Lightning.
+    whole = value is None or (isinstance(value, float) and value == 1.0)
+    require("limit_train_batches", value, whole or quick, instead)
     value = trainer.precision
     instead = (
         "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or bf16-true"
@@ -355,6 +358,12 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         why = "evaluates the loss several times a step"
     elif isinstance(optimizer, torch.optim.SparseAdam):
         why = "takes sparse gradients alone"
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise UserError(
+            f"{name}: {kind} has maximize=True and would go up, while methods and the server count "
+            "on optimizers that go down the gradient. Leave it out; to maximize, return the "
+            "negated loss."
+        )
     for group in optimizer.param_groups:
         if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
             why = why or "has capturable=True, which needs a GPU"

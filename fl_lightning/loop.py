@@ -33,6 +33,7 @@ from fl_lightning.virtual.plan import Plan
 
 RoundMetrics = dict[str, float]
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
+TIMES = frozenset({"time/round", "time/cpu"})  # logged once a round is over
 
 
 @dataclass
@@ -310,7 +311,7 @@ class FederatedLoop:
             Diverged: w^{t+1} is not finite.
         """
         # Lightning counts the step of every epoch, so it is taken also where nobody finished, and
-        # leaves every coordinate as it is.
+        # leaves every coordinate and the optimizer's state as they are.
         moves = server.averaged
         if not self.server_steps(ledger):
             moves = torch.zeros_like(server.w, dtype=torch.bool)
@@ -346,9 +347,15 @@ class FederatedLoop:
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
         logged["cost/gradients"] = traffic.gradients(ledger)
         logged["cost/forwards"] = traffic.forwards(ledger)
+        logged["client_lr"] = float(ledger.round.rates.lr)
         if ledger.planned is not None:
             logged |= ledger.planned.metrics
-        return {**means, **metrics, **logged, "client_lr": float(ledger.round.rates.lr)}
+        for name in sorted((means.keys() | metrics.keys()) & (logged.keys() | TIMES)):
+            self.note(
+                f"{name} is logged by the learner and by the run, whose value takes its place; "
+                "log the learner's under another name"
+            )
+        return {**means, **metrics, **logged}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
         """Warn where ``clients.mean_gradient`` was read and is not the mean of the gradients."""

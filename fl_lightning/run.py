@@ -255,7 +255,8 @@ class FederatedRun:
         """
         model = self.model
         cohort = self.cohort(trainer)
-        rates = self.optimizers.client_rates(model.w.device)
+        kept = self.settings.keep_optimizer_state
+        rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)
         self._note_settings(trainer, cohort, rates)
         policy = self._choose_engine(trainer, cohort)

@@ -42,6 +42,7 @@ def test_arguments_are_refused_with_name_value_and_what_is_accepted(
         ({"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "clip_norm"]),
         ({"val_check_interval": 0.5}, ["val_check_interval", "check_val_every_n_epoch"]),
         ({"limit_train_batches": 3}, ["limit_train_batches=3", "local_steps"]),
+        ({"limit_train_batches": 1}, ["limit_train_batches=1", "local_steps"]),
         ({"overfit_batches": 1}, ["overfit_batches=1"]),
     ],
 )

@@ -165,6 +165,21 @@ def test_what_was_logged_is_what_hooks_and_clients_said_and_how_long_it_took() -
     )
 
 
+@pytest.mark.filterwarnings("ignore:client_lr|time/round")
+def test_a_name_that_the_run_logs_too_is_told() -> None:
+    class Logging(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log_dict({"client_lr": 7.0, "time/round": 7.0, "rate": 7.0})
+            return super().training_step(batch, batch_idx)
+
+    module = federated(Logging())
+    run = trainer(2)
+    run.fit(module, sized())
+    told = [note.split()[0] for note in module.notes if "takes its place" in note]
+    assert told == ["client_lr", "time/round"]
+    assert float(run.callback_metrics["client_lr"]) == pytest.approx(0.1)
+
+
 def test_what_a_hook_of_the_server_notes_is_a_warning_once() -> None:
     class Noting(FederatedCallback):
         def on_round_end(self, server: Any) -> None:

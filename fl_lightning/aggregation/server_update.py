@@ -98,7 +98,8 @@ class ServerStep:
             for name, value in self._state(w).items():
                 if isinstance(value, Tensor):
                     old_state[name] = value.clone()
-        w.grad = update.neg()
+        # Where nothing may move, the optimizer gets no gradient, so that it counts no step either.
+        w.grad = None if moves is not None and not bool(moves.any()) else update.neg()
         try:
             self.lightning_optimizer.step()
         finally:

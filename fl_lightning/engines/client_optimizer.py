@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -46,6 +47,8 @@ class ClientOptimizer:
         self.x = x
         self.gradient = gradient
         self.by_step = False  # whether rates change within a client's round
+        self.by_parameter: dict[int, nn.Parameter] = {}  # by place; empty: on the flat vector
+        self._places = [where for where, _ in layout.values()]
         self.shown: Optimizer | None = None
         self._of_groups = list(range(len(optimizer.param_groups)))  # which of them are stepped
         group = optimizer.param_groups[0]
@@ -85,6 +88,7 @@ class ClientOptimizer:
         groups = []
         self._of_groups = []
         self._fresh = {}
+        places = {name: j for j, name in enumerate(layout)}
         for j, g in enumerate(optimizer.param_groups):
             parameters = []
             for p in g["params"]:
@@ -93,6 +97,7 @@ class ClientOptimizer:
                 parameter = nn.Parameter(views[names[id(p)]], requires_grad=False)
                 parameter.grad = gradients[names[id(p)]]
                 parameters.append(parameter)
+                self.by_parameter[places[names[id(p)]]] = parameter
                 if p in optimizer.state:
                     self._fresh[parameter] = optimizer.state[p]
             if parameters:
@@ -148,6 +153,7 @@ class ClientOptimizer:
         settings = [{**group, "lr": group["lr"] * factor} for group in groups]
         if self.plain:
             self.rates = [settings[0]["lr"]]
+            self.weight_decay = float(settings[0]["weight_decay"])
         else:
             for group, j in zip(self.optimizer.param_groups, self._of_groups, strict=True):
                 group.update(settings[j])
@@ -155,21 +161,58 @@ class ClientOptimizer:
             for group, setting in zip(self.shown.param_groups, settings, strict=True):
                 group.update(setting)
 
-    def step(self, gradient: Tensor) -> None:
-        if self.plain:
-            self._fused([self.x], [gradient.to(self.x.dtype).contiguous()])
-            return
-        if gradient is not self.gradient:
-            self.gradient.copy_(gradient)
-        self.optimizer.step()
+    def step(self, gradient: Tensor, missing: Sequence[int] = ()) -> None:
+        """Step with a gradient of x's shape.
 
-    def step_each(self, gradients: tuple[Tensor, ...]) -> None:
+        ``missing``: parameters without a gradient, by place. As with torch's optimizers they stay,
+        weight decay and momentum included; a step count that all parameters share goes on.
+        """
+        with self._left_out(missing) if missing else nullcontext():
+            if self.plain:
+                self._fused([self.x], [gradient.to(self.x.dtype).contiguous()])
+                return
+            if gradient is not self.gradient:
+                self.gradient.copy_(gradient)
+            self.optimizer.step()
+
+    def step_each(self, gradients: tuple[Tensor, ...], missing: Sequence[int] = ()) -> None:
         """Take plain SGD's step from one gradient a parameter, with the bits of :meth:`step`.
 
         It spares the copy of the gradients into one vector.
         """
         dense = [g.to_dense() if g.is_sparse else g.contiguous() for g in gradients]
-        self._fused(self._views_of_x, dense)
+        with self._left_out(missing) if missing else nullcontext():
+            self._fused(self._views_of_x, dense)
+
+    @contextmanager
+    def _left_out(self, missing: Sequence[int]) -> Iterator[None]:
+        """Within, a step leaves these parameters and their state as they are."""
+        # Without weight decay plain SGD moves nothing by zeros.
+        if self.plain and not self.weight_decay:
+            yield
+        elif self.by_parameter:
+            left_out = [self.by_parameter[j] for j in missing if j in self.by_parameter]
+            gradients = [parameter.grad for parameter in left_out]
+            for parameter in left_out:
+                parameter.grad = None
+            yield
+            for parameter, gradient in zip(left_out, gradients, strict=True):
+                parameter.grad = gradient
+        else:
+            x = self.x.view(-1)
+            before = {name: value.clone() for name, value in self._of_coordinates().items()}
+            before["x"] = x.clone()
+            yield
+            for name, value in {**self._of_coordinates(), "x": x}.items():
+                # State that this step made begins with zeros.
+                earlier = before.get(name, torch.zeros_like(value))
+                for j in missing:
+                    value[self._places[j]] = earlier[self._places[j]]
+
+    def _of_coordinates(self) -> dict[str, Tensor]:
+        """The state of a flat optimizer that has a number for each coordinate."""
+        shape = self.x.view(-1).shape
+        return {name: value for name, value in self.tensors().items() if value.shape == shape}
 
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
         """x ← x - η (g + λ x) in one pass, by torch.optim.SGD's own kernel.
@@ -264,6 +307,19 @@ def is_flat(optimizer: Optimizer, learner: nn.Module) -> bool:
     return stepped >= {id(p) for _, p in trainable(learner)}
 
 
+def unheld(optimizer: Optimizer, learner: nn.Module) -> frozenset[int]:
+    """Which of the learner's trainable parameters it does not hold, by their place among them."""
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    return frozenset(j for j, (_, p) in enumerate(trainable(learner)) if id(p) not in held)
+
+
+def moves_without_gradient(optimizer: Optimizer) -> bool:
+    """Tell whether a gradient of zeros may move a parameter, which it would not do without one."""
+    return not is_plain_sgd(optimizer) or bool(optimizer.param_groups[0]["weight_decay"])
+
+
 def is_plain_sgd(optimizer: Optimizer) -> bool:
     group = optimizer.param_groups[0]
     return (
@@ -276,25 +332,38 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
 
 def weight_decays(optimizer: Optimizer) -> list[float]:
     """λ of each parameter group; 0 where the optimizer decouples it from the gradient (AdamW)."""
-    decays = []
-    for group in optimizer.param_groups:
-        if isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay"):
-            decays.append(0.0)
-        else:
-            decays.append(float(group.get("weight_decay", 0)))
-    return decays
+    return [
+        float(group.get("weight_decay", 0)) if coupled(optimizer, group) else 0.0
+        for group in optimizer.param_groups
+    ]
+
+
+def coupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Tell whether a group's weight decay is part of the gradient."""
+    decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
+    return not decoupled
 
 
 def rates(
-    optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.device
+    optimizer: Optimizer, schedule: ClientSchedule | None, device: torch.device, kept: bool
 ) -> ClientRates:
-    """The settings of the first group, before any decay, and in which of them the groups differ."""
+    """The settings of the first group, before any decay, and in which of them the groups differ.
+
+    ``kept``: whether clients keep the optimizer's state from round to round.
+    """
     first = optimizer.param_groups[0]
+    others = [f"{name}={first[name]}" for name in ("nesterov", "dampening") if first.get(name)]
+    if not isinstance(optimizer, torch.optim.SGD):
+        others.append(f"the rule of {type(optimizer).__name__}")
+    if kept:
+        others.append("keep_optimizer_state=True")
     return ClientRates(
         factor=1.0,
         lr=torch.tensor(float(first["lr"]), dtype=torch.float64, device=device),
         momentum=float(first.get("momentum", 0.0)),
         weight_decay=weight_decays(optimizer)[0],
+        coupled=coupled(optimizer, first),
+        other_momentum=" and ".join(others),
         plain_sgd=is_plain_sgd(optimizer),
         optimizer=type(optimizer).__name__,
         several=several_in(optimizer.param_groups),

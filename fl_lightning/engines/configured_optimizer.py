@@ -44,9 +44,9 @@ class Optimizers:
     server_rates: list[float]
     accounts: dict[str, str]
 
-    def client_rates(self, device: torch.device) -> ClientRates:
-        """The clients' rates before any decay."""
-        return rates(self.clients, self.schedule, device)
+    def client_rates(self, device: torch.device, kept: bool) -> ClientRates:
+        """The clients' rates before any decay; ``kept``: clients keep the optimizer's state."""
+        return rates(self.clients, self.schedule, device, kept)
 
     def server_facts(self, decay: float | Schedule) -> tuple[str, float | None]:
         """What the server optimizer is where it is not plain SGD, else empty; and its one rate.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ from torchmetrics import Metric, MetricCollection
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.engines.client_trainer import Present, nobody
-from fl_lightning.engines.step_hooks import StepHooks, differentiated
+from fl_lightning.engines.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
 from fl_lightning.learner.buffers import buffer_slots
 from fl_lightning.learner.layout import Layout, check_trainable, fill, tie, trainable
@@ -79,6 +79,10 @@ class LearnerCopy:
         self._buffers_aside: dict[str, Tensor] = {}
         self.looks: Changes | None = None
         self.parameters = [p for _, p in trainable(learner)]
+        # Which of them the clients' optimizer does not hold, by place: they have no gradient.
+        self.unheld: frozenset[int] = frozenset()
+        # Which of them the latest loss gave no gradient to: no optimizer of torch's steps these.
+        self.missing: Sequence[int] = ()
         self._slots, self._own_buffers = buffer_slots(learner)
         self.slots_of_parameters = slots_of_parameters(learner)
         # A frozen parameter that steps write may get new data, so where it lay is kept beside it.
@@ -160,6 +164,7 @@ class LearnerCopy:
         )
         another.treat_as_buffers(self._as_buffers)
         another.keeps_loss = self.keeps_loss
+        another.unheld = self.unheld
         another.attach()
         if aliased:
             another.follow(learner)
@@ -384,7 +389,7 @@ class LearnerCopy:
         if self.hooks is None:
             gradients = differentiated(minimised, self.parameters)
         else:
-            gradients = tuple(self.hooks.backward(minimised, first=log))
+            gradients = self.hooks.backward(minimised, first=log)
             if log:
                 self.hooks.batch_done(output, loss, batch, step)
         if log and self.keeps_loss:
@@ -392,7 +397,10 @@ class LearnerCopy:
         self._flush()
         # With log=False the step itself logs nothing; hooks that come after it may.
         self.logging = True
-        return gradients
+        if self.unheld:
+            gradients = tuple(None if j in self.unheld else g for j, g in enumerate(gradients))
+        self.missing = [j for j, g in enumerate(gradients) if g is None]
+        return dense(gradients, self.parameters)
 
     def _flush(self) -> None:
         for name, values in self.logged.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -74,9 +74,13 @@ class Model(Protocol):
     """The model of local steps: one client's copy of the learner, or several clients' stacked.
 
     ``per_parameter``: like ``gradient``, but one tensor per parameter; None where it cannot be had.
+    ``missing``: which parameters the latest loss gave no gradient to, by place.
     """
 
     x: Tensor
+
+    @property
+    def missing(self) -> Sequence[int]: ...
 
     @property
     def per_parameter(self) -> Callable[..., tuple[Tensor, ...]] | None: ...
@@ -158,7 +162,7 @@ class LocalStep:
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)
         if self.per_parameter is not None:
-            self.optimizer.step_each(gradient)
+            self.optimizer.step_each(gradient, self.model.missing)
         else:
             # Mixing takes the loss gradient alone; corrections add to whatever came of that.
             if self.mix is not None:
@@ -168,7 +172,9 @@ class LocalStep:
             # Clipping comes last: it limits the step that is taken, corrections included.
             if self.limit is not None:
                 gradient = self.clip(gradient)
-            self.optimizer.step(gradient)
+            # What a method gives a gradient to is stepped, whatever the loss depends on.
+            changed = self.mix is not None or bool(self.corrections)
+            self.optimizer.step(gradient, () if changed else self.model.missing)
         for end in self.step_ends:
             self.methods.call(end, self.clients)
         # `on_train_batch_end` finds the model after the step, as in plain training.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from fl_lightning.engines import batch_callbacks
-from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.client_optimizer import ClientOptimizer, unheld
 from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
@@ -248,6 +248,7 @@ class LearnerCopies:
             situation.learner, situation.layout, x, situation.forward_context, situation.convert
         )
         self.original.keeps_loss = situation.keeps_loss
+        self.original.unheld = unheld(situation.optimizer, situation.learner)
         self.trial_work = replace(
             situation.work,
             methods=Methods([]),

@@ -22,6 +22,8 @@ OF_GRADIENTS = (
     "on_before_optimizer_step",
     "configure_gradient_clipping",
 )
+# One tensor a parameter; None for one that the loss does not depend on.
+Gradients = tuple[Tensor | None, ...]
 
 
 class StepHooks:
@@ -69,8 +71,8 @@ class StepHooks:
                 "before the round. Set local_steps or local_epochs instead."
             )
 
-    def backward(self, loss: Tensor, first: bool) -> Sequence[Tensor]:
-        """∇ℓ, one tensor a parameter, as the hooks leave it; ``first``: of this step."""
+    def backward(self, loss: Tensor, first: bool) -> Gradients:
+        """∇ℓ by parameter, as the hooks leave it; ``first``: of this step."""
         learner = self.learner
         parameters = self.parameters
         if first and "on_before_zero_grad" in self.names:
@@ -105,7 +107,7 @@ class StepHooks:
                     self.learner.on_before_optimizer_step(self.optimizer())
                 if "configure_gradient_clipping" in self.names:
                     self.learner.configure_gradient_clipping(self.optimizer(), None, None)
-            changed = taken(self.parameters)
+            changed = dense(taken(self.parameters), self.parameters)
         finally:
             clear(self.parameters)
         if not is_vector:
@@ -129,10 +131,10 @@ class StepHooks:
             self.learner.on_train_batch_end(*arguments)
 
 
-def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
-    """∇ℓ, one tensor a parameter, zeros where there is none; hooks on the parameters are called."""
+def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
+    """∇ℓ by parameter, None where ℓ does not depend on it; hooks on parameters are called."""
     if not any(p._post_accumulate_grad_hooks for p in parameters):
-        return torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
     try:
         fill_grad(loss, parameters)
         return taken(parameters)
@@ -152,8 +154,14 @@ def fill_grad(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
         p.grad = None if g is None else g.clone()
 
 
-def taken(parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(p) if p.grad is None else p.grad for p in parameters)
+def taken(parameters: Sequence[nn.Parameter]) -> Gradients:
+    return tuple(p.grad for p in parameters)
+
+
+def dense(gradients: Gradients, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
+    """Gradients with zeros where a parameter has none."""
+    pairs = zip(gradients, parameters, strict=True)
+    return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 
 
 def clear(parameters: Sequence[nn.Parameter]) -> None:

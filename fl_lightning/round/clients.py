@@ -114,9 +114,13 @@ class Clients:
 
     @property
     def momentum(self) -> float:
-        """The client optimizer's momentum; 0 where it has none."""
+        """ρ of the client optimizer's momentum, μ ← ρ μ + g from μ = 0; 0 where it has none.
+
+        Raises:
+            UserError: it has momentum of another kind (Nesterov's, dampened, kept over rounds).
+        """
         rates = self._group.round.rates
-        rates.require_constant(self._caller)
+        rates.require_known_momentum(self._caller)
         return rates.momentum
 
     @property

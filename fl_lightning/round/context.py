@@ -30,6 +30,9 @@ class ClientRates:
         lr: the first group's learning rate, ``factor`` included, a scalar tensor.
         optimizer: its class, for a reader.
         plain_sgd: whether a step is lr times the gradient, weight decay included.
+        coupled: whether weight decay is part of the gradient.
+        other_momentum: why steps of gradient 1 do not add up as with momentum that starts at 0 in
+            each round; empty where they do.
         several: in which setting the groups differ, with the values; empty where they have one.
         schedule: the learner's lr scheduler, where it is stepped; ``entry``: of it, in this round.
     """
@@ -38,6 +41,8 @@ class ClientRates:
     lr: Tensor
     momentum: float = 0.0
     weight_decay: float = 0.0
+    coupled: bool = True
+    other_momentum: str = ""
     plain_sgd: bool = True
     optimizer: str = "SGD"
     several: str = ""
@@ -61,8 +66,15 @@ class ClientRates:
         groups = schedule[t]
         lr = torch.tensor(groups[0]["lr"] * factor, dtype=torch.float64, device=self.lr.device)
         momentum = float(groups[0].get("momentum", self.momentum))
+        weight_decay = float(groups[0].get("weight_decay", 0)) if self.coupled else 0.0
         return replace(
-            self, factor=factor, lr=lr, momentum=momentum, several=several_in(groups), entry=t
+            self,
+            factor=factor,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            several=several_in(groups),
+            entry=t,
         )
 
     def groups(self, step: int) -> Groups | None:
@@ -91,6 +103,19 @@ class ClientRates:
                 "the client optimizer has parameter groups with several values of "
                 f"{self.several}, and {caller} takes one learning rate and one weight decay for "
                 "all parameters. Use one group, or another method."
+            )
+
+    def require_known_momentum(self, caller: str) -> None:
+        """Refuse momentum of another kind to a method that computes with ρ.
+
+        ``caller``: that method.
+        """
+        self.require_constant(caller)
+        if self.momentum and self.other_momentum:
+            raise UserError(
+                f"the client optimizer has momentum with {self.other_momentum}, and {caller} "
+                f"counts on μ ← {self.momentum:g} μ + g from μ = 0 in each round. Leave that out, "
+                "or use another method."
             )
 
     def require_constant(self, caller: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, ServerState, Upload
+from fl_lightning.callback import FederatedCallback, Server, ServerState, Upload
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.errors import Diverged
 from fl_lightning.optim import FedAdam
@@ -310,3 +310,35 @@ def test_state_of_the_server_is_kept_however_it_was_changed() -> None:
     assert float(module.server_states["Kept.assigned"]) == sum(map(sum, who))
     assert module.server_states["Kept.in_place"].tolist() == [0, sum(map(len, who))]
     assert "Kept.untouched" not in module.server_states
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        lambda p: torch.optim.Adam(p, 0.05),
+        lambda p: torch.optim.NAdam(p, 0.05),
+        lambda p: torch.optim.Rprop(p, 0.05),
+        lambda p: torch.optim.Adagrad(p, 0.05, lr_decay=0.5),
+        lambda p: torch.optim.SGD(p, 0.5, momentum=0.9, dampening=0.5, weight_decay=0.1),
+        lambda p: FedAdam(p, 0.05, bias_correction=True),
+    ],
+)
+def test_a_round_that_nobody_finished_is_no_step_of_the_servers_optimizer(optimizer: Any) -> None:
+    class Updates(FederatedCallback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Tensor] = []
+
+        def on_server_update(self, server: Server) -> None:
+            self.seen.append(server.update.clone())
+
+    updates = Updates()
+    module = federated(participation=0.1, sampling="poisson", server_optimizer=optimizer)
+    w = torch.nn.Parameter(module.global_vector.detach().clone())
+    trainer(10, [updates]).fit(module, blobs())
+    assert 2 < len(updates.seen) < 9  # and the others were rounds without anybody
+    own = optimizer([w])
+    for update in updates.seen:
+        w.grad = -update
+        own.step()
+    torch.testing.assert_close(module.global_vector.detach(), w.detach(), rtol=0, atol=1e-12)

@@ -6,13 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning import callbacks as c
 from fl_lightning.callbacks.consensus_distance_logger import layers
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
 from tests.helpers.federation import network
+from tests.helpers.learners import Lit, blobs, trainer
 
 
 class Ends(FederatedCallback):
@@ -75,3 +77,17 @@ def test_total_alone_costs_less_and_is_the_same() -> None:
 def test_one_client_has_no_cosine() -> None:
     metrics = network([c.DriftLogger()], 2, participation=1).record.metrics[-1]
     assert metrics["drift/norm"] > 0 and "drift/cosine" not in metrics
+
+
+def test_one_participant_is_where_the_server_goes() -> None:
+    """Also in single precision, where squares of long ways cancel badly."""
+    torch.manual_seed(0)
+    learner = Lit()
+    for p in learner.parameters():
+        p.data.mul_(30)
+    module = FederatedModule(learner, participation=1, local_epochs=3, seed=1)
+    run = trainer(2, [c.DivergenceLogger()])
+    run.fit(module, blobs(dtype=torch.float32))
+    logged = run.callback_metrics
+    assert logged["divergence/update"] > 1e-3
+    assert logged["divergence/participants"] <= 1e-12 * logged["divergence/update"]

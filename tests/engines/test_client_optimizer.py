@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, UserError
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -84,3 +84,11 @@ def test_plain_sgd_moves_every_coordinate_of_a_half_precision_model(capture: boo
                 p.copy_(p.float() - 0.1 * (p.grad.float() + 0.01 * p.float()))
     for name, value in expected.state_dict().items():
         torch.testing.assert_close(module.export().state_dict()[name], value, rtol=0.01, atol=0.001)
+
+
+@pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
+def test_an_optimizer_that_goes_up_is_refused(whose: str) -> None:
+    """Methods would push it the other way, and the server away from its clients."""
+    up = {whose: lambda p: torch.optim.SGD(p, 0.1, maximize=True)}
+    with pytest.raises(UserError, match=f"{whose}: SGD has maximize=True.* negated loss"):
+        trainer(1).fit(federated(**up), blobs())

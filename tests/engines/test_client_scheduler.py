@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from fl_lightning import UserError
+from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, NormalizedAveraging
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -266,3 +267,70 @@ def test_groups_of_several_weight_decays_are_refused_for_what_they_are() -> None
         match=r"several values of weight_decay \(0, 0\.01\), and ControlVariates takes one",
     ):
         rounds_of(federated(client_optimizer=two), 1, [ControlVariates()])
+
+
+class Decaying(Lit):
+    """Its scheduler sets the weight decay."""
+
+    def __init__(self, momentum: float) -> None:
+        super().__init__()
+        self.momentum = momentum
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1, momentum=self.momentum)
+
+        class Schedule(lr_scheduler.LRScheduler):
+            def get_lr(self) -> Any:
+                for group in self.optimizer.param_groups:
+                    group["weight_decay"] = 0.1 * self.last_epoch
+                return [group["lr"] for group in self.optimizer.param_groups]
+
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": Schedule(optimizer)}}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("unit", ["rounds", "local_steps"])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_scheduler_may_set_the_weight_decay(engine: str, unit: str, momentum: float) -> None:
+    data = blobs(clients=1)
+    module = federated(
+        Decaying(momentum), client_scheduler=unit, participation=1.0, engine=engine, capture=False
+    )
+    learner = copy.deepcopy(module.learner)
+    seen = []
+
+    class Reading(FederatedCallback):
+        def on_local_start(self, clients: Clients) -> None:
+            seen.append(clients.weight_decay)
+
+    trainer(3, [Reading()]).fit(module, data)
+    assert seen[-3:] == pytest.approx([0, 0.1, 0.2] if unit == "rounds" else [0, 0, 0])
+    for t in range(3):
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1, momentum=momentum)
+        for k, (x, y) in enumerate(data.client_batches(0, t, 3)):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * (t if unit == "rounds" else k)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(learner.net(x), y).backward()
+            optimizer.step()
+    for name, value in learner.state_dict().items():
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "settings", "words"),
+    [
+        ({"nesterov": True}, {}, "nesterov=True"),
+        ({"dampening": 0.5}, {}, "dampening=0.5"),
+        ({}, {"keep_optimizer_state": True}, "keep_optimizer_state=True"),
+    ],
+)
+def test_momentum_of_another_kind_is_refused_to_what_computes_with_it(
+    options: dict[str, Any], settings: dict[str, Any], words: str
+) -> None:
+    module = federated(
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, **options), **settings
+    )
+    with pytest.raises(UserError, match=f"momentum with {words}, and NormalizedAveraging counts"):
+        trainer(1, [NormalizedAveraging()]).fit(module, blobs())

@@ -18,7 +18,12 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.batch_check import first_line
-from fl_lightning.engines.client_optimizer import ClientOptimizer, is_flat, is_plain_sgd
+from fl_lightning.engines.client_optimizer import (
+    ClientOptimizer,
+    is_flat,
+    is_plain_sgd,
+    moves_without_gradient,
+)
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep
@@ -60,6 +65,7 @@ class Stack:
 
     per_parameter = None
     hooks = None
+    missing = ()  # a learner whose loss does not depend on all parameters is not stacked
 
     def __init__(self, copy: LearnerCopy, n: int) -> None:
         self.copy = copy
@@ -83,7 +89,11 @@ class Stack:
             views: dict[str, Tensor] = {}
             for name, (where, shape) in self.copy.layout.items():
                 views["learner." + name] = x[:, where].view(len(rows), *shape)
+            version = x._version
             gradients, logs = self._stacked(views, leaves, spec, step)
+            # A step may change weights in place (Embedding's max_norm), and these are a copy.
+            if not everyone and x._version != version:
+                self.x[rows] = x
             parts = [gradients[name].reshape(len(rows), -1) for name in views]
             if everyone:
                 torch.cat(parts, dim=1, out=self.g)
@@ -411,6 +421,8 @@ def what_a_stack_breaks(copies: LearnerCopies) -> str:
     for row, client in enumerate((ids[0], ids[-1])):
         read = situation.work.data.client_batches(client, 0, 1, device=stack.x.device)
         batches.append((row, next(iter(read))))
+    if moves_without_gradient(situation.optimizer) and (name := without_gradient(copies, batches)):
+        return f"its loss does not depend on {name}, which the optimizer would move all the same"
     with torch.no_grad():
         finite = stack.gradient(stack.groups(batches), 0).isfinite().all()
     if not bool(finite):
@@ -420,3 +432,17 @@ def what_a_stack_breaks(copies: LearnerCopies) -> str:
             return f"its training_step assigns to the buffer {name}"
     changed = before.changed(Attributes(copy.learner, metrics=True))
     return f"its training_step changes {changed[0]}" if changed else ""
+
+
+def without_gradient(copies: LearnerCopies, batches: list[tuple[int, Any]]) -> str:
+    """The first parameter that a batch's loss gives no gradient; empty: each has one."""
+    # Gradients of a stack are zeros there, so one client's step is taken.
+    alone = copies.original.another(aliased=False)
+    alone.x.copy_(copies.situation.w.detach())
+    alone.begin(copies.situation.work.data)
+    for _, batch in batches:
+        with torch.no_grad():
+            alone.gradients(batch, 0, log=False)
+        if alone.missing:
+            return list(alone.layout)[alone.missing[0]]
+    return ""

@@ -136,3 +136,28 @@ def test_groups_are_halved_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch)
         module, rows, _ = ran("stacked", {}, [methods.ControlVariates()])
     torch.testing.assert_close(module.global_vector, reference.global_vector, rtol=1e-9, atol=1e-9)
     assert rows.keys() == reference_rows.keys()
+
+
+class Bounded(Lit):
+    """An embedding of bounded norm, and weights clipped as a step begins: both in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 4, max_norm=0.5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        with torch.no_grad():
+            self.net[2].weight.clamp_(-0.2, 0.2)
+        return nn.functional.cross_entropy(self.net(x) + self.table((x[:, 0] > 0).long()), y)
+
+
+@pytest.mark.filterwarnings("ignore:.*performance drop:UserWarning")
+def test_what_a_step_changes_in_place_stays_where_batches_differ_in_size() -> None:
+    found = []
+    for engine in ("sequential", "stacked"):
+        module = federated(Bounded(), participation="all", engine=engine)
+        trainer(2).fit(module, blobs(clients=3, per_client=14))
+        assert module.engine_facts["engine"] == engine
+        found.append(module.global_vector.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
