@@ -5,6 +5,7 @@ It does without torch, so that who only looks at a run need not wait for it.
 
 from __future__ import annotations
 
+import copy
 import csv
 import gzip
 import io
@@ -151,7 +152,15 @@ class Directions:
     def __init__(self, ask: str, given: Mapping[str, str | None] | None = None) -> None:
         self.ask = ask
         self.given = dict(given or {})
+        # Metrics of which a value below 0 was seen, so that 0 is not the worst that one can have.
+        self.below_zero: set[str] = set()
         self._recorded: dict[str, set[str]] = {}
+
+    def apart(self) -> Directions:
+        """Directions that share what is known of modes, now and later, and have seen no value."""
+        other = copy.copy(self)
+        other.below_zero = set()
+        return other
 
     def record(self, modes: Any) -> None:
         """Take the ``modes`` of a run.json."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -10,7 +11,7 @@ from itertools import pairwise
 import numpy as np
 
 from fl_lightning.report.runs import Column, ReportedRun
-from fl_lightning.report.scores import lost, measured, summed, tail_of
+from fl_lightning.report.scores import has_lost, lost, measured, summed, tail_of
 
 AXES = {
     "rounds": "rounds",
@@ -84,9 +85,10 @@ def views(
         for arm, runs in arms.items():
             values[arm] = {}
             for run in filter(lambda run: run.finished, runs):
-                lasting = run.status != "diverged"
-                spent = _spent(run, axis, column)
-                value = tail_of(run, metric, spent, budget) if lasting else lost(run, metric)
+                value = tail_of(run, metric, _spent(run, axis, column), budget)
+                # What a run measured so far may be infinite, though it was finite again later.
+                if has_lost(run, metric) or (value is not None and math.isinf(value)):
+                    value = lost(run, metric)
                 values[arm][run.seed] = value
         alike = budget == max(totals)
         made.append(BudgetView(axis, budget, values, seconds or "", alike))

@@ -10,7 +10,6 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from fl_lightning.report import evidence
 from fl_lightning.report.budgets import AXES, spending
 from fl_lightning.report.charts import looks
 from fl_lightning.report.drawing import (
@@ -233,7 +232,8 @@ def measurements(summary: Summary) -> list[Drawing]:
 
 
 def _is_drawn(summary: Summary, metric: str) -> bool:
-    return metric != summary.metric and evidence.logged(summary.found, metric)
+    drawn = any(len(measured(run, metric)[0]) for run in summary.found.runs)
+    return metric != summary.metric and drawn
 
 
 def _measurements(summary: Summary, logged: list[str]) -> Figure:

@@ -11,7 +11,7 @@ import numpy as np
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.runs import Column, Found, ReportedRun
-from fl_lightning.report.scores import measured, over_time, reached, score_of
+from fl_lightning.report.scores import has_lost, over_time, reached, score_of
 from fl_lightning.report.verdicts import Evidence
 
 # The finished runs of an arm, by seed.
@@ -28,8 +28,8 @@ def named(claim: Claim, names: Mapping[str, str]) -> Claim:
 
 
 def logged(found: Found, metric: str) -> bool:
-    """Whether any run measured it; where none did, nobody has lost in it."""
-    return any(len(measured(run, metric)[0]) for run in found.runs)
+    """Whether any run measured it, finite or not; where none did, nobody has lost in it."""
+    return any(not np.isnan(run.column(metric)).all() for run in found.runs)
 
 
 def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
@@ -126,7 +126,7 @@ def _helps(
     if claim.kind == "to_target":
         cheaper = claim.a if claim.direction == "less" else claim.b
         return values[cheaper] is None
-    return any(run.status == "diverged" for run in runs.values())
+    return any(has_lost(run, claim.metric, claim.score) for run in runs.values())
 
 
 def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
@@ -134,6 +134,8 @@ def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
         return "never arrives"
     if any(run.status == "diverged" for run in runs.values()):
         return "diverged, so it has no score to compare"
+    if any(has_lost(run, claim.metric, claim.score) for run in runs.values()):
+        return "was not finite, so it has no score to compare"
     return "has no score to compare"
 
 
@@ -141,8 +143,8 @@ def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float |
     """A run's score, or what it spent until the target."""
     mode = claim.mode or None
     if claim.kind != "to_target":
-        # Only a plain difference takes the 0 of a diverged run.
-        lost = run.status == "diverged" and claim.kind != "difference"
+        # Only a plain difference takes the 0 of a run that has lost.
+        lost = has_lost(run, claim.metric, claim.score) and claim.kind != "difference"
         return None if lost else score_of(run, claim.metric, claim.score, mode)
     target: float | None = claim.target
     if claim.target_arm:
@@ -155,7 +157,7 @@ def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float |
 
 
 def _score_if_done(run: ReportedRun | None, metric: str, score: str) -> float | None:
-    if run is None or run.status != "done":
+    if run is None or run.status != "done" or has_lost(run, metric, score):
         return None
     return score_of(run, metric, score)
 
@@ -164,7 +166,7 @@ def between(scale: str, a: float | None, b: float | None) -> float | None:
     """a − b, or the log of a / b; None where a value is missing or has no log."""
     if a is None or b is None:
         return None
-    # A score of 0, as a diverged run has it, is no part of a ratio.
+    # A score of 0, as a run that has lost may have it, is no part of a ratio.
     if scale == "log_ratio":
         return math.log(a / b) if a > 0 and b > 0 else None
     return a - b
@@ -193,14 +195,14 @@ def _refuse_other_partition(a: ReportedRun, b: ReportedRun) -> None:
 
 
 def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
-    """Give 1 to a seed where ``arm`` diverged or scores ``factor`` times what ``against`` does."""
+    """Give 1 to a seed where ``arm`` has lost or scores ``factor`` times what ``against`` does."""
     made = Evidence()
     for seed, run in sorted(arms[claim.arm].items()):
         other = arms[claim.against].get(seed)
         if other is not None:
             _refuse_other_partition(run, other)
         # To diverge needs nothing to compare with.
-        if run.status == "diverged":
+        if has_lost(run, claim.metric, claim.score):
             made.values[seed] = 1.0
             continue
         ours = _score_if_done(run, claim.metric, claim.score)
@@ -214,9 +216,10 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     """Spearman's ρ of each seed between a layer's place and its consensus, averaged over rounds."""
     made = Evidence()
     for seed, run in sorted(runs.items()):
-        diverged = run.status == "diverged"
-        # The curve of a diverged run ends early, at values that say nothing of layers.
-        made.take(seed, None if diverged else over_layers(run, claim.metric), diverged)
+        layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
+        lost = run.status == "diverged" or any(has_lost(run, layer) for layer in layers)
+        # The curve of such a run ends early, at values that say nothing of layers.
+        made.take(seed, None if lost else over_layers(run, claim.metric), lost)
     return made
 
 
@@ -260,7 +263,8 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         # A trend over a part of the axis is none: its ρ could have either sign.
         whole = len(points) == len(places)
         rho = spearman([x for x, _ in points], [y for _, y in points]) if whole else None
-        made.take(seed, rho, any(run.status == "diverged" for run in at_value.values()))
+        lost = [has_lost(run, claim.metric, claim.score) for run in at_value.values()]
+        made.take(seed, rho, any(lost))
     # An arm without any run may be at a value that is not known here.
     waiting = [arm for arm, _, _ in found.waiting if arm in arms or arm not in found.arms]
     made.incomplete |= not made.values or bool(waiting)

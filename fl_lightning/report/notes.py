@@ -9,14 +9,20 @@ from fl_lightning.report.claims import ClaimsFile
 from fl_lightning.report.evidence import absent, logged
 from fl_lightning.report.fairness import after_last_round, measured_nobody, over_rounds
 from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep, read_table
+from fl_lightning.report.scores import SCORES, has_lost
 
 
 def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str]:
     """Give the notes, those on all runs first."""
     notes = [] if logged(found, metric) else [absent(found, metric)]
     notes += _on_claims(found, files)
+    scored = {metric: None}
+    for file in files:
+        scored |= dict.fromkeys(claim.metric for claim in file.claims)
     for name, runs in found.arms.items():
         notes += _on_arm(name, runs)
+        for each in scored:
+            notes += _on_infinite(name, runs, each)
         notes += _on_clients(runs, metric)
     # Scores of unequal runs are no mistake, but they compare other things than methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
@@ -128,6 +134,20 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
                 "every score."
             )
     return notes
+
+
+def _on_infinite(name: str, runs: Sequence[ReportedRun], metric: str) -> list[str]:
+    """Say which runs that are done have lost all the same, and in which scores."""
+    seeds: dict[str, list[str]] = {}
+    for run in runs:
+        scores = [score for score in SCORES if has_lost(run, metric, score)]
+        if run.status == "done" and scores:
+            seeds.setdefault(", ".join(scores), []).append(str(run.seed))
+    return [
+        f"{name}, seed {', '.join(which)}: {metric} is not finite where it counts: lost in "
+        f"{scores}, as a run that diverged."
+        for scores, which in seeds.items()
+    ]
 
 
 def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:

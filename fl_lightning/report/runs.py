@@ -36,7 +36,8 @@ ASK = "Give report --mode (of --metric), or mode in the claim"
 class ReportedRun:
     """One run as its folder tells it.
 
-    ``columns`` are the metrics by name, NaN where nothing was measured. ``record`` is run.json.
+    ``columns`` are the metrics by name, NaN where nothing was measured, infinite where what was
+    measured is no finite number. ``record`` is run.json.
     """
 
     folder: Path
@@ -258,6 +259,7 @@ def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
     # Older runs recorded no modes.
     directions.record(record.get("modes"))
     columns = _columns(folder, status)
+    directions.below_zero |= {name for name, column in columns.items() if (column < 0).any()}
     faults = _faults(folder, status, record, columns["round"])
     return ReportedRun(folder, status, seed, str(arm), record, columns, directions, tuple(faults))
 
@@ -310,15 +312,17 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         )
     columns = {"round": np.empty(0)}
     for name in names:
-        # An empty cell: nothing was measured in that round.
         try:
-            columns[name] = np.array([float(row[name] or "nan") for row in rows], dtype=float)
+            column = np.array([float(row[name] or "nan") for row in rows], dtype=float)
         except ValueError as error:
             raise UserError(
                 f"report {folder}: {path} holds what is no number ({error}). Mend or remove the "
                 "file."
             ) from None
-        columns[name][np.abs(columns[name]) > HUGE] = math.inf
+        # In an empty cell nothing was measured; "nan" is what was measured, and as bad as infinite.
+        measured = np.array([bool(row[name]) for row in rows], dtype=bool)
+        column[measured & ~(np.abs(column) <= HUGE)] = math.inf
+        columns[name] = column
     # What sums over rounds and looks up a round relies on their order.
     if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
         raise UserError(

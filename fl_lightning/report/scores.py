@@ -66,7 +66,7 @@ def summed(run: ReportedRun, name: str) -> Column:
 
 
 def tail(run: ReportedRun, metric: str) -> float | None:
-    """The mean of what was measured in the last third of the run's gradients.
+    """The mean of what was measured in the last third of the run's gradients, finite or not.
 
     Where no evaluation lies there, it is the last one; None where nothing was measured. Without
     the column of gradients it is the last third of rounds.
@@ -78,13 +78,13 @@ def tail(run: ReportedRun, metric: str) -> float | None:
 
 
 def tail_of(run: ReportedRun, metric: str, spent: Column, budget: float) -> float | None:
-    """The mean where 2/3 of ``budget`` < ``spent`` ≤ ``budget``.
+    """The mean where 2/3 of ``budget`` < ``spent`` ≤ ``budget``; infinite where a value there is.
 
     Where nothing was measured there, it is the last value that ``budget`` affords.
     """
-    finite = np.isfinite(run.column(metric))
-    spent = spent[finite]
-    values = run.column(metric)[finite]
+    evaluated = ~np.isnan(run.column(metric))
+    spent = spent[evaluated]
+    values = run.column(metric)[evaluated]
     afforded = spent <= budget
     within = values[afforded & (3 * spent > 2 * budget)]
     if len(within):
@@ -93,37 +93,58 @@ def tail_of(run: ReportedRun, metric: str, spent: Column, budget: float) -> floa
     return float(values[afforded][-1]) if afforded.any() else None
 
 
-def scores(values: Column) -> dict[str, float | None]:
+def scores(values: Column, less: bool = False) -> dict[str, float | None]:
     """Every score of a run's finite ``values`` that asks for nothing else; None without values.
 
     ``last10`` is the mean of the last ten; ``smoothed`` the maximum over the last 50 of the
-    smoothed curve (FedInit, § 5.1).
+    smoothed curve (FedInit, § 5.1), or their minimum where ``less`` is better.
     """
     if not len(values):
         return dict.fromkeys(SCORES[1:])
     return {
         "last10": fmean(values[-10:]),
-        "smoothed": float(np.max(smooth(values)[-50:])),
+        "smoothed": float((np.min if less else np.max)(smooth(values)[-50:])),
         "last": float(values[-1]),
         "max": float(np.max(values)),
     }
 
 
 def score_of(run: ReportedRun, metric: str, score: str, mode: str | None = None) -> float | None:
-    """The score that counts: a diverged run has 0 where greater is better, else none at all.
+    """The score that counts, which for a run that has lost is what :func:`lost` gives.
 
     ``mode``: which way is better, where a claim says it.
     """
-    if run.status == "diverged":
+    if has_lost(run, metric, score):
         return lost(run, metric, mode)
     if score == "tail":
         return tail(run, metric)
-    return scores(measured(run, metric)[1])[score]
+    # The maximum, where nobody knows which way is better: that is asked where arms are compared.
+    less = run.directions.known(metric, mode) is False
+    return scores(measured(run, metric)[1], less)[score]
+
+
+def has_lost(run: ReportedRun, metric: str, score: str = "last") -> bool:
+    """Tell whether it diverged, or its last value, or one that ``score`` averages, is not finite.
+
+    Without what is not finite, a run would be scored by the time before it went wrong.
+    """
+    if run.status == "diverged":
+        return True
+    if score == "tail":
+        mean = tail(run, metric)
+        return mean is not None and math.isinf(mean)
+    values = run.column(metric)
+    evaluated = values[~np.isnan(values)]
+    return bool(np.isinf(evaluated[-10 if score == "last10" else -1 :]).any())
 
 
 def lost(run: ReportedRun, metric: str, mode: str | None = None) -> float | None:
-    """The score of a run that diverged."""
-    return 0.0 if run.directions.greater(metric, mode) else None
+    """The score of a run that has lost: 0 where nothing can be worse, else none at all.
+
+    Nothing is worse where greater is better and no run that is read measured less than 0.
+    """
+    greater = run.directions.greater(metric, mode)
+    return 0.0 if greater and metric not in run.directions.below_zero else None
 
 
 def reached(
@@ -136,8 +157,8 @@ def reached(
     never = dict.fromkeys(("rounds", "bytes", "gradients", "seconds"))
     rounds, values = measured(run, metric)
     curve = smooth(values)
-    # A run that diverged may have passed the target on its way: it has not reached it.
-    if run.status != "done" or not len(curve):
+    # A run that has lost may have passed the target on its way: it has not reached it.
+    if run.status != "done" or has_lost(run, metric) or not len(curve):
         return never
     greater = run.directions.greater(metric, mode)
     # The curve may fall back later: what counts is the first time.

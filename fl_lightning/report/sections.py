@@ -295,13 +295,12 @@ def scores(summary: Summary) -> Table:
     few = ""
     if any(length < 10 for length in lengths(summary)):
         few = "Mean of last 10: of as many as there are, where they are fewer. "
-    lost = ""
-    if summary.scored and any(arm.diverged for arm in summary.arms.values()):
-        lost = f"A diverged run {'scores 0' if summary.greater else 'has no score'}. "
     several = len(set(kin(summary).values())) > 1
+    end = "lowest" if summary.found.directions.known(summary.metric) is False else "highest"
     note = (
-        f"Mean ± sample deviation over seeds. Smoothed: highest of the last 50 of the {curve}. "
-        f"{few}{lost}Unfinished runs are kept out.{' Bold: the best of its sweep.' * several}"
+        f"Mean ± sample deviation over seeds. Smoothed: {end} of the last 50 of the {curve}. "
+        f"{few}{summary.losing}Unfinished runs are kept out."
+        f"{' Bold: the best of its sweep.' * several}"
     )
     table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
     return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater, kin(summary))

@@ -15,7 +15,7 @@ from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.notes import notes_on, on_test
 from fl_lightning.report.published import Beside, Gain, gains, published
 from fl_lightning.report.runs import Found, ReportedRun
-from fl_lightning.report.scores import SCORES, reached, score_of
+from fl_lightning.report.scores import SCORES, has_lost, lost, reached, score_of
 from fl_lightning.report.settings import settings
 from fl_lightning.report.verdicts import Comparison, judge
 
@@ -150,6 +150,16 @@ class Summary:
     def scored(self) -> bool:
         """Whether any run logs the metric."""
         return logged(self.found, self.metric)
+
+    @property
+    def losing(self) -> str:
+        """What a run that has lost scores, as a sentence; empty where there is none."""
+        finished = [run for run in self.found.runs if run.finished] if self.scored else []
+        for run in finished:
+            if any(has_lost(run, self.metric, score) for score in SCORES):
+                none = lost(run, self.metric) is None
+                return f"A lost run {'has no score' if none else 'scores 0'}. "
+        return ""
 
     def to_json(self) -> dict[str, Any]:
         """report.json."""

@@ -16,7 +16,7 @@ from fl_lightning.cli.compose import plain_yaml, prepare
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.metrics import Directions, comma_separated
 from fl_lightning.report import runs as reading
-from fl_lightning.report.scores import SCORES, score_of
+from fl_lightning.report.scores import SCORES, has_lost, score_of
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.folder import DIVERGED, DONE
 from fl_lightning.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
@@ -203,11 +203,14 @@ def choose(
     """
     directions = which_way(select)
     ended: dict[PlannedRun, reading.ReportedRun] = {}
+    apart: dict[str, Directions] = {}
     # All are read before the first is scored: any of them may tell which way the metric is better.
+    # What a lost run scores is told by its own arm's: another's may end when this one has chosen.
     for candidate in found:
+        of_arm = apart.setdefault(candidate.arm, directions.apart())
         for run in candidate.runs:
             if states.get(run) in (DONE, DIVERGED):
-                ended[run] = reading.read_run(run.folder, directions)
+                ended[run] = reading.read_run(run.folder, of_arm)
     scored = [(_mean(candidate, select, states, ended), candidate) for candidate in found]
     best: dict[str, Candidate] = {}
     for arm in dict.fromkeys(candidate.arm for candidate in found):
@@ -218,7 +221,8 @@ def choose(
         # Which way is better is asked for only where there is a choice; of equals the first wins.
         if len(known) > 1:
             sign = -1 if directions.greater(select.metric) else 1
-            known.sort(key=lambda scored_candidate: sign * scored_candidate[0])
+            # The 0 of a run that has lost is no equal of one that was measured.
+            known.sort(key=lambda each: (sign * each[0], _losses(each[1], select, ended)))
         if known:
             best[arm] = known[0][1]
     _write_scores(sweep, select.metric, scored, best)
@@ -286,25 +290,32 @@ def _has(arm: PlannedArm, key: str) -> bool:
     return any(name.split(".")[0] in (owner.__name__, *parameters(owner)) for owner in owners)
 
 
+def _losses(
+    candidate: Candidate, select: Selection, ended: Mapping[PlannedRun, reading.ReportedRun]
+) -> int:
+    """How many of its runs have lost."""
+    return sum(has_lost(ended[run], select.metric, SCORE) for run in candidate.runs)
+
+
 def _mean(
     candidate: Candidate,
     select: Selection,
     states: Mapping[PlannedRun, str],
     ended: Mapping[PlannedRun, reading.ReportedRun],
 ) -> float | None:
-    """The mean score; NaN where a diverged run has none; None where a run has not ended."""
+    """The mean score; NaN where a lost run has none; None where a run has not ended."""
     if any(states.get(run) not in (DONE, DIVERGED) for run in candidate.runs):
         return None
     scores = []
     for run in candidate.runs:
         measured = ended[run]
         score = score_of(measured, select.metric, SCORE)
-        if score is None and states[run] == DONE:
+        if score is None and not has_lost(measured, select.metric, SCORE):
             known = [name for name in measured.columns if name != "round"]
             raise UserError(
                 f"select.metric {select.metric}: {run.folder} did not log it."
                 f"{suggest(select.metric, known)} Logged: {', '.join(known)}."
             )
-        # Less is better, and the run has lost: its candidate can win nothing.
+        # The run has lost, and no number would be worse: its candidate can win nothing.
         scores.append(math.nan if score is None else score)
     return sum(scores) / len(scores)
