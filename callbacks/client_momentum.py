@@ -47,7 +47,7 @@ class ClientMomentum(FederatedCallback):
 
     title = "FedCM"
     neutral = {"alpha": 1.0}
-    alpha = Coefficient()
+    alpha = Coefficient(least=0)
     delta = ServerState(sent=True, synchronised=True)
     velocity = Upload(sent="derived")
 

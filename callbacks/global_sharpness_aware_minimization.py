@@ -58,7 +58,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
             "the paper does not say what the common perturbation is where a part is not averaged"
         )
     }
-    radius = Coefficient()
+    radius = Coefficient(least=0)
     mu_i = ClientState(synchronised=False)
     s = ServerState(sent=True, synchronised=False)
     shift = Scratch()  # μ_i + s

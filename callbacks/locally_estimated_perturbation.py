@@ -65,7 +65,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
     blind = True
     moves_start = False
     neutral = {"radius": 0.0}
-    radius = Coefficient()
+    radius = Coefficient(least=0)
     e = Scratch()
     # An instance keeps what differs from this, and resumes with the same alone.
     source = "received"

@@ -76,8 +76,8 @@ class MixedAscent(FederatedCallback):
         ),
     )
     penalty = Coefficient(above=0)
-    alpha = Coefficient()
-    radius = Coefficient()
+    alpha = Coefficient(least=0)
+    radius = Coefficient(least=0)
     dual = ClientState(synchronised=True)
     anchor = Scratch()
     first = Scratch()  # ∇ℓ(x)

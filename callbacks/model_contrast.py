@@ -48,7 +48,7 @@ class ModelContrast(FederatedCallback):
     tolerates_staleness = True
     neutral = {"mu": 0.0}
     taps = {"features": "last:in"}
-    mu = Coefficient()
+    mu = Coefficient(least=0)
     temperature = Coefficient(above=0)
     last = ClientState(initial="current_model", synchronised=False)
 

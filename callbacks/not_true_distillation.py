@@ -48,7 +48,7 @@ class NotTrueDistillation(FederatedCallback):
     neutral = {"strength": 0.0}
     taps = {"logits": "last"}
     needs_classes = True
-    strength = Coefficient()
+    strength = Coefficient(least=0)
     temperature = Coefficient(above=0)
 
     def __init__(

@@ -52,7 +52,7 @@ class ProximalPersonalModel(FederatedCallback):
 
     title = "Ditto"
     neutral = {}
-    strength = Coefficient()
+    strength = Coefficient(least=0)
     v = ClientState(initial="initial_model", synchronised=False)
 
     def __init__(self, strength: float | Schedule = 0.1) -> None:

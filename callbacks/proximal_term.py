@@ -38,7 +38,7 @@ class ProximalTerm(FederatedCallback):
     title = "FedProx"
     tolerates_staleness = True
     neutral = {"mu": 0.0}
-    mu = Coefficient()
+    mu = Coefficient(least=0)
 
     def __init__(self, mu: float | Schedule = 0.01) -> None:
         super().__init__()

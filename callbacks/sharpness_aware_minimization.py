@@ -39,7 +39,7 @@ class SharpnessAwareMinimization(FederatedCallback):
     title = "FedSAM"
     tolerates_staleness = True
     neutral = {"radius": 0.0}
-    radius = Coefficient()
+    radius = Coefficient(least=0)
 
     def __init__(self, radius: float | Schedule = 0.01) -> None:
         super().__init__()

@@ -474,7 +474,8 @@ def read_table(path: Path, separator: str) -> Table:
         columns = {name: read.column(name).to_pylist() for name in read.column_names}
         return _checked(Table(path, columns, 1), read.num_rows)
     with reading(path), opened(path) as file:
-        lines = list(csv.reader(file, delimiter=separator))
+        # A quote that nobody closes would take all that follows into one value.
+        lines = list(csv.reader(file, delimiter=separator, strict=True))
     if not lines:
         raise UserError(
             f"The table {str(path)!r} is empty: its first line has to name the columns."
@@ -522,7 +523,17 @@ def reading(path: Path) -> Iterator[None]:
         raise UserError(
             f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
         ) from None
-    except Exception as error:  # the csv module, gzip and pyarrow raise errors of their own
+    except csv.Error as error:
+        raise UserError(
+            f"The table {str(path)!r} cannot be read: {error}. Close each quote, with nothing "
+            "between it and the separator."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The table {str(path)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
+            f"{error.start}): save it as UTF-8."
+        ) from error
+    except Exception as error:  # gzip and pyarrow raise errors of their own
         raise UserError(f"The table {str(path)!r} cannot be read: {str(error)[:200]}.") from error
 
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.strategies import FederatedStrategy
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import LARGEST, Schedule
 
 REFUSED_HOOKS = {
     "optimizer_step": (
@@ -317,16 +317,15 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
     asked = list(range(many if rounds < 0 else min(rounds, many)))
     if rounds > many:
         asked.append(rounds - 1)
-    largest = float(torch.finfo(torch.float32).max)
     if isinstance(decay, Schedule):
         for t in asked:
             value = float(decay(t))
-            if not 0 <= value <= largest:
+            if not 0 <= value <= LARGEST:
                 raise UserError(
                     f"{name}={decay!r} gives {value!r} in round {t}; learning rates are "
                     "multiplied by it, so it has to be a finite number from 0."
                 )
-    elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(largest)):
+    elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(LARGEST)):
         run = f"{rounds} rounds"
         if rounds < 0:
             run = "a run without an end (trainer.max_epochs=-1)"
@@ -373,11 +372,18 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             "gradient a step, such as torch.optim.SGD or torch.optim.Adam."
         )
     for group in optimizer.param_groups:
-        if not 0 <= float(group["lr"]) < math.inf:
+        if not 0 <= float(group["lr"]) <= LARGEST:
             raise UserError(
                 f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from "
                 "0."
             )
+        for option, value in group.items():
+            # Infinity has a meaning in some options; what single precision cannot hold has none.
+            if isinstance(value, float) and not (abs(value) <= LARGEST or math.isinf(value)):
+                raise UserError(
+                    f"{name}: {kind} has {option}={value!r}; it has to be a number that single "
+                    "precision holds."
+                )
 
 
 def seed(value: object) -> None:

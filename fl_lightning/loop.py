@@ -283,7 +283,11 @@ class FederatedLoop:
     def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
         """The clients that finished: all but those that dropped, or whose update is not finite."""
         if diverged and self.settings.on_nonfinite == "stop":
-            raise Diverged(diverged_text(round.t, f"the update of client {diverged[0]}"))
+            raise Diverged(
+                diverged_text(
+                    round.t, f"the update of client {diverged[0]} or a model that it keeps"
+                )
+            )
         if diverged:
             self.note(
                 f"round {round.t}: clients {diverged} were left out, their updates are not finite"

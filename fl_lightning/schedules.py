@@ -8,6 +8,8 @@ from abc import ABC, abstractmethod
 
 from fl_lightning.errors import UserError
 
+LARGEST = (2 - 2**-23) * 2.0**127  # that a number of single precision can be
+
 
 class Schedule(ABC):
     """A function of the round t = 0, 1, …: a learning rate's factor, or a coefficient's value.

@@ -147,8 +147,11 @@ class Contributions:
         transmits = self.methods.owner("transmit") is not None
         # FedAsync mixes with the present model, which a client that compresses does not know.
         update = group.x - (given if base is None or transmits else base)
-        # A client counts only if all it would bring is finite: its update, then its buffers.
-        buffers = self._buffers(group) if all_finite(update) else None
+        # A client counts only if all it would bring is finite: its update, the models that it
+        # keeps, then its buffers.
+        kept = (row for _, row in group.written() if row.shape == update.shape)
+        finite = all_finite(update) and all(map(all_finite, kept))
+        buffers = self._buffers(group) if finite else None
         if buffers is None:
             # What it would send is as long as what others do, so it is counted at a finite
             # stand-in, of which nothing stays.

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
-from fl_lightning.schedules import Schedule
+from fl_lightning.schedules import LARGEST, Schedule
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -337,18 +337,24 @@ class UploadSums:
 class Coefficient:
     """A number of a method, or a schedule of one: ``mu = Coefficient()`` in the class body.
 
-    Reading it gives this round's value. It has to be a finite number, or a
+    Reading it gives this round's value. It has to be a finite number of single precision, or a
     :class:`~fl_lightning.schedules.Schedule`.
 
     Args:
         above, below: the value has to lie strictly between; a schedule's value is checked in each
             round.
+        least: the least value that it may have.
         infinite: whether inf is a value, too.
     """
 
     def __init__(
-        self, above: float | None = None, below: float | None = None, infinite: bool = False
+        self,
+        above: float | None = None,
+        below: float | None = None,
+        infinite: bool = False,
+        least: float | None = None,
     ) -> None:
+        self.least = least
         self.above = above
         self.below = below
         self.infinite = infinite
@@ -372,23 +378,26 @@ class Coefficient:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not self._is_possible(value):
                 raise UserError(
-                    f"{type(callback).__name__}: {self.name}={value!r} is not a number; accepted "
-                    f"are a finite number or a schedule, for example {self.name}=0.1 or "
-                    "Exponential(0.99)."
+                    f"{type(callback).__name__}: {self.name}={value!r} is no number of single "
+                    "precision; accepted are a finite number or a schedule, for example "
+                    f"{self.name}=0.1 or Exponential(0.99)."
                 )
             self._check(callback, value, repr(value))
         callback.__dict__[self.name] = value
 
     def _is_possible(self, value: float) -> bool:
-        return math.isfinite(value) or (self.infinite and value == math.inf)
+        return abs(value) <= LARGEST or (self.infinite and value == math.inf)
 
     def _check(self, callback: object, value: float, shown: str) -> None:
         low = self.above
         high = self.below
         inside = (low is None or value > low) and (high is None or value < high)
+        inside = inside and (self.least is None or value >= self.least)
         if inside and self._is_possible(value):
             return
         bounds = []
+        if self.least is not None:
+            bounds.append(f"from {self.least:g}")
         if low is not None:
             bounds.append(f"above {low:g}")
         if high is not None:

@@ -14,10 +14,11 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
+from fl_lightning.errors import Diverged
 from fl_lightning.methods import Methods
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import network
-from tests.helpers.learners import Lit, Normed
+from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 from tests.helpers.replays import assert_same, ran, replayed
 
 PERSONAL: dict[str, Callable[[], Any]] = {
@@ -98,3 +99,16 @@ def test_fedrep_says_what_momentum_sees() -> None:
         for n in tiny_run(c.AlternatingHead(), client_optimizer=optimizer).notes
     )
     assert not any("gradient of 0" in n for n in tiny_run(c.AlternatingHead()).notes)
+
+
+def test_a_personal_model_that_diverges_stops_the_run_as_the_global_one_does() -> None:
+    def training(**settings: Any) -> Any:
+        module = federated(participation="all", local_epochs=2, **settings)
+        trainer(20, [c.ProximalPersonalModel(200.0)]).fit(module, blobs(clients=3))
+        return module
+
+    with pytest.raises(Diverged, match="client 0 or a model that it keeps"):
+        training()
+    with pytest.warns(UserWarning, match=r"clients \[0, 1, 2\] were left out"):
+        left_out = training(on_nonfinite="skip")
+    assert all(bool(row.isfinite().all()) for row in client_rows(left_out).values())

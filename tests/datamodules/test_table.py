@@ -182,7 +182,9 @@ def test_labels_of_the_test_rows_that_nobody_trains_on_are_refused(tmp_path: Pat
         (b"", "is empty"),
         (b"a,b\n", "has no rows"),
         (b"a,a\n1,2\n", "two columns 'a'"),
-        (b"a,b\n\xff\xfe,1\n", "cannot be read"),
+        (b"a,b\n\xff\xfe,1\n", "not in UTF-8.* at byte 4.*: save it as UTF-8"),
+        (b'a,b\n1,2\n"3,4\n5,6\n7,8\n', "unexpected end of data. Close each quote"),
+        (b'a,b\n1,"2"3\n', "Close each quote"),
     ],
 )
 def test_files_that_are_no_table_are_refused(tmp_path: Path, text: bytes, words: str) -> None:

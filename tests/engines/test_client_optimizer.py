@@ -86,6 +86,17 @@ def test_plain_sgd_moves_every_coordinate_of_a_half_precision_model(capture: boo
         torch.testing.assert_close(module.export().state_dict()[name], value, rtol=0.01, atol=0.001)
 
 
+@pytest.mark.parametrize("options", [{"weight_decay": float("nan")}, {"lr": 1e300}])
+@pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
+def test_numbers_that_no_step_can_be_taken_with_are_refused_by_name(
+    whose: str, options: dict[str, float]
+) -> None:
+    made = {whose: lambda p: torch.optim.SGD(p, **{"lr": 0.1, **options})}
+    (name,) = options
+    with pytest.raises(UserError, match=f"{whose}: SGD has {name}="):
+        trainer(1).fit(federated(**made), blobs())
+
+
 @pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
 def test_an_optimizer_that_goes_up_is_refused(whose: str) -> None:
     """Methods would push it the other way, and the server away from its clients."""
