@@ -281,13 +281,10 @@ class FederatedLoop:
         return kept
 
     def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
-        """The clients that finished: all but those that dropped, or whose update is not finite."""
+        """The clients that finished: all but those that dropped, or brought what is not finite."""
         if diverged and self.settings.on_nonfinite == "stop":
-            raise Diverged(
-                diverged_text(
-                    round.t, f"the update of client {diverged[0]} or a model that it keeps"
-                )
-            )
+            what = f"the update of client {diverged[0]} or a model that it keeps"
+            raise Diverged(diverged_text(round.t, what))
         if diverged:
             self.note(
                 f"round {round.t}: clients {diverged} were left out, their updates are not finite"

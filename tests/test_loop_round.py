@@ -41,7 +41,7 @@ def sized(clients: int = 5) -> Any:
 
 def test_who_diverges_is_named_or_left_out_of_the_round() -> None:
     module = federated(Diverging(), participation="all")
-    with pytest.raises(Diverged, match="the update of client 3 .*in round 1"):
+    with pytest.raises(Diverged, match=r"the update of client 3 .*in round 1"):
         trainer(2).fit(module, sized())
     skipping, finished = (
         federated(Diverging(), participation="all", on_nonfinite="skip"),

@@ -104,7 +104,7 @@ def test_fedrep_says_what_momentum_sees() -> None:
 def test_a_personal_model_that_diverges_stops_the_run_as_the_global_one_does() -> None:
     def training(**settings: Any) -> Any:
         module = federated(participation="all", local_epochs=2, **settings)
-        trainer(20, [c.ProximalPersonalModel(200.0)]).fit(module, blobs(clients=3))
+        trainer(20, [c.ProximalPersonalModel(1e9)]).fit(module, blobs(clients=3))
         return module
 
     with pytest.raises(Diverged, match="client 0 or a model that it keeps"):
