@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from fl_lightning.cli.compose import class_name
 from fl_lightning.report.intervals import mean_sd
@@ -31,10 +33,22 @@ class Traffic:
 
 
 def methods(run: ReportedRun) -> set[str] | None:
-    """Class names of the method callbacks in config.yaml; None where there is none to read."""
+    """Class names of the method callbacks in config.yaml, where all are this package's own.
+
+    None where there is no config.yaml to read, or a method is somebody else's.
+    """
     if not run.config:
         return None
-    return {class_name(item) for item in run.config.get("method") or []}
+    items = run.config.get("method") or []
+    # A method of the user's own may send anything, whatever it is called or stands beside.
+    if not all(map(_packaged, items)):
+        return None
+    return {class_name(item) for item in items}
+
+
+def _packaged(item: Any) -> bool:
+    path = item.get("class_path") if isinstance(item, dict) else item
+    return str(path).startswith("fl_lightning.")
 
 
 def traffic(arm: Arm) -> Traffic:
@@ -54,11 +68,26 @@ def traffic(arm: Arm) -> Traffic:
 
 
 def papers_ratio(one: Traffic, other: Traffic) -> float | None:
-    """How many times as much ``one`` sends a round as ``other``, by the papers' convention."""
+    """How many times as much ``one`` sends a round as ``other``, by the papers' convention.
+
+    None where either is not known.
+    """
+    if one.papers is None or other.papers is None:
+        return None
     # A method that sends parts has no whole number of vectors.
     if one.partial or other.partial:
         return over(one.one_way, other.one_way)
     return over(one.papers, other.papers)
+
+
+def uncounted(arms: Iterable[Traffic]) -> str:
+    """A sentence for a note, where the papers' count of one of ``arms`` is not known; else ""."""
+    if all(arm.papers is not None for arm in arms):
+        return ""
+    return (
+        " What papers would count is not known of a method that is not this package's, nor of a "
+        "run without config.yaml."
+    )
 
 
 def over(ours: float | None, theirs: float | None) -> float | None:

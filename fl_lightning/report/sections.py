@@ -11,7 +11,7 @@ from fl_lightning.metrics import is_accuracy
 from fl_lightning.report.budgets import CPU, BudgetView, views
 from fl_lightning.report.chosen import choices, short
 from fl_lightning.report.claims import Claim
-from fl_lightning.report.communication import over, papers_ratio, traffic
+from fl_lightning.report.communication import over, papers_ratio, traffic, uncounted
 from fl_lightning.report.fairness import MEASURES, OF_METRIC, column_of
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.published import setting
@@ -336,13 +336,14 @@ def targets(summary: Summary) -> list[Table]:
     if summary.timed:
         costs["seconds"] = seconds
     firsts = first_arms(summary)
+    counts = {name: traffic(arm) for name, arm in summary.arms.items()}
     sign = "≥" if summary.greater else "≤"
     note = (
         f"First round in which the smoothed curve is {sign} {{}}; means over the seeds "
         "that reached it, which flatters an arm that some seeds never took there. Bytes are "
         "counted from messages, both directions. The papers count one vector a client and "
         "round, two for SCAFFOLD, FedCM, MoFedSAM, FedGamma and FedSMOO; FedALS counts "
-        "parameters sent one way."
+        f"parameters sent one way.{uncounted(counts.values())}"
     )
     if summary.timed:
         note += " Time is the clock's, beside whatever else the machine did."
@@ -359,7 +360,7 @@ def targets(summary: Summary) -> list[Table]:
                 row.append(cell(wording, None if None in values or not values else fmean(values)))
             row.append(Cell(f"{len(hits)} of {len(reached)}", len(hits)))
             sent = _ratio(arm.mean_until(target, "bytes"), first.mean_until(target, "bytes"))
-            a_round = papers_ratio(traffic(arm), traffic(first))
+            a_round = papers_ratio(counts[arm.name], counts[first.name])
             rounds = arm.mean_until(target, "rounds")
             counted = None if a_round is None or rounds is None else a_round * rounds
             as_papers_count = _ratio(counted, first.mean_until(target, "rounds"))
@@ -449,6 +450,7 @@ def communication(summary: Summary) -> Table:
     note = (
         "Sent: counted from the messages of every round, both directions, buffers apart. The "
         "papers count FedCM and MoFedSAM twice, but only what goes down doubles: 1.5 times FedAvg."
+        f"{uncounted(counted.values())}"
     )
     sending = any(each.bytes for each in counted.values())
     title = "Communication a round"

@@ -160,6 +160,28 @@ def test_both_conventions_of_communication(sweep: Path) -> None:
     assert [cell.text for cell in until.rows[1]][4:] == ["2 of 3", "2.00 ×", "2.00 ×"]
 
 
+@pytest.mark.parametrize("beside", ["", "PartialAveraging", "ControlVariates"])
+def test_what_papers_would_count_of_a_method_of_ones_own_is_not_known(
+    tmp_path: Path, beside: str
+) -> None:
+    """Not even where it has the name of one of ours."""
+    ours = "fl_lightning.callbacks.x"
+    own = ["mine.DynamicRegularization", *([f"{ours}.{beside}"] if beside else [])]
+    for arm, paths in (("a", [f"{ours}.ControlVariates"]), ("own", own)):
+        folder = make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, columns(0.7, vectors=2))
+        config = {"method": [{"class_path": path} for path in paths]}
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    report(tmp_path / "out", tmp_path / "s", "--targets", "0.6")
+    for kind in ("md", "tex", "html"):
+        text = html.unescape((tmp_path / f"out/report.{kind}").read_text())
+        text = text.replace("*", "").replace(r"$\times$", "×").replace(r"\textendash{}", "–")
+        text = re.sub(r"</t[dh]><t[dh][^>]*>| & ", " | ", text)
+        assert "a | 1.6 kB | 1.00 × | 2 | 1.00 ×" in text, kind
+        assert "own | 1.6 kB | 1.00 × | – | –" in text, kind
+        assert "| 1 of 1 | 1.00 × | –" in text and "| 1 of 1 | 1.00 × | 1.00 ×" in text, kind
+        assert text.count("not known of a method that is not this package's") == 2, kind
+
+
 def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_path: Path) -> None:
     report(tmp_path / "out", sweep)
     text = (tmp_path / "out/report.md").read_text()
