@@ -29,6 +29,7 @@ from fl_lightning.report.fairness import column_of, over_rounds
 from fl_lightning.report.runs import Column, ReportedRun
 from fl_lightning.report.scores import FORMS, SCORE_TITLES, forms, over_time
 from fl_lightning.report.sections import MAIN, SIGNS, difference_unit, shown_first, unit_of
+from fl_lightning.report.settings import sides
 from fl_lightning.report.summary import Arm, Summary
 from fl_lightning.report.tables import Unit
 from fl_lightning.report.verdicts import Comparison
@@ -153,6 +154,7 @@ def heat_map(summary: Summary) -> list[Drawing]:
     if grid := two_axes(list(names)):
         for place, key in grid.items():
             scores[place] = summary.arms[names[key]].mean_sd(MAIN)[0]
+        swept = sides({place: summary.arms[names[key]].runs[0] for place, key in grid.items()})
     else:
         title = "Arms by seeds"
         caption = f"{metric}, {SCORE_TITLES[MAIN]}. "
@@ -160,6 +162,7 @@ def heat_map(summary: Summary) -> list[Drawing]:
         for seed in sorted({run.seed for run in summary.found.runs}):
             for name, arm in summary.arms.items():
                 scores[name, f"seed {seed}"] = arm.scores[MAIN].get(seed)
+        swept = sides({(key, ""): summary.arms[name].runs[0] for key, name in names.items()})
     rows = list(dict.fromkeys(row for row, _ in scores))
     columns = list(dict.fromkeys(column for _, column in scores))
     values = np.full((len(rows), len(columns)), np.nan)
@@ -175,6 +178,8 @@ def heat_map(summary: Summary) -> list[Drawing]:
     axes.set_xticks(np.arange(len(columns)) + 0.5, columns)
     axes.set_yticks(np.arange(len(rows)) + 0.5, rows)
     axes.set_ylim(len(rows), 0)
+    axes.set_ylabel(swept[0])
+    axes.set_xlabel(swept[1])
     axes.spines[:].set_visible(False)
     plain(axes, "")
     axes.tick_params(length=0)

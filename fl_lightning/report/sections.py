@@ -24,6 +24,7 @@ from fl_lightning.report.scores import (
     over_time,
     window,
 )
+from fl_lightning.report.settings import by_settings
 from fl_lightning.report.summary import Summary, first_arms, kin
 from fl_lightning.report.tables import (
     NONE,
@@ -262,7 +263,7 @@ def pairs(summary: Summary) -> Table:
 def pivot(summary: Summary) -> Table:
     """Methods by settings, where there are several of either."""
     shown = unit_of(summary)
-    title = f"Methods by settings: {metric_title(summary)}, {SCORE_TITLES[MAIN]}"
+    title = f"{by_settings(summary.found)}: {metric_title(summary)}, {SCORE_TITLES[MAIN]}"
     methods: dict[str, str] = {}
     if len(summary.settings) > 1:
         for arms in summary.settings.values():
@@ -274,7 +275,11 @@ def pivot(summary: Summary) -> Table:
             arm = summary.arms.get(arms.get(method, ""))
             row.append(shown.cell(*arm.mean_sd(MAIN)) if arm else Cell(NONE))
         rows.append(row)
-    note = "Mean ± sample deviation over seeds. Arms are compared within a setting, with its first."
+    note = "Mean ± sample deviation over seeds."
+    if summary.verdicts:
+        note += " Only what the claims say is tested."
+    elif summary.pairs:
+        note += " Arms are compared within a setting, with its first."
     table = Table("pivot", title, ["method", *summary.settings], rows, note)
     return table.with_best(range(1, len(table.columns)), lambda: summary.greater)
 

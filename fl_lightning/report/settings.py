@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+
+from fl_lightning.report.chosen import short
 from fl_lightning.report.runs import Found, ReportedRun
 
 # The one setting, where nothing but the method differs.
@@ -15,13 +18,8 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     alone was swept, what changes the data is the setting, and the other axes take the method's
     place.
     """
-    # Sweeps whose arms had to be kept apart are groups of their own, all others are one.
-    groups: dict[str, dict[str, ReportedRun]] = {}
-    for run in found.runs:
-        groups.setdefault(run.group, {}).setdefault(run.arm, run)
     placed = []
-    for group, arms in groups.items():
-        runs = list(arms.values())
+    for group, runs in _groups(found).items():
         placed += [(group, *_place(run, _axes(runs))) for run in runs]
     of_setting: dict[str, set[str]] = {}
     # Two sweeps may have settings of one name.
@@ -38,17 +36,75 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     return made
 
 
-def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
-    """The axes with several values: those that make a setting, those that make a method."""
+def by_settings(found: Found) -> str:
+    """What stands above methods by settings: it names the axes of both.
+
+    Sweeps that are reported together may have different ones.
+    """
+    of_settings: dict[str, None] = {}
+    of_methods: dict[str, None] = {}
+    for runs in _groups(found).values():
+        for_settings, for_methods = _axes(runs)
+        for run in runs:
+            of_settings[_worded([key for key in for_settings if key in run.axes])] = None
+            of_methods[_worded([key for key in for_methods if key in run.axes])] = None
+    return f"Methods{_listed(of_methods)} by settings{_listed(of_settings)}"
+
+
+def sides(places: Mapping[tuple[str, str], ReportedRun]) -> tuple[str, str]:
+    """The axes of the rows and of the columns of a grid, in words; "" where they are not known.
+
+    ``places``: the texts of row and column → a run that stands there. A column's text may be "".
+    """
+    keys = _varying(places.values())
+    # Of sweeps with different axes no words hold for all rows.
+    if not all(run.axes.keys() >= set(keys) for run in places.values()):
+        return "", ""
+    for cut in range(1, len(keys) + 1):
+        known = all(
+            row.removeprefix(f"{run.group}/") == _values(run, keys[:cut])
+            and column == _values(run, keys[cut:])
+            for (row, column), run in places.items()
+        )
+        if known:
+            return _worded(keys[:cut]), _worded(keys[cut:])
+    return "", ""
+
+
+def _listed(names: Iterable[str]) -> str:
+    text = " or ".join(filter(None, names))
+    return f" ({text})" if text else ""
+
+
+def _worded(keys: Sequence[str]) -> str:
+    # That methods are methods needs no word.
+    return " × ".join(map(short, keys)) if list(keys) != ["method"] else ""
+
+
+def _groups(found: Found) -> dict[str, list[ReportedRun]]:
+    """A run of each arm; sweeps whose arms were kept apart are groups, all others are one."""
+    groups: dict[str, dict[str, ReportedRun]] = {}
+    for run in found.runs:
+        groups.setdefault(run.group, {}).setdefault(run.arm, run)
+    return {group: list(arms.values()) for group, arms in groups.items()}
+
+
+def _varying(runs: Iterable[ReportedRun]) -> list[str]:
+    """The axes with several values over ``runs``, in the order of the grid."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for key, value in run.axes.items():
             values.setdefault(key, set()).add(value)
-    varying = [key for key, swept in values.items() if len(swept) > 1 and key != "method"]
-    if len(values.get("method", ())) > 1:
-        return varying, ["method"]
-    of_data = [key for key in varying if key.split(".")[0] == "data"]
-    return of_data, [key for key in varying if key not in of_data]
+    return [key for key, swept in values.items() if len(swept) > 1]
+
+
+def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
+    """The axes with several values: those that make a setting, those that make a method."""
+    keys = _varying(runs)
+    if "method" in keys:
+        return [key for key in keys if key != "method"], ["method"]
+    of_data = [key for key in keys if key.split(".")[0] == "data"]
+    return of_data, [key for key in keys if key not in of_data]
 
 
 def _place(run: ReportedRun, axes: tuple[list[str], list[str]]) -> tuple[str, str, str]:

@@ -7,6 +7,7 @@ import csv
 import html
 import re
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -324,6 +325,38 @@ def test_a_grid_of_two_axes_is_drawn_as_one(tmp_path: Path) -> None:
     assert (
         all(f">{name}<" in drawn for name in ("iid", "skew", "0", "0.1")) and "seed 0" not in drawn
     )
+
+
+@pytest.mark.parametrize(
+    "grid, rows, columns",
+    [
+        ({"method": "ab", "data.partition.alpha": ["0.1", "1.0"]}, "", "partition alpha"),
+        ({"method.beta": ["0", "0.1"], "data.n_k": ["1", "2"]}, "method beta", "data n_k"),
+        # An axis of one value does not stand in an arm's name.
+        ({"method": "a", "data.partition.alpha": ["0.1", "1.0"]}, "partition alpha", ""),
+        ({"method": "ab", "seeds": ["0"]}, "", ""),
+        ({"x": "ab", "y": "cd", "z": "ef"}, "x × y", "z"),
+    ],
+)
+def test_a_heat_map_names_the_axes_of_the_grid(
+    tmp_path: Path, grid: dict[str, Any], rows: str, columns: str
+) -> None:
+    several = [axis for axis, values in grid.items() if len(values) > 1]
+    for values in product(*grid.values()):
+        axes = dict(zip(grid, values, strict=True))
+        make_arm(tmp_path / "s", "_".join(axes[axis] for axis in several), LEVELS, axes=axes)
+    (drawing,) = charts.heat_map(summarise(find([tmp_path / "s"])))
+    (drawn,) = drawing.figure.axes
+    assert (drawn.get_ylabel(), drawn.get_xlabel()) == (rows, columns)
+
+
+def test_a_heat_map_over_sweeps_of_other_axes_names_none(tmp_path: Path) -> None:
+    for arm, axes in (("a", {"method": "a"}), ("b", {"method": "b"}), ("1", {"data.n": "1"})):
+        make_arm(tmp_path / "s", arm, LEVELS, axes=axes)
+    make_arm(tmp_path / "s", "2", LEVELS, axes={"data.n": "2"})
+    (drawing,) = charts.heat_map(summarise(find([tmp_path / "s"])))
+    (drawn,) = drawing.figure.axes
+    assert (drawn.get_ylabel(), drawn.get_xlabel()) == ("", "")
 
 
 def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -> None:

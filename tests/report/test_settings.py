@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,74 @@ def test_arms_are_compared_within_a_setting(tmp_path: Path) -> None:
     assert (
         (tmp_path / "out/pivot.csv").read_text().startswith("method,Dirichlet-0.1,Dirichlet-0.6\n")
     )
+
+
+def alphas(folder: Path, **more: list[str]) -> Path:
+    """Arms over ``data.partition.alpha`` and ``more`` axes, two seeds each."""
+    swept = {**more, "data.partition.alpha": ["0.1", "1.0"]}
+    several = [axis for axis, values in swept.items() if len(values) > 1]
+    for values in product(*swept.values()):
+        axes = dict(zip(swept, values, strict=True))
+        arm = "_".join(axes[axis] for axis in several)
+        make_arm(folder, arm, {0: 0.5, 1: 0.6}, partition=values[-1], axes=axes)
+    (folder / "sweep.yaml").write_text("configs: [base]\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    "more, title",
+    [
+        ({"method": ["fedavg", "own"]}, "Methods by settings (partition alpha)"),
+        ({"method": ["fedavg"]}, "Methods by settings (partition alpha)"),
+        (
+            {"method": ["fedavg"], "method.init_args.beta": ["0", "0.1"]},
+            "Methods (method beta) by settings (partition alpha)",
+        ),
+        (
+            {"method": ["fedavg", "own"], "data.num_clients": ["5", "9"]},
+            "Methods by settings (data num_clients × partition alpha)",
+        ),
+    ],
+)
+def test_a_table_by_settings_says_what_they_are(
+    tmp_path: Path, more: dict[str, list[str]], title: str
+) -> None:
+    report(tmp_path / "out", alphas(tmp_path / "s", **more))
+    for kind in ("md", "tex", "html"):
+        text = (tmp_path / f"out/report.{kind}").read_text().replace(r"\_", "_")
+        assert f"{title}: val/acc" in text.replace(r"$\times$", "×"), kind
+
+
+def test_axes_of_sweeps_that_are_reported_together_are_all_named(tmp_path: Path) -> None:
+    alphas(tmp_path / "one", method=["fedavg", "own"])
+    for skew in ("iid", "group"):
+        for method in ("fedavg", "own"):
+            axes = {"method": method, "data.partition": skew}
+            make_arm(tmp_path / "two", f"{method}_{skew}", {0: 0.5}, axes=axes)
+    (tmp_path / "two/sweep.yaml").write_text("configs: [base]\n")
+    report(tmp_path / "out", tmp_path / "one", tmp_path / "two")
+    text = (tmp_path / "out/report.md").read_text()
+    assert "## Methods by settings (partition alpha or data partition): val/acc" in text
+
+
+def test_a_table_by_settings_says_what_was_compared(tmp_path: Path) -> None:
+    within = "Arms are compared within a setting, with its first."
+    claimed = "Only what the claims say is tested."
+    folder = alphas(tmp_path / "s", method=["fedavg", "own"])
+    claim = {"id": "A", "a": "own_0.1", "b": "fedavg_0.1", "metric": "val/acc", "margin": 0}
+    claims = written(tmp_path / "c.yaml", {**claim, "direction": "greater"})
+    # Of one method there is nothing in a setting to compare with.
+    alone = alphas(tmp_path / "alone", method=["fedavg"])
+    cases = (
+        ([folder], 2, within),
+        ([folder, "--claims", claims], 1, claimed),
+        ([alone], 0, ""),
+    )
+    for words, compared, said in cases:
+        found = report(tmp_path / "out", *words)
+        assert len(found["pairs"]) == compared
+        text = (tmp_path / "out/report.md").read_text()
+        assert [note for note in (within, claimed) if note in text] == [said] * bool(said)
 
 
 def test_without_other_axes_there_is_one_setting(tmp_path: Path) -> None:
