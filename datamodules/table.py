@@ -92,6 +92,8 @@ class FromTable(FederatedDataModule):
                 "data.regression=True says that it is a number: give one of the two."
             )
         refuse_answers(features or (), {"target": target, "client": client})
+        refuse_twice("data.features", features or ())
+        refuse_twice("data.classes", classes or ())
         # The column alone says how many there are; a config such as `base` may give a number.
         if client is not None:
             partition = ByGroup()
@@ -131,6 +133,8 @@ class FromTable(FederatedDataModule):
             require(path, names, {**others, "features": map(str, features or ())})
             if features is None:
                 features = all_but(path, names, [name for [name] in others.values()])
+            if not features:
+                raise nothing_to_learn_from(f"The table {str(path)!r}", names)
         return None if features is None else (len(features),)
 
     @property
@@ -154,9 +158,7 @@ class FromTable(FederatedDataModule):
         }
         require(self.path, table.columns, given)
         if not features:
-            raise UserError(
-                f"{table.where} has no columns besides {', '.join(others)}: x is empty."
-            )
+            raise nothing_to_learn_from(table.where, others)
         x = table.numbers(features)
         classes: dict[str, int] | None
         if self.regression:
@@ -314,6 +316,19 @@ def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[s
             )
         features.append(name)
     return features
+
+
+def refuse_twice(option: str, names: Sequence[str]) -> None:
+    """Refuse a list that names something twice."""
+    twice = [name for name in names if list(names).count(name) > 1]
+    if twice:
+        raise UserError(f"{option} names {twice[0]!r} twice: name each once.")
+
+
+def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
+    """What is said of a table all of whose columns are answers or clients."""
+    besides = f"no columns besides {', '.join(map(repr, columns))}" if columns else "no columns"
+    return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
 
 
 def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:

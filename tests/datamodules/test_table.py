@@ -243,6 +243,26 @@ def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(
         other.setup()
 
 
+def test_a_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.csv", ROWS)
+    with pytest.raises(UserError, match=r"data\.features names 'age' twice"):
+        FromTable(path, "outcome", features=["age", "pulse", "age"], num_clients=1)
+    with pytest.raises(UserError, match=r"data\.classes names 'ill' twice"):
+        FromTable(path, "outcome", classes=["ill", "well", "ill"], num_clients=1)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("outcome,hospital\nill,a\n", "x is empty"), ("", "'outcome'")]
+)
+def test_a_table_without_a_column_to_learn_from_is_told(
+    tmp_path: Path, text: str, words: str
+) -> None:
+    """Before a network is built for no inputs."""
+    (tmp_path / "t.csv").write_text(text)
+    with pytest.raises(UserError, match=words):
+        FromTable.shape_of_samples(path=tmp_path / "t.csv", target="outcome", client="hospital")
+
+
 def of_rows(data: FromTable, client: int) -> set[int]:
     """The tens of x of a client's samples."""
     samples: Any = data.train_set
