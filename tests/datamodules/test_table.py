@@ -252,7 +252,8 @@ def test_a_name_that_stands_twice_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("outcome,hospital\nill,a\n", "x is empty"), ("", "'outcome'")]
+    ("text", "words"),
+    [("outcome,hospital\nill,a\n", "x is empty"), ("", "has no columns, so x is empty")],
 )
 def test_a_table_without_a_column_to_learn_from_is_told(
     tmp_path: Path, text: str, words: str
