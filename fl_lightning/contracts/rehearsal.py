@@ -98,9 +98,11 @@ class Stage:
             self.gradient,
             self.evaluate,
         )
+        # Of three classes, as many as a client's size; client 0 has none of the last.
+        group.label_counts = lambda client: [1, 1, client]
         # A column is made when it is first asked for.
         clients = Clients(group)
-        _ = clients.ids, clients.steps, clients.sizes, clients.weights
+        _ = clients.ids, clients.steps, clients.sizes, clients.weights, clients.label_counts
         return group
 
     def rehearse(self, group: ClientGroup, call: Call) -> Iterator[tuple[str, Outcome]]:

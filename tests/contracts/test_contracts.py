@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning import Exponential, FederatedCallback, ServerState, Steps
+from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps
 from fl_lightning import callbacks as c
 from fl_lightning.contracts import runs
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
@@ -158,6 +158,17 @@ def test_an_error_that_fails_every_run_is_told_once() -> None:
     failed = [check.name for check in report.checks if check.verdict == "fails"]
     assert str(report).count("has no attribute 'nothing'") == 1 and len(failed) > 10
     assert str(report).count(f"(as {failed[0]!r})") == len(failed) - 1
+
+
+def test_a_method_that_reads_label_counts_in_hooks_is_rehearsed() -> None:
+    class Counts(FederatedCallback):
+        needs_classes = True
+        kept = ClientState(shape=(3,), synchronised=False)
+
+        def on_local_end(self, clients: Any) -> None:
+            self.kept[clients] = clients.label_counts / clients.sizes
+
+    assert str(check_method(Counts)).startswith("Counts: all contracts hold")
 
 
 HOOKS = [
