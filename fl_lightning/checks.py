@@ -74,8 +74,9 @@ def check_learner(learner: Any) -> None:
     if not learner.automatic_optimization:
         raise UserError(
             f"learner: {name} uses manual optimization (automatic_optimization=False), whose "
-            "steps cannot be run per client. Let training_step return the loss and remove that "
-            "line."
+            "steps cannot be run per client: a federated run steps one optimizer itself. Let "
+            "training_step return one loss and configure_optimizers give one optimizer, and "
+            "remove that line."
         )
     for hook, why in REFUSED_HOOKS.items():
         if overrides(learner, hook):

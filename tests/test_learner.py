@@ -49,7 +49,7 @@ class Mixed(Lit):
         (TwoOptimizers, ["TwoOptimizers", "2 optimizers", "client_optimizer"]),
         (OwnStep, ["OwnStep", "optimizer_step", "FederatedCallback"]),
         (OldLayers, ["configure_sharded_model", "configure_model"]),
-        (Manual, ["manual optimization", "training_step"]),
+        (Manual, ["manual optimization", "training_step", "one optimizer"]),
         (Lazy, ["lazy", "net.0.weight"]),
         (Mixed, ["several dtypes", "torch.float64"]),
     ],
