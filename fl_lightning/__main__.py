@@ -87,13 +87,27 @@ def _configs(names: Sequence[str]) -> str:
     return available[name].read_text("utf-8").rstrip("\n")
 
 
-def _show(text: str) -> None:
+def _show(text: str, end: str = "\n") -> None:
     """Print a text of many lines; who reads it may stop early, as ``| head`` does."""
     try:
-        print(text, flush=True)
+        print(text, end=end, flush=True)
     except BrokenPipeError:
-        # The interpreter flushes once more at its end, and is not to complain then.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fall_silent()
+
+
+def _fall_silent() -> None:
+    """Send nowhere what is still to be printed, as nobody reads it."""
+    # The interpreter flushes once more at its end, and is not to complain then.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _has_reader() -> bool:
+    """Whether what is printed is still read; if so, an empty line was printed."""
+    try:
+        print(flush=True)
+    except BrokenPipeError:
+        return False
+    return True
 
 
 def _run(command: str, rest: list[str], debug: bool) -> int:
@@ -141,8 +155,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and give its exit status.
 
     0 done · 1 an error in the user's own code, said in one paragraph with its line · 2 something to
-    mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round. Any
-    other exception is raised unchanged (status 1), and with --debug all are.
+    mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round, 141
+    where nobody reads what is printed. Any other exception is raised unchanged (status 1), and with
+    --debug all are.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in arguments or debugging()
@@ -151,7 +166,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             _show(usage())
             return 0
-        return _run(arguments[0], arguments[1:], debug)
+        status = _run(arguments[0], arguments[1:], debug)
+        # Here and not at the interpreter's end, where a reader that left cannot be told.
+        print(end="", flush=True)
+        return status
+    except SystemExit:
+        # A parser has printed its help.
+        _show("", end="")
+        raise
+    except BrokenPipeError:
+        # Pipes between processes break too.
+        if _has_reader():
+            raise
+        _fall_silent()
+        return 128 + 13
     except UserError as error:
         if debug:
             raise

@@ -104,11 +104,22 @@ def test_a_class_that_is_none(capsys: pytest.CaptureFixture[str]) -> None:
         assert f"--method.help {path}: " in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("argv", [["configs"], ["fit", "--help"], ["--help"]])
-def test_whoever_reads_it_may_stop_early(argv: list[str]) -> None:
+@pytest.mark.parametrize(
+    ("argv", "status"),
+    [
+        (["configs"], 0),
+        (["fit", "--help"], 0),
+        (["--help"], 0),
+        (["sweep", "demo", "--dry_run"], 141),
+        (["sweep", "--help"], 0),
+    ],
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_whoever_reads_it_may_stop_early(argv: list[str], status: int, unbuffered: str) -> None:
     reader, writer = os.pipe()
     os.close(reader)
     command = [sys.executable, "-m", "fl_lightning", *argv]
-    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    run = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(writer)
-    assert (run.returncode, run.stderr) == (0, "")
+    assert (run.returncode, run.stderr) == (status, "")
