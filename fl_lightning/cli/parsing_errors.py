@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 from jsonargparse import ArgumentParser
 
-from fl_lightning.cli.compose import class_name
+from fl_lightning.cli.compose import class_name, plain_yaml
 from fl_lightning.errors import UserError, suggest
 
 _INTERNAL = (
@@ -84,11 +84,33 @@ def _class_at(path: str, config: dict[str, Any], options: list[str]) -> str:
             arguments = node.get("init_args", node)
             node = arguments.get(key) if isinstance(arguments, dict) else None
     name = node.get("class_path") if isinstance(node, dict) else node
+    for key, value in _given(options):
+        if key == path:
+            name = value
+    return class_name(str(name))
+
+
+def _given(options: list[str]) -> Iterator[tuple[str, str]]:
+    """(path of keys, value) of what the command line sets."""
     for option, following in zip(options, [*options[1:], ""], strict=False):
         flag, equals, value = option.partition("=")
-        if flag == f"--{path}":
-            name = value if equals else following
-    return class_name(str(name))
+        if flag.startswith("--"):
+            yield flag.removeprefix("--").removesuffix("+"), value if equals else following
+
+
+def _beside_class_path(node: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
+    """(path, class, keys) wherever in ``node``, which is at ``path``, keys stand by a class_path."""
+    if isinstance(node, list):
+        for item in node:
+            yield from _beside_class_path(item, path)
+    if not isinstance(node, dict):
+        return
+    if "class_path" in node:
+        names = [key for key in node if key not in ("class_path", "init_args", "dict_kwargs")]
+        if names:
+            yield path, class_name(node), names
+    for key, value in node.items():
+        yield from _beside_class_path(value, path if key == "init_args" else f"{path}.{key}")
 
 
 _KEY = r'Parser key "([^"]+)"\s*:?\s*(.*)'
@@ -166,6 +188,7 @@ class Refusal:
             r"the following arguments are required: (.*)": self._not_given,
         }
         of_values: dict[str, Callable[..., str]] = {
+            r"Not a valid subclass of|Option 'class_path' is not": self._not_in_init_args,
             r"Option '([^']+)' is not accepted": self._no_argument,
             r"the following arguments are required: (.*)": self._argument_missing,
             r"Expected a dot import path string: (.*)": self._no_class,
@@ -208,6 +231,25 @@ class Refusal:
         )
 
     # --------------------------------------------------------------------- of their values
+
+    def _not_in_init_args(self) -> str:
+        """Tell of keys that stand beside a class_path, at the option or below it."""
+        nodes = list(self.config.items())
+        nodes += [(k, plain_yaml(v, f"--{k}")) for k, v in _given(self.options) if v[:1] in "[{"]
+        for key, node in nodes:
+            for path, cls, names in _beside_class_path(node, key):
+                if not f"{path}.".startswith(f"{self.option}."):
+                    continue
+                where = path.removeprefix(self.option)
+                if hint := suggest(names[0], ["init_args"]):
+                    return f"{where}: {names[0]!r} stands beside class_path.{hint}"
+                shown = ", ".join(f"{name}: …" for name in names)
+                return (
+                    f"{where}: {listed(names)} of {cls} stands beside class_path, where it is not "
+                    "read. Put it under init_args, indented further than that word: "
+                    f"init_args: {{{shown[:100]}}}."
+                )
+        return ""
 
     def _no_argument(self, name: str) -> str:
         cls = self.known.get(_class_at(self.option, self.config, self.options))

@@ -134,6 +134,11 @@ OPTIONS = {
         "",
         ["alpha is 0.0", "above 0"],
     ),
+    "alpha beside the class": (
+        "--data.partition={class_path: Dirichlet, alpha: 0.1}",
+        "",
+        ["data.partition: alpha of Dirichlet", "init_args: {alpha: …}"],
+    ),
     "no alpha": (
         "--data.partition",
         "Dirichlet",
@@ -206,6 +211,34 @@ def test_unknown_config_and_command(cli: Cli) -> None:
             ["method", "beta", "'abc'", "number"],
         ),
         ("method: [{class_path: collections.OrderedDict}]", ["OrderedDict", "FederatedCallback"]),
+        (
+            "method:\n- class_path: ProximalTerm\n  mu: 0.1",
+            ["method: mu of ProximalTerm", "init_args: {mu: …}"],
+        ),
+        (
+            "method:\n- class_path: ProximalTerm\n  init_args:\n  mu: 0.1",
+            ["method: mu of ProximalTerm", "init_args: {mu: …}"],
+        ),
+        (
+            "method: [{class_path: ProximalTerm, init_arg: {mu: 0.1}}]",
+            ["method: 'init_arg'", "Did you mean 'init_args'?"],
+        ),
+        (
+            "data: {class_path: Digits, num_clients: 5}",
+            ["data: num_clients of Digits", "init_args"],
+        ),
+        (
+            "data: {init_args: {partition: {class_path: Dirichlet, alpha: 0.1}}}",
+            ["data.partition: alpha of Dirichlet", "init_args"],
+        ),
+        (
+            "model: {learner: {class_path: ImageClassifier, num_classes: 10}}",
+            ["model.learner: num_classes of ImageClassifier", "init_args"],
+        ),
+        (
+            "trainer: {callbacks: [{class_path: EarlyStopping, monitor: val/acc}]}",
+            ["trainer.callbacks: monitor of EarlyStopping", "init_args"],
+        ),
     ],
 )
 def test_config(cli: Cli, text: str, words: list[str]) -> None:
