@@ -101,9 +101,13 @@ def method_class(item: Any) -> type[FederatedCallback]:
         cls = known.get(path)
     if not (isinstance(cls, type) and issubclass(cls, FederatedCallback)):
         problem = "is not a FederatedCallback" if cls is not None else "no such method"
-        if f"method/{path.lower()}" in packaged():
+        configs = [name[7:] for name in packaged() if name.startswith("method/")]
+        if path.lower() in configs:
             problem = f"no class of this name; it is a config: -c method/{path.lower()}"
-        raise UserError(f"method: {path!r}: {problem}.{suggest(path, known)} {accepted}")
+        hint = suggest(path, known)
+        if not hint:
+            hint = suggest(path.lower(), configs).replace("'", "-c method/", 1).replace("'", "")
+        raise UserError(f"method: {path!r}: {problem}.{hint} {accepted}")
     return cls
 
 

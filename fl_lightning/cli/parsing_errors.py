@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import re
 import traceback
@@ -114,7 +115,7 @@ def _beside_class_path(node: Any, path: str) -> Iterator[tuple[str, str, list[st
 
 
 _KEY = r'Parser key "([^"]+)"\s*:?\s*(.*)'
-_TELLING = r"Option '|Expected a dot import|Problem with|the following"
+_TELLING = r"Option '|unrecognized|Expected a dot import|Problem with|the following"
 
 
 class Refusal:
@@ -190,6 +191,7 @@ class Refusal:
         of_values: dict[str, Callable[..., str]] = {
             r"Not a valid subclass of|Option 'class_path' is not": self._not_in_init_args,
             r"Option '([^']+)' is not accepted": self._no_argument,
+            r"unrecognized arguments: --([\w.]+)": self._no_inner,
             r"the following arguments are required: (.*)": self._argument_missing,
             r"Expected a dot import path string: (.*)": self._no_class,
             r"Problem with given class_path '([^']+)':": self._unusable_class,
@@ -217,7 +219,46 @@ class Refusal:
             # The hint quotes a key; an option is quoted as it is typed.
             hint = suggest(flag.removeprefix("--"), self.keys)
             hint = hint.replace("'", "`--", 1).replace("'", "`")
+            hint = self._meant(flag.removeprefix("--")) or hint
         return f"{flag}: no such option.{hint} --help all lists every one."
+
+    def _meant(self, option: str) -> str:
+        """Suggest for the first part of an option that there is not, or say what further in has it.
+
+        It is empty where nothing is near.
+        """
+        parts = option.split(".")
+        for place, part in enumerate(parts):
+            above = "".join(f"{each}." for each in parts[:place])
+            names = self._names_below(above)
+            if part in names:
+                continue
+            rest = "".join(f".{each}" for each in parts[place + 1 :])
+            if close := difflib.get_close_matches(part, names, n=1):
+                return f" Did you mean `--{above}{close[0]}{rest}`?"
+            for name in names:
+                if owners := self._owners(f"{above}{name}", part):
+                    return f" Did you mean `--{above}{name}.{part}{rest}`, of {listed(owners)}?"
+            break
+        return ""
+
+    def _names_below(self, above: str) -> list[str]:
+        """The names that may follow the part ``above`` of an option, which ends in a dot."""
+        inside = [key.removeprefix(above) for key in self.keys if key.startswith(above)]
+        names = [name.split(".")[0] for name in inside if name != "help"]
+        cls = self.known.get(_class_at(above.removesuffix("."), self.config, self.options))
+        return list(dict.fromkeys([*names, *(parameters(cls) if cls is not None else [])]))
+
+    def _owners(self, path: str, argument: str) -> list[str]:
+        """Classes for ``path`` with this argument: the one that is chosen, else those of ours."""
+        base = self.bases.get(path.rpartition(".")[2])
+        chosen = self.known.get(_class_at(path, self.config, self.options))
+        names: list[str] = []
+        if chosen is not None:
+            names = [chosen.__name__]
+        elif base is not None:
+            names = [n for n in _choices(base) if self.known[n].__module__.startswith("fl_l")]
+        return [name for name in names if argument in parameters(self.known[name])]
 
     def _no_key(self, prefix: str, name: str) -> str:
         inside = [key for key in self.keys if key.startswith(f"{prefix}.")]
@@ -256,8 +297,14 @@ class Refusal:
         if cls is None:
             return f".{name}: no such option; give the class of {self.option} first."
         names = parameters(cls)
-        hint = suggest(name, names)
+        hint = suggest(name, names) or self._meant(f"{self.option}.{name}")
         return f".{name}: {cls.__name__} has no such argument.{hint} Accepted: {listed(names)}."
+
+    def _no_inner(self, typed: str) -> str:
+        """Of an option such as ``--data.partition.alpha``, of which ``data`` is right."""
+        hint = self._meant(f"{self.option}.{typed}")
+        names = listed(self._names_below(f"{self.option}."))
+        return f".{typed}: no such option.{hint} Accepted in {self.option}: {names}."
 
     def _argument_missing(self, names: str) -> str:
         owner = "its class"

@@ -69,6 +69,32 @@ OPTIONS = {
         ["data.partition", "'Dirichlet'", "Pathological"],
     ),
     "unknown method": ("--method", "FedInit", ["method", "'FedInit'", "-c method/fedinit"]),
+    "misspelt method": (
+        "--method",
+        "scafold",
+        ["method", "'scafold'", "Did you mean -c method/scaffold?"],
+    ),
+    "misspelt in the middle": (
+        "--data.partiton.alpha",
+        0.1,
+        ["data.partiton.alpha", "Did you mean `--data.partition.alpha`?", "batch_size"],
+    ),
+    "misspelt in the learner": (
+        "--model.learner.netwrk.sizes",
+        "[64]",
+        ["model.learner.netwrk.sizes", "Did you mean `--model.learner.network.sizes`?"],
+    ),
+    "misspelt near the front": (
+        "--model.lerner.lr",
+        0.1,
+        ["--model.lerner.lr", "Did you mean `--model.learner.lr`?"],
+    ),
+    "of a part that is not chosen": (
+        "--data.alpha",
+        0.3,
+        ["data.alpha", "`--data.partition.alpha`, of Dirichlet?", "batch_size"],
+    ),
+    "of the learner": ("--model.lr", 0.3, ["--model.lr", "`--model.learner.lr`, of"]),
     "unknown optimizer": (
         "--model.client_optimizer",
         "SDG",
