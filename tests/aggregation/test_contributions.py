@@ -42,7 +42,7 @@ def test_clients_that_diverge_stop_the_run_or_are_left_out(policy: str) -> None:
 
     module = federated(Diverges(), on_nonfinite=policy, participation="all")
     if policy == "stop":
-        with pytest.raises(RuntimeError, match=r"client \d+ in round 0"):
+        with pytest.raises(RuntimeError, match=r"client \d+ .*in round 0"):
             trainer(2).fit(module, blobs())
     else:
         trainer(2).fit(module, blobs())

@@ -124,10 +124,19 @@ def of_curve(score: Callable[[list[float]], float]) -> Callable[[Run, str], Numb
     return number
 
 
+def smoothed_best(run: Run, metric: str) -> Number:
+    """The best of the last 50 of the smoothed curve."""
+    values = run.curve(metric)
+    if not values:
+        return None
+    best = max if greater_is_better(metric, [run]) else min
+    return float(best(smooth(values)[-50:]))
+
+
 SCORES: dict[str, Callable[[Run, str], Number]] = {
     "tail": tail,
     "last10": of_curve(lambda values: np.mean(values[-10:])),
-    "smoothed": of_curve(lambda values: smooth(values)[-50:].max()),
+    "smoothed": smoothed_best,
     "last": of_curve(lambda values: values[-1]),
     "max": of_curve(max),
 }
