@@ -318,7 +318,7 @@ def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[s
     return features
 
 
-def refuse_twice(option: str, names: Sequence[str]) -> None:
+def refuse_twice(option: str, names: Sequence[str | int]) -> None:
     """Refuse a list that names something twice."""
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:

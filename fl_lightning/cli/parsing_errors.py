@@ -100,7 +100,7 @@ def _given(options: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def _beside_class_path(node: Any, path: str) -> Iterator[tuple[str, str, list[str]]]:
-    """(path, class, keys) wherever in ``node``, which is at ``path``, keys stand by a class_path."""
+    """(path, class, keys) wherever in ``node``, found at ``path``, keys stand by a class_path."""
     if isinstance(node, list):
         for item in node:
             yield from _beside_class_path(item, path)
