@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.storage.files import written_aside
 
 Row = dict[str, str]
 Column = np.ndarray[Any, np.dtype[np.float64]]
@@ -127,6 +128,12 @@ def read_record(folder: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def write_record(folder: Path, record: Mapping[str, Any]) -> None:
+    """Write the run.json of a run's folder, all or nothing."""
+    with written_aside(folder / "run.json") as file:
+        file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
 
 
 def comma_separated(rows: Iterable[Sequence[Any]]) -> str:

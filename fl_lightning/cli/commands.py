@@ -18,6 +18,7 @@ from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
+from fl_lightning.cli.run_record import end_killed
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
@@ -128,6 +129,11 @@ def _fit(cli: CommandCLI) -> None:
         done = progress.processed
         asked = f"--trainer.max_epochs above {done} goes on"
         print(f"{cli.folder}: {done} rounds are done already; {asked}")
+        if end_killed(Path(cli.folder), done):
+            print(
+                "It was killed after its last round, and is recorded as done now. README.md and "
+                "clients.csv, which the end of a run writes, come with another round."
+            )
         _show_results(cli)
 
 

@@ -21,9 +21,8 @@ from fl_lightning.description import version_of
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
 from fl_lightning.machine.processes import usable_cores
-from fl_lightning.metrics import read_modes, read_record
+from fl_lightning.metrics import read_modes, read_record, write_record
 from fl_lightning.record.shown import shown_metrics
-from fl_lightning.storage.files import written_aside
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
 
@@ -125,7 +124,7 @@ class RunRecord(pl.Callback):
         self.command = list(command)
         self.given = {"arm": arm, "claims_hash": claims_hash, "axes": dict(axes or {})}
         # It is known, and ours to write, once training starts.
-        self._path: Path | None = None
+        self._folder: Path | None = None
         self._kept: dict[str, Any] = {}
         self._modes: dict[str, str] = {}
         self._shown: list[str] = []
@@ -134,7 +133,7 @@ class RunRecord(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         folder = Path(trainer.default_root_dir)
-        self._path = folder / "run.json"
+        self._folder = folder
         earlier = read_record(folder)
         self._kept = {key: value or earlier.get(key) for key, value in self.given.items()}
         self._kept["axes"] = self._kept["axes"] or {}
@@ -156,7 +155,7 @@ class RunRecord(pl.Callback):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # It is written now, as a run that is killed has names too.
-        if self._path is not None and self._take_names(trainer):
+        if self._folder is not None and self._take_names(trainer):
             self._write("running", trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -196,7 +195,7 @@ class RunRecord(pl.Callback):
 
     def _write(self, status: str, trainer: pl.Trainer) -> None:
         module = trainer.lightning_module
-        if self._path is None or not trainer.is_global_zero:
+        if self._folder is None or not trainer.is_global_zero:
             return
         title = type(module).__name__
         describe: Callable[[], str] | None = getattr(module, "describe", None)
@@ -229,8 +228,26 @@ class RunRecord(pl.Callback):
                 "python": platform.python_version(),
             },
         }
-        with written_aside(self._path) as file:
-            file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+        write_record(self._folder, record)
+
+
+def end_killed(folder: Path, rounds: int) -> bool:
+    """Write that a run is done which was killed after its last round, before it could write that.
+
+    Args:
+        rounds: how many are done.
+
+    Returns:
+        whether it was such a run.
+    """
+    record = read_record(folder)
+    # One that an error ended has the time of it; a sweep calls a killed one failed, without.
+    killed = record.get("status") in ("running", "failed") and record.get("ended") is None
+    asked = record.get("rounds") or -1  # -1: without end
+    if not killed or not 0 < asked <= rounds:
+        return False
+    write_record(folder, record | {"status": "done", "ended": _now()})
+    return True
 
 
 def _now() -> str:

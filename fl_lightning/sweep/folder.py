@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import comma_separated, read_record, read_rows
+from fl_lightning.metrics import comma_separated, read_record, read_rows, write_record
 from fl_lightning.report import runs as reading
 from fl_lightning.storage.files import written_aside
 from fl_lightning.sweep.grid import PlannedArm, PlannedRun
@@ -149,9 +148,7 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
 def set_status(run: PlannedRun, status: str) -> None:
     """Mend run.json of a run whose process did not come to write it."""
     if content := read_record(run.folder):
-        content["status"] = status
-        with written_aside(run.folder / "run.json") as file:
-            file.write((json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode())
+        write_record(run.folder, content | {"status": status})
 
 
 def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import shutil
@@ -123,3 +124,32 @@ def test_a_finished_run_says_that_nothing_is_left(
     # And what it has reached, as its closing table did.
     assert re.search(r"^accuracy: last 0\.\d+", result.stdout, re.MULTILINE)
     assert snapshot(run) == before
+
+
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_killed_after_its_last_round_is_done(cli: Cli, run: Path, status: str) -> None:
+    record = json.loads((run / "run.json").read_text())
+    # As a kill just before the end leaves it; a sweep then writes "failed".
+    (run / "run.json").write_text(json.dumps(record | {"status": status, "ended": None}))
+    result = cli("fit", "x")
+    assert result.returncode == 0 and "recorded as done now" in result.stdout
+    now = json.loads((run / "run.json").read_text())
+    assert now.pop("ended") and now == {key: record[key] for key in now}
+    assert set(now) == set(record) - {"ended"}
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        {"status": "failed"},  # by an error, which has a time
+        {"status": "running", "ended": None, "rounds": 3},  # killed before its last round
+        {"status": "running", "ended": None, "rounds": -1},  # without end
+    ],
+)
+def test_what_lacks_rounds_or_failed_is_not_called_done(
+    cli: Cli, run: Path, there: dict[str, object]
+) -> None:
+    record = json.loads((run / "run.json").read_text()) | there
+    (run / "run.json").write_text(json.dumps(record))
+    assert cli("fit", "x", "--trainer.max_epochs", 2).returncode == 0
+    assert json.loads((run / "run.json").read_text()) == record

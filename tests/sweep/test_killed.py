@@ -127,12 +127,14 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
 
 
 @pytest.mark.slow
-def test_killed_after_its_last_round_is_done(cli: Cli, sweep_file: Path) -> None:
+@pytest.mark.parametrize("status", ["running", "failed"])
+def test_killed_after_its_last_round_is_done(cli: Cli, sweep_file: Path, status: str) -> None:
     one = ("sweep", sweep_file, "method=method/fedavg", "seed_everything=0")
     assert cli(*one).returncode == 0
     path = cli.folder / "runs/demo/fedavg/seed-0/run.json"
-    # as a kill just before the end leaves it
-    path.write_text(path.read_text().replace('"done"', '"running"'))
+    # As a kill just before the end leaves it, and as a sweep's own process then writes it.
+    record = json.loads(path.read_text()) | {"status": status, "ended": None}
+    path.write_text(json.dumps(record))
     assert cli(*one).returncode == 0
     assert json.loads(path.read_text())["status"] == "done" and set(
         states(cli.folder / "runs/demo").values()
