@@ -248,7 +248,13 @@ def keep(source: Path, target: Path) -> int:
             if (folder / name).is_file():
                 copy(folder / name, own / name)
         print(f"{own}: {kept} runs more")
-    size = sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
+    # What `page` makes of the runs stands beside them, and is no part of what is kept.
+    size = sum(
+        path.stat().st_size
+        for folder in sweeps(target)
+        for path in folder.rglob("*")
+        if path.is_file()
+    )
     print(f"{target}: {size / 2**20:.1f} MB, of 12 at most")
     return int(size > 12 * 2**20)
 

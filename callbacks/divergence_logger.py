@@ -86,8 +86,12 @@ class DivergenceLogger(FederatedCallback):
     def on_round_end(self, server: Server) -> None:
         step = server.evaluated.double() - server.given.double()
         mean = self.moved.mean()
-        participants = self.moved_squared.mean() - ordered_sum(2 * mean * step - step**2)
-        server.log("divergence/participants", participants.clamp(min=0))
+        squared = self.moved_squared.mean()
+        participants = squared - ordered_sum(2 * mean * step - step**2)
+        # A single participant's distance is the rounding of its terms alone.
+        if participants < 100 * torch.finfo(torch.float64).eps * squared:
+            participants = torch.zeros_like(participants)
+        server.log("divergence/participants", participants)
         server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
         if self._every_client(server.num_clients):
             away = server.evaluated.double() - server.initial_model.double()

@@ -82,12 +82,34 @@ class Identity:
         if held["partition"] and held["partition"] != self.partition:
             differing.append(f"data's partition: {held['partition']} then, {self.partition} now")
         if differing:
-            shown = "; ".join(differing[:4])
-            raise UserError(
-                f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
-                "two runs. Give the settings of the run's config.yaml, or "
-                "model.strict_resume=false to go on all the same."
+            raise other_settings(differing)
+
+
+def other_settings(differing: Iterable[str]) -> UserError:
+    """What is said where a run would go on with other settings; ``differing``: then and now."""
+    shown = "; ".join(list(differing)[:4])
+    return UserError(
+        f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
+        "two runs. Give the settings of the run's config.yaml, or "
+        "model.strict_resume=false to go on all the same."
+    )
+
+
+def ended_early(trainer: Any) -> str | None:
+    """What is said where EarlyStopping ended the resumed run at this very checkpoint.
+
+    Lightning restores that the callback stopped, and goes on for a round all the same.
+    """
+    for callback in trainer.early_stopping_callbacks if trainer.ckpt_path else ():
+        # A threshold ends a run without waiting. In round 0 nothing tells: 0 is also what a callback
+        # has that never stopped.
+        stopped = callback.wait_count >= callback.patience or callback.stopped_epoch > 0
+        if stopped and callback.stopped_epoch == trainer.current_epoch - 1:
+            return (
+                f"EarlyStopping ended this run by {callback.monitor} after "
+                f"{trainer.current_epoch} rounds; without this callback it goes on"
             )
+    return None
 
 
 def content(

@@ -351,6 +351,7 @@ class FederatedRun:
     def identity(self, trainer: Any) -> Identity:
         """The settings that have to be the same when this run is resumed."""
         arguments = {**self.settings.compared(), **self.optimizers.accounts}
+        arguments["precision"] = str(trainer.precision)
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:

@@ -27,6 +27,7 @@ from fl_lightning.cli.compose import (
     as_loggers,
     class_name,
     is_file,
+    parse_yaml,
     plain_yaml,
 )
 from fl_lightning.cli.learner_config import learner_config
@@ -50,6 +51,7 @@ from fl_lightning.cli.run_folder import (
     numbered,
 )
 from fl_lightning.cli.run_record import RunRecord
+from fl_lightning.cli.same_settings import UNREADABLE, check_same_settings
 from fl_lightning.cli.signals import GracefulStop
 from fl_lightning.cli.trackers import check_goes_on, check_installed, completed, trackers
 from fl_lightning.datamodules import FederatedDataModule, Partition
@@ -107,6 +109,16 @@ def _name_enums(node: Any) -> None:
             node[key] = str(value.value) if isinstance(value, str) else value.name
         elif isinstance(value, Namespace | list):
             _name_enums(value)
+
+
+def _readable(node: Any) -> Any:
+    """A config without the arguments that have no text, which are their classes' defaults."""
+    if isinstance(node, list):
+        return [_readable(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: value for key, value in node.items() if not str(value).startswith(UNREADABLE)}
+    return {key: _readable(value) for key, value in kept.items()}
 
 
 class Parser(LightningArgumentParser):
@@ -245,6 +257,8 @@ class CommandCLI(LightningCLI):
         self._choose_checkpoint(found)
         if self.command == "fit":
             self._refuse_other_run(found)
+            if self.checkpoint is not None:
+                check_same_settings(Path(self.checkpoint), parse_yaml(self.config_text()))
             check_writable(self.folder)
 
     def _read_numbers(self) -> None:
@@ -362,7 +376,10 @@ class CommandCLI(LightningCLI):
         saved.pop("weights_only", None)
         saved.ckpt_path = None
         _name_enums(saved)
-        return str(self.parser.dump(saved, skip_none=False, skip_validation=True))
+        text = str(self.parser.dump(saved, skip_none=False, skip_validation=True))
+        if UNREADABLE in text:
+            text = yaml.safe_dump(_readable(parse_yaml(text)), sort_keys=False)
+        return text
 
     def _trainer(self) -> pl.Trainer:
         """The Trainer, with the run's folder, the method and the callbacks of every run."""

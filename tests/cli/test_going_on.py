@@ -153,3 +153,72 @@ def test_what_lacks_rounds_or_failed_is_not_called_done(
     (run / "run.json").write_text(json.dumps(record))
     assert cli("fit", "x", "--trainer.max_epochs", 2).returncode == 0
     assert json.loads((run / "run.json").read_text()) == record
+
+
+@pytest.mark.parametrize(
+    ("option", "other", "told"),
+    [
+        (
+            "--model.learner.network.sizes",
+            "[64,5,10]",
+            "model.learner.network.sizes.1: 64 then, 5 now",
+        ),
+        ("--data.val_fraction", 0.25, "data.val_fraction: 0.0 then, 0.25 now"),
+        ("--data.augment", "true", "data.augment: False then, True now"),
+        ("--data.partition", "Contiguous", "data.partition: None then, Contiguous now"),
+        ("--trainer.precision", "64-true", "precision: 32-true then, 64-true now"),
+    ],
+)
+def test_other_settings_are_refused(
+    cli: Cli, run: Path, option: str, other: object, told: str
+) -> None:
+    before = snapshot(run)
+    more = ("--trainer.max_epochs", 3, option, other)
+    result = cli("fit", "x", *more)
+    assert result.returncode == 2 and told in result.stderr, result.stderr
+    assert snapshot(run) == before
+    if option in ("--data.augment", "--trainer.precision"):
+        assert cli("fit", "x", *more, "--model.strict_resume", "false").returncode == 0
+
+
+def test_where_data_lie_and_how_they_are_read_may_change(cli: Cli, run: Path) -> None:
+    more = ("--data.root", cli.folder / "elsewhere", "--data.eval_batch_size", 10)
+    assert cli("fit", "x", "--trainer.max_epochs", 3, *more).returncode == 0
+    assert rounds(run) == ["0", "1", "2"]
+
+
+BORED = """
+trainer:
+  max_epochs: 9
+  callbacks:
+    - class_path: EarlyStopping
+      init_args: {monitor: val/acc, mode: max, LIMIT}
+"""
+
+
+@pytest.mark.parametrize("limit", ["patience: 2, min_delta: 1.0", "stopping_threshold: 0.8"])
+def test_a_run_that_early_stopping_ended_stays_ended(cli: Cli, limit: str) -> None:
+    (cli.folder / "bored.yaml").write_text(BORED.replace("LIMIT", limit))
+    assert cli(*FIT, "-c", "bored.yaml", *X).returncode == 0
+    run = cli.folder / "x"
+    there = rounds(run)
+    record = json.loads((run / "run.json").read_text())
+    assert 1 < len(there) < 9 and record["status"] == "done"
+    # As a kill after its last checkpoint leaves it.
+    (run / "run.json").write_text(json.dumps(record | {"status": "running", "ended": None}))
+    again = cli("fit", "x")
+    assert again.returncode == 0 and rounds(run) == there
+    assert f"EarlyStopping ended this run by val/acc after {len(there)} rounds" in again.stderr
+    assert json.loads((run / "run.json").read_text())["status"] == "done"
+    on = cli("fit", "x", "--trainer.callbacks", "null")
+    assert on.returncode == 0 and len(rounds(run)) == 9
+
+
+def test_an_argument_without_a_text_does_not_end_a_run(cli: Cli) -> None:
+    """StochasticWeightAveraging has a device as default, which no config can spell."""
+    averaging = ("--trainer.callbacks+", "StochasticWeightAveraging")
+    averaging += ("--trainer.callbacks.swa_lrs", "0.1", "--trainer.callbacks.swa_epoch_start", "1")
+    assert cli(*FIT, *X, "--trainer.max_epochs", 2, *averaging).returncode == 0
+    on = cli("fit", "x", "--trainer.max_epochs", 3)
+    assert on.returncode == 0, on.stderr
+    assert rounds(cli.folder / "x") == ["0", "1", "2"]
