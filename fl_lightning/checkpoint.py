@@ -101,8 +101,8 @@ def ended_early(trainer: Any) -> str | None:
     Lightning restores that the callback stopped, and goes on for a round all the same.
     """
     for callback in trainer.early_stopping_callbacks if trainer.ckpt_path else ():
-        # A threshold ends a run without waiting. In round 0 nothing tells: 0 is also what a callback
-        # has that never stopped.
+        # A threshold ends a run without waiting. Of round 0 nothing tells, as 0 is also the epoch
+        # of a callback that never stopped.
         stopped = callback.wait_count >= callback.patience or callback.stopped_epoch > 0
         if stopped and callback.stopped_epoch == trainer.current_epoch - 1:
             return (
