@@ -40,8 +40,28 @@ TOP_LEVEL = (
 )
 
 
+# The key <<, by which a mapping takes in another.
+_MERGE = "tag:yaml.org,2002:merge"
+# What the parser finds → what to do about it.
+_MENDED_BY = {
+    "'\\t'": "that is a tab: indent with spaces",
+    "expected <block end>": "indent it as the lines that it belongs to",
+    "mapping values are not allowed": "text with a colon needs quotes, keys their indentation",
+}
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number, as everyone but YAML 1.1 thinks."""
+    """Safe YAML in which a key stands once and 1e-3 is a number, as all but YAML 1.1 think."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        before = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
+                if (key.tag, key.value) in before:
+                    problem = f"the key {key.value!r} stands twice in one mapping"
+                    raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+                before.add((key.tag, key.value))
+        return super().construct_mapping(node, deep)
 
 
 _Loader.add_implicit_resolver(
@@ -72,6 +92,8 @@ def plain_yaml(text: str, where: str) -> Any:
         problem = getattr(error, "problem", None) or "it cannot be parsed"
         if mark := getattr(error, "problem_mark", None):
             where += f", line {mark.line + 1}, column {mark.column + 1}"
+        hints = [hint for found, hint in _MENDED_BY.items() if found in problem]
+        problem = "; ".join([problem, *hints])
         raise UserError(f"{where}: not valid YAML: {problem}.") from None
     except RecursionError:
         raise UserError(f"{where}: not valid YAML: it is nested too deeply.") from None

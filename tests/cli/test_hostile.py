@@ -137,6 +137,27 @@ CONFIGS = {
         "date '2020-01-01'",
     ),
     "no date": ("monitor: 2020-99-99", "mine.yaml", "not valid YAML: month"),
+    "a key twice": (
+        "model: {participation: 0.5}\nmodel: {local_epochs: 2}",
+        "mine.yaml, line 2, column 1",
+        "the key 'model' stands twice",
+    ),
+    "an argument twice": (
+        "model: {local_epochs: 1, local_epochs: 2}",
+        "mine.yaml, line 1, column 26",
+        "the key 'local_epochs' stands twice",
+    ),
+    "a tab": ("model:\n\tlocal_epochs: 1", "line 2, column 1", "that is a tab"),
+    "a line too far left": (
+        "model:\n   local_epochs: 1\n  participation: 1",
+        "line 3, column 3",
+        "indent it as the lines",
+    ),
+    "a line too far right": (
+        "monitor: x\n  monitor_mode: max",
+        "line 2, column 15",
+        "keys their indentation",
+    ),
     "a mapping in itself": (
         "model: &a {learner: *a}",
         "mine.yaml: model.learner",
