@@ -420,7 +420,7 @@ def check_vector(held: Any, own: Tensor) -> None:
         )
 
 
-def check_weights(learner: Any, weights: Any) -> None:
+def check_weights(learner: Any, weights: Any, given: str = "ckpt_path") -> None:
     """Refuse weights of another model than the learner, and damaged ones.
 
     Raises:
@@ -431,15 +431,14 @@ def check_weights(learner: Any, weights: Any) -> None:
     difference = _differs(own, weights, learner.strict_loading)
     if difference:
         raise UserError(
-            "ckpt_path: the checkpoint is of another model than "
-            f"{type(learner).__name__}: {difference}. "
-            "Use the learner (class and sizes) that the run was started with; its config.yaml "
-            "has it."
+            f"{given}: the checkpoint is of another model than {type(learner).__name__}: "
+            f"{difference}. Use the learner (class and sizes) that the run was started with; its "
+            "config.yaml has it."
         )
     for name, _ in learner.named_parameters():
         if name in weights and all_finite(own[name]) and not all_finite(weights[name]):
             raise UserError(
-                f"ckpt_path: the checkpoint is damaged: the weights {name} hold values that are "
+                f"{given}: the checkpoint is damaged: the weights {name} hold values that are "
                 "not finite, which no run saves. Take another checkpoint (such as "
                 "checkpoints/best.ckpt of the same run), or start anew."
             )
@@ -474,7 +473,15 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         UserError: missing, damaged, or without weights.
     """
-    loaded = AtomicCheckpointIO().load_checkpoint(path)
+    if Path(path).is_dir():
+        raise UserError(
+            f"init_from={str(path)!r} is a folder; give a file, such as a run's "
+            "checkpoints/best.ckpt."
+        )
+    try:
+        loaded = AtomicCheckpointIO().load_checkpoint(path)
+    except UserError as error:
+        raise UserError(f"init_from={str(path)!r}: {error}") from error
     weights = loaded.get("state_dict", loaded)
     if not isinstance(weights, dict) or not all(isinstance(v, Tensor) for v in weights.values()):
         raise UserError(

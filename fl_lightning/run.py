@@ -191,7 +191,7 @@ class FederatedRun:
         """Load the weights of ``init_from``, where this is the run's first fit."""
         if self.settings.init_from is not None and not self.continues(trainer):
             weights = checkpoint.load_weights(self.settings.init_from)
-            checkpoint.check_weights(self.model.learner, weights)
+            checkpoint.check_weights(self.model.learner, weights, given="init_from")
             self.model.learner.load_state_dict(weights)
 
     def make_optimizers(self, trainer: Any) -> Optimizer:

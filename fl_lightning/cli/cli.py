@@ -111,6 +111,15 @@ def _name_enums(node: Any) -> None:
             _name_enums(value)
 
 
+def _refuse_huge(node: Any, path: str = "") -> None:
+    """Refuse integers of more than 64 bits, which end in some library's own words."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _refuse_huge(value, path if key == "init_args" else f"{path}.{key}".removeprefix("."))
+    elif isinstance(node, int) and not -(2**63) <= node < 2**63:
+        raise UserError(f"--{path} {str(node)[:60]}: an integer here has 63 bits at most.")
+
+
 def _readable(node: Any) -> Any:
     """A config without the arguments that have no text, which are their classes' defaults."""
     if isinstance(node, list):
@@ -242,6 +251,7 @@ class CommandCLI(LightningCLI):
                 f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw "
                 "one."
             )
+        _refuse_huge(self.config.as_dict())
 
     def before_instantiate_classes(self) -> None:
         """Decide on folder and checkpoint before anything is built.
@@ -475,7 +485,7 @@ def _built(settings: dict[str, Any]) -> pl.Trainer:
         )
     try:
         trainer = pl.Trainer(**settings)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
     except ImportError as error:
         # A package is missing that an accelerator, a strategy or a precision needs.

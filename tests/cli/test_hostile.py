@@ -117,6 +117,23 @@ OPTIONS = {
         "quotes",
     ),
     "a set": (("-c", "method/fedprox", "--method.mu", "!!set {a}"), "--method.mu", "set"),
+    "a batch size of 24 digits": (
+        ("--data.batch_size", "1" * 24),
+        "--data.batch_size 111",
+        "63 bits",
+    ),
+    "a method's argument of 24 digits": (
+        ("-c", "method/ifca", "--method.k", "1" * 24),
+        "--method.0.k 111",
+        "63 bits",
+    ),
+    "devices of 24 digits": (("--trainer.devices", "1" * 24), "trainer:", "cannot fit"),
+    "weights that are a folder": (("--model.init_from", "."), "init_from='.'", "is a folder"),
+    "weights that are none": (
+        ("--model.init_from", "mine.yaml"),
+        "init_from='mine.yaml'",
+        "cannot be loaded",
+    ),
     "a participation that is open": (
         ("--model.participation", "[1"),
         "--model.participation",
