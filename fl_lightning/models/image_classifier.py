@@ -44,6 +44,11 @@ class ImageClassifier(pl.LightningModule):
                     f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite "
                     "number."
                 )
+        if num_classes < 2:
+            raise UserError(
+                f"ImageClassifier: num_classes={num_classes!r} is not accepted; it has to be 2 at "
+                "least."
+            )
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = _built(network)
@@ -66,7 +71,7 @@ class ImageClassifier(pl.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         x, y = batch
         logits = self(x)
-        loss = cross_entropy(logits, y)
+        loss = _loss(logits, y)
         self.log("train/loss", loss.detach())
         self.log("train/acc", (logits.detach().argmax(1) == y).float().mean())
         return loss
@@ -80,7 +85,7 @@ class ImageClassifier(pl.LightningModule):
     def _evaluate(self, name: str, accuracy: MulticlassAccuracy, x: Tensor, y: Tensor) -> None:
         logits = self(x)
         accuracy.update(logits, y)
-        self.log(f"{name}/loss", cross_entropy(logits, y), batch_size=len(y), sync_dist=True)
+        self.log(f"{name}/loss", _loss(logits, y), batch_size=len(y), sync_dist=True)
         self.log(f"{name}/acc", accuracy, batch_size=len(y))
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -91,6 +96,16 @@ class ImageClassifier(pl.LightningModule):
         return torch.optim.SGD(
             self.parameters(), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum
         )
+
+
+def _loss(logits: Tensor, y: Tensor) -> Tensor:
+    if y.is_floating_point():
+        raise UserError(
+            f"ImageClassifier: the targets are numbers, {y.dtype} of shape {tuple(y.shape)}, and "
+            "it learns classes, which are whole numbers from 0. For numbers give a learner whose "
+            "loss is for them."
+        )
+    return cross_entropy(logits, y)
 
 
 def _built(network: Any) -> Any:

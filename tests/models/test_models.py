@@ -56,10 +56,11 @@ def test_groups_and_shortcuts():
         lambda: LeNet(10, channels=0),
         lambda: MLP([3]),
         lambda: MLP([3, 0]),
+        lambda: ImageClassifier(MLP([3, 1]), 1),
     ],
 )
 def test_refusals(make):
-    with pytest.raises(UserError, match=r"(input_size is 8|channels is 0|sizes is \[3)"):
+    with pytest.raises(UserError, match=r"(input_size is 8|channels is 0|sizes is \[3|num_classes=1)"):
         make()
 
 
@@ -117,3 +118,9 @@ def test_importing_a_small_network_is_light():
     assert out.stdout.split() == ["False", "False"]
     with pytest.raises(ImportError):
         from fl_lightning.models import ResNet19  # noqa: F401
+
+
+def test_a_classifier_refuses_numbers():
+    learner = ImageClassifier(MLP([4, 3]), 3)
+    with pytest.raises(UserError, match=r"numbers, torch\.float32 of shape \(5,\)"):
+        learner.training_step((torch.randn(5, 4), torch.rand(5)), 0)
