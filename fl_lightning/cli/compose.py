@@ -198,6 +198,10 @@ def read(name: str) -> dict[str, Any]:
         text = entry.read_text(encoding="utf-8")
     else:
         hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
+        parts = name.split(".")
+        is_path = len(parts) > 1 and all(map(str.isidentifier, parts))
+        if is_path and parts[-1] not in ("yaml", "yml"):
+            hint = f" A class is given as --method {name}, in a sweep as {{class_path: {name}}}."
         kind = "neither a file nor a packaged config"
         if os.path.isdir(name):
             kind = "a folder, not a config"

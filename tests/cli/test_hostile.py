@@ -102,6 +102,7 @@ OPTIONS = {
         "zero byte",
     ),
     "no text": (("--trainer.default_root_dir", "\udc80"), "--trainer.default_root_dir", "no text"),
+    "a class for a config": (("-c", "mine.Mine"), "-c mine.Mine", "--method mine.Mine"),
     "a long config": (("-c", "a" * 5000), "-c aaa", "neither a file"),
     "a long checkpoint": (("--ckpt_path", "a" * 5000), "--ckpt_path aaa", "no such file"),
     "an open bracket": (("--method", "[{"), "--method", "not valid YAML"),
