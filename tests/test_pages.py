@@ -190,7 +190,7 @@ def test_the_array_on_the_page_is_what_a_sweep_writes(cli: Cli) -> None:
     assert written.stdout == script, written.stderr
 
 
-@pytest.mark.parametrize("page", PAGES, ids=named)
+@pytest.mark.parametrize("page", [*PAGES, DOCS / "report.md", DOCS / "sweep.md"], ids=named)
 def test_lines_are_short_enough_to_be_compared(page: Path) -> None:
     prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.DOTALL | re.MULTILINE)
     long = [line for line in prose.splitlines() if len(line) > 100 and not line.startswith("|")]
