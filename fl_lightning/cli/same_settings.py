@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pydoc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -64,8 +65,21 @@ def _differing(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, 
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for place, pair in enumerate(zip(then, now, strict=True)):
             yield from _differing(*pair, f"{path}.{place}")
-    elif then != now and not str(then).startswith(UNREADABLE):
+    elif then != now and not str(then).startswith(UNREADABLE) and not _same_object(then, now):
         yield path.replace(".init_args", ""), _short(then), _short(now)
+
+
+def _same_object(then: Any, now: Any) -> bool:
+    """Whether two texts are paths of one class or function, which may have several."""
+    if not isinstance(then, str) or not isinstance(now, str):
+        return False
+    if "." not in now or then.rpartition(".")[2] != now.rpartition(".")[2]:
+        return False
+    try:
+        found = pydoc.locate(now)
+        return found is not None and found is pydoc.locate(then)
+    except pydoc.ErrorDuringImport:
+        return False
 
 
 def _short(value: Any) -> str:

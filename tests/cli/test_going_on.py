@@ -181,8 +181,11 @@ def test_other_settings_are_refused(
         assert cli("fit", "x", *more, "--model.strict_resume", "false").returncode == 0
 
 
-def test_where_data_lie_and_how_they_are_read_may_change(cli: Cli, run: Path) -> None:
+def test_where_data_and_classes_lie_may_change(cli: Cli, run: Path) -> None:
     more = ("--data.root", cli.folder / "elsewhere", "--data.eval_batch_size", 10)
+    # Another path of the same class.
+    more += ("--model.learner.network", "fl_lightning.models.mlp.MLP")
+    more += ("--model.learner.network.sizes", "[64,64,10]")
     assert cli("fit", "x", "--trainer.max_epochs", 3, *more).returncode == 0
     assert rounds(run) == ["0", "1", "2"]
 

@@ -38,7 +38,10 @@ def latex(tmp_path: Path) -> Path:
     return out / "report.tex"
 
 
-@pytest.mark.skipif(not shutil.which("pdflatex"), reason="pdflatex is not installed")
+@pytest.mark.skipif(
+    not shutil.which("pdflatex"),
+    reason="pdflatex is not installed (Debian: texlive-latex-recommended)",
+)
 def test_tables_with_any_label_compile_and_fit_the_page(latex: Path) -> None:
     (latex.parent / "paper.tex").write_text(PAPER)
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "paper.tex"]
