@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.engines import configured_optimizer
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import all_finite
@@ -68,9 +69,12 @@ class Identity:
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
         now = {**unsaid, **self.arguments}
         then = {**unsaid, **held["arguments"]}
-        differing = [
-            f"{k}: {then[k]} then, {now[k]} now" for k in now if then.get(k, now[k]) != now[k]
-        ]
+        differing = []
+        for key in filter(then.__contains__, now):
+            if key in ("client_optimizer", "server_optimizer"):
+                differing += configured_optimizer.differing(key, then[key], now[key])
+            elif then[key] != now[key]:
+                differing.append(f"{key}: {then[key]} then, {now[key]} now")
         methods_then = held["methods"]
         for name in sorted(set(self.methods) | set(methods_then)):
             method_then = methods_then.get(name, "absent")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -102,6 +103,31 @@ def account(optimizer: Optimizer) -> str:
         # A scheduler's note of the first rate stands there only once a scheduler was made.
         groups.append({k: v for k, v in group.items() if k not in ("params", "initial_lr")})
     return f"{type(optimizer).__name__} {groups}"
+
+
+def differing(key: str, then: str, now: str) -> list[str]:
+    """What differs between two accounts of an optimizer, such as ``key.lr: 0.1 then, 0.2 now``.
+
+    0 is 0.0, and what is off may be absent: another version of torch has other options.
+    """
+    of_class_then, _, text_then = then.partition(" ")
+    of_class_now, _, text_now = now.partition(" ")
+    if of_class_then != of_class_now:
+        return [f"{key}: {of_class_then} then, {of_class_now} now"]
+    try:
+        groups_then, groups_now = ast.literal_eval(text_then), ast.literal_eval(text_now)
+        pairs = list(zip(groups_then, groups_now, strict=True))
+        found = []
+        for place, (before, after) in enumerate(pairs):
+            where = key if len(pairs) == 1 else f"{key}, parameter group {place}"
+            for name in {**before, **after}:
+                a, b = before.get(name), after.get(name)
+                if a != b and (a or b):
+                    found.append(f"{where}.{name}: {a} then, {b} now")
+        return found
+    except (ValueError, TypeError, AttributeError, SyntaxError, MemoryError, RecursionError):
+        # A tensor has no literal, and a checkpoint may hold anything.
+        return [] if then == now else [f"{key}: {then} then, {now} now"]
 
 
 def of_clients(

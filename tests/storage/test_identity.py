@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim import SGD, Adam
 
 from fl_lightning import FederatedCallback, ServerState, UserError
 from fl_lightning.callbacks import (
@@ -103,3 +104,65 @@ def test_checkpoints_of_before_go_on(tmp_path: Path) -> None:
         fit([ProximalTerm(0.1)], rounds=2, folder=str(tmp_path), resume=True).trainer.current_epoch
         == 2
     )
+
+
+@pytest.mark.parametrize(
+    ("setting", "make", "words"),
+    [
+        (
+            "client",
+            lambda p: SGD(p, lr=0.3, weight_decay=0.01),
+            r"\(client_optimizer\.lr: 0\.2 then",
+        ),
+        ("client", lambda p: Adam(p, lr=0.2), r"\(client_optimizer: SGD then, Adam now\)"),
+        (
+            "server",
+            lambda p: SGD(p, lr=1.0, momentum=0.9),
+            r"\(server_optimizer\.momentum: 0 then, 0\.9 now\)",
+        ),
+    ],
+)
+def test_of_an_optimizer_the_option_is_told(
+    tmp_path: Path, setting: str, make: Any, words: str
+) -> None:
+    fit([], rounds=1, folder=str(tmp_path))
+    other = {f"{setting}_optimizer": make}
+    with pytest.raises(UserError, match=words):
+        fit([], rounds=2, folder=str(tmp_path), resume=True, **other)
+    fit([], rounds=2, folder=str(tmp_path), resume=True, strict_resume=False, **other)
+
+
+def test_a_parameter_group_is_named(tmp_path: Path) -> None:
+    def two(rate: float) -> Any:
+        return lambda p: SGD([{"params": p[:1], "lr": rate}, {"params": p[1:]}], lr=0.1)
+
+    fit([], rounds=1, folder=str(tmp_path), client_optimizer=two(0.2))
+    with pytest.raises(
+        UserError, match=r"client_optimizer, parameter group 0\.lr: 0\.2 then, 0\.3"
+    ):
+        fit([], rounds=2, folder=str(tmp_path), resume=True, client_optimizer=two(0.3))
+
+
+def test_options_that_are_off_and_of_another_torch_are_no_difference(tmp_path: Path) -> None:
+    fit([], rounds=1, folder=str(tmp_path))
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    accounts = saved["federated"]["arguments"]
+    assert "'fused': None" in accounts["client_optimizer"]
+    accounts["client_optimizer"] = accounts["client_optimizer"].replace("'fused'", "'merged'")
+    accounts["server_optimizer"] = accounts["server_optimizer"].replace(
+        "'momentum': 0,", "'momentum': 0.0,"
+    )
+    torch.save(saved, path)
+    fit([], rounds=2, folder=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("text", ["SGD [", "SGD 3", "SGD [[1], 2]", "SGD " + "[" * 3000])
+def test_an_account_that_makes_no_sense_is_another(tmp_path: Path, text: str) -> None:
+    fit([], rounds=1, folder=str(tmp_path))
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    saved = torch.load(path, weights_only=True)
+    saved["federated"]["arguments"]["client_optimizer"] = text
+    torch.save(saved, path)
+    with pytest.raises(UserError, match="client_optimizer"):
+        fit([], rounds=2, folder=str(tmp_path), resume=True)
