@@ -255,8 +255,8 @@ def keep(source: Path, target: Path) -> int:
         for path in folder.rglob("*")
         if path.is_file()
     )
-    print(f"{target}: {size / 2**20:.1f} MB, of 12 at most")
-    return int(size > 12 * 2**20)
+    print(f"{target}: {size / 2**20:.1f} MB, of 24 at most")
+    return int(size > 24 * 2**20)
 
 
 def copy(path: Path, target: Path) -> None:
