@@ -99,21 +99,23 @@ def other_settings(differing: Iterable[str]) -> UserError:
     )
 
 
-def ended_early(trainer: Any) -> str | None:
-    """What is said where EarlyStopping ended the resumed run at this very checkpoint.
+def ended_early(trainer: Any) -> tuple[bool, str]:
+    """Whether EarlyStopping ended the resumed run, and what is said of it.
 
-    Lightning restores that the callback stopped, and goes on for a round all the same.
+    Lightning restores that the callback stopped, and goes on for a round all the same. Up to the
+    Trainer's ``min_epochs`` there are rounds left to do, and nothing is said.
     """
     for callback in trainer.early_stopping_callbacks if trainer.ckpt_path else ():
-        # A threshold ends a run without waiting. Of round 0 nothing tells, as 0 is also the epoch
-        # of a callback that never stopped.
-        stopped = callback.wait_count >= callback.patience or callback.stopped_epoch > 0
-        if stopped and callback.stopped_epoch == trainer.current_epoch - 1:
-            return (
-                f"EarlyStopping ended this run by {callback.monitor} after "
-                f"{trainer.current_epoch} rounds; without this callback it goes on"
+        done = trainer.current_epoch
+        first = callback.stopped_epoch + 1
+        last = max(first, trainer.min_epochs or 0)
+        if callback.stopping_reason.value and first <= done <= last:
+            said = (
+                f"EarlyStopping ended this run by {callback.monitor} after {done} rounds, whatever "
+                "its limits are now; without this callback it goes on"
             )
-    return None
+            return True, said if done == last else ""
+    return False, ""
 
 
 def content(

@@ -306,9 +306,11 @@ class FederatedModule(LearnerHooks):
     def on_train_start(self) -> None:
         self.run.start(self.current_epoch)
         self.learner.on_train_start()
-        if ended := checkpoint.ended_early(self.trainer):
-            self.run.note(ended)
+        ended, said = checkpoint.ended_early(self.trainer)
+        if ended:
             self.trainer.should_stop = True
+        if said:
+            self.run.note(said)
 
     def on_train_epoch_start(self) -> None:
         seed_round(self.run_seed, self.current_epoch)

@@ -112,7 +112,7 @@ def _name_enums(node: Any) -> None:
 
 
 def _refuse_huge(node: Any, path: str = "") -> None:
-    """Refuse integers of more than 64 bits, which end in some library's own words."""
+    """Refuse integers of more than 63 bits, which end in some library's own words."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             _refuse_huge(value, path if key == "init_args" else f"{path}.{key}".removeprefix("."))
@@ -268,7 +268,9 @@ class CommandCLI(LightningCLI):
         if self.command == "fit":
             self._refuse_other_run(found)
             if self.checkpoint is not None:
-                check_same_settings(Path(self.checkpoint), parse_yaml(self.config_text()))
+                strict = bool(self.config.model.get("strict_resume", True))
+                now = parse_yaml(self.config_text())
+                check_same_settings(Path(self.checkpoint), now, strict)
             check_writable(self.folder)
 
     def _read_numbers(self) -> None:
@@ -385,6 +387,9 @@ class CommandCLI(LightningCLI):
         saved.pop("config", None)
         saved.pop("weights_only", None)
         saved.ckpt_path = None
+        # It is of one command: a later resume is to be compared again.
+        if "model" in saved and "strict_resume" in saved.model:
+            saved.model.strict_resume = True
         _name_enums(saved)
         text = str(self.parser.dump(saved, skip_none=False, skip_validation=True))
         if UNREADABLE in text:

@@ -18,7 +18,7 @@ from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
-from fl_lightning.cli.run_record import end_killed
+from fl_lightning.cli.run_record import end_killed, killed_before
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
@@ -131,9 +131,11 @@ def _fit(cli: CommandCLI) -> None:
         print(f"{cli.folder}: {done} rounds are done already; {asked}")
         if end_killed(Path(cli.folder), done):
             print(
-                "It was killed after its last round, and is recorded as done now. README.md and "
-                "clients.csv, which the end of a run writes, come with another round."
+                "It was killed after its last round, and is recorded as done now. What the end of "
+                "a run writes (results on the card, clients.csv) comes with another round."
             )
+        elif asked_for := killed_before(Path(cli.folder), done):
+            print(f"It was killed on its way to {asked_for} rounds.")
         _show_results(cli)
 
 

@@ -44,7 +44,7 @@ TOP_LEVEL = (
 _MERGE = "tag:yaml.org,2002:merge"
 # What the parser finds → what to do about it.
 _MENDED_BY = {
-    "'\\t'": "that is a tab: indent with spaces",
+    "'\\t'": "that is a tab: YAML takes spaces",
     "expected <block end>": "indent it as the lines that it belongs to",
     "mapping values are not allowed": "text with a colon needs quotes, keys their indentation",
 }
@@ -53,7 +53,8 @@ _MENDED_BY = {
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which a key stands once and 1e-3 is a number, as all but YAML 1.1 think."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
         before = set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != _MERGE:
@@ -61,7 +62,7 @@ class _Loader(yaml.SafeLoader):
                     problem = f"the key {key.value!r} stands twice in one mapping"
                     raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
                 before.add((key.tag, key.value))
-        return super().construct_mapping(node, deep)
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -200,8 +201,13 @@ def read(name: str) -> dict[str, Any]:
         hint = suggest(name, packaged()) or " `fl-lightning configs` lists them."
         parts = name.split(".")
         is_path = len(parts) > 1 and all(map(str.isidentifier, parts))
-        if is_path and parts[-1] not in ("yaml", "yml"):
-            hint = f" A class is given as --method {name}, in a sweep as {{class_path: {name}}}."
+        if "/".join(parts) in packaged():
+            hint = f" Did you mean {'/'.join(parts)}?"
+        elif is_path and parts[-1] not in ("yaml", "yml", "json", "config"):
+            hint = (
+                f" A method's class is given as --method {name}, in a sweep as "
+                f"{{class_path: {name}}}."
+            )
         kind = "neither a file nor a packaged config"
         if os.path.isdir(name):
             kind = "a folder, not a config"

@@ -348,8 +348,11 @@ class RunCheckpoint(Checkpoint):
         self._follow(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Where no round was left to do, `on_train_start` did not come.
-        if not self._followed:
+        # Where no round was left to do, `on_train_start` did not come. A folder that a run did not
+        # begin in stays without a checkpoint.
+        resumed = trainer.ckpt_path
+        own = resumed and Path(resumed).resolve().parent == self.folder.resolve()
+        if own and not self._followed:
             self._follow(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

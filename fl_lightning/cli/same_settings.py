@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pydoc
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -12,13 +12,18 @@ import yaml
 from fl_lightning.checkpoint import other_settings
 from fl_lightning.cli.compose import parse_yaml
 
-# Where things lie and how they are read decides nothing.
-_FREE = ("root", "path", "download", "num_workers", "eval_batch_size")
+# Of the data: where they lie and how they are read decides nothing.
+_FREE = ("root", "download", "num_workers", "pin_memory", "eval_batch_size", "cache_dir")
+# Files that may have moved: another name is another file.
+_FILES = ("path", "file", "test", "val", "folder", "data_dir", "tokenizer")
+# What the run's own seed and the partition's hash, which is compared elsewhere, decide where no
+# value is given.
+_BY_HASH = ("partition", "seed")
 # What the parser writes in place of an object that has no text.
 UNREADABLE = "Unable to serialize"
 
 
-def check_same_settings(checkpoint: Path, config: Mapping[str, Any]) -> None:
+def check_same_settings(checkpoint: Path, config: Mapping[str, Any], strict: bool) -> None:
     """Refuse to go on from a run's checkpoint with another learner or other data.
 
     The round's own settings, the methods and the optimizers are compared when the checkpoint is
@@ -27,31 +32,49 @@ def check_same_settings(checkpoint: Path, config: Mapping[str, Any]) -> None:
 
     Args:
         config: the whole one, as ``config.yaml`` has it.
+        strict: ``model.strict_resume``; False: nothing is compared.
 
     Raises:
         UserError: with what differs.
     """
-    if not (config.get("model") or {}).get("strict_resume", True):
+    if not strict:
+        return
+    run = checkpoint.resolve().parent.parent
+    # A file config.yaml elsewhere is somebody's own.
+    if not (run / "run.json").is_file():
         return
     try:
-        text = (checkpoint.parent.parent / "config.yaml").read_text(encoding="utf-8")
-        before = parse_yaml(text)
+        before = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return
     if not isinstance(before, dict):
         return
-    differing = [*_differing(_part(before), _part(config))]
+    differing = [*_differing(_learner(before), _learner(config), "model.learner")]
+    differing += _differing(_data(before), _data(config), "data")
     if differing:
         raise other_settings(f"{key}: {then} then, {now} now" for key, then, now in differing)
 
 
-def _part(config: Mapping[str, Any]) -> dict[str, Any]:
+def _learner(config: Mapping[str, Any]) -> Any:
     model = config.get("model")
-    learner = model.get("learner") if isinstance(model, dict) else None
-    return {"model.learner": learner, "data": config.get("data")}
+    return model.get("learner") if isinstance(model, dict) else None
 
 
-def _differing(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+def _data(config: Mapping[str, Any]) -> Any:
+    """The data's config without what decides nothing, and files by their names."""
+    data = config.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("init_args"), dict):
+        return data
+    kept = {}
+    for key, value in data["init_args"].items():
+        if key in _FILES and isinstance(value, str):
+            kept[key] = Path(value).name
+        elif key not in _FREE and not (key in _BY_HASH and value is None):
+            kept[key] = value
+    return {**data, "init_args": kept}
+
+
+def _differing(then: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
     """(key, then, now) of each value that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         keys = list(then)
@@ -59,27 +82,28 @@ def _differing(then: Any, now: Any, path: str = "") -> Iterator[tuple[str, Any, 
         if path.rpartition(".")[2] != "init_args":
             keys += [key for key in now if key not in then]
         for key in keys:
-            if key not in _FREE:
-                inner = f"{path}.{key}".removeprefix(".")
-                yield from _differing(then.get(key), now.get(key), inner)
+            # The hash decides where one of the two is not given.
+            if key in now or key not in _BY_HASH:
+                yield from _differing(then.get(key), now.get(key), f"{path}.{key}")
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):
         for place, pair in enumerate(zip(then, now, strict=True)):
             yield from _differing(*pair, f"{path}.{place}")
-    elif then != now and not str(then).startswith(UNREADABLE) and not _same_object(then, now):
+    elif not _same(then, now):
         yield path.replace(".init_args", ""), _short(then), _short(now)
 
 
-def _same_object(then: Any, now: Any) -> bool:
-    """Whether two texts are paths of one class or function, which may have several."""
-    if not isinstance(then, str) or not isinstance(now, str):
-        return False
-    if "." not in now or then.rpartition(".")[2] != now.rpartition(".")[2]:
-        return False
-    try:
-        found = pydoc.locate(now)
-        return found is not None and found is pydoc.locate(then)
-    except pydoc.ErrorDuringImport:
-        return False
+def _same(then: Any, now: Any) -> bool:
+    """Whether two values are one, also NaN, or two paths of one class or function."""
+    if then == now or str(then).startswith(UNREADABLE) or (then != then and now != now):
+        return True
+    found = _imported(now)
+    return found is not None and found is _imported(then)
+
+
+def _imported(path: Any) -> Any:
+    """The class or function of this path, if its module has been imported."""
+    module, _, name = str(path).rpartition(".")
+    return getattr(sys.modules[module], name, None) if module in sys.modules else None
 
 
 def _short(value: Any) -> str:

@@ -165,7 +165,7 @@ def test_what_lacks_rounds_or_failed_is_not_called_done(
         ),
         ("--data.val_fraction", 0.25, "data.val_fraction: 0.0 then, 0.25 now"),
         ("--data.augment", "true", "data.augment: False then, True now"),
-        ("--data.partition", "Contiguous", "data.partition: None then, Contiguous now"),
+        ("--data.partition", "Contiguous", "data's partition: "),
         ("--trainer.precision", "64-true", "precision: 32-true then, 64-true now"),
     ],
 )
@@ -183,11 +183,49 @@ def test_other_settings_are_refused(
 
 def test_where_data_and_classes_lie_may_change(cli: Cli, run: Path) -> None:
     more = ("--data.root", cli.folder / "elsewhere", "--data.eval_batch_size", 10)
-    # Another path of the same class.
+    # Another path of the same class, and the partition and seed that are the default.
     more += ("--model.learner.network", "fl_lightning.models.mlp.MLP")
     more += ("--model.learner.network.sizes", "[64,64,10]")
-    assert cli("fit", "x", "--trainer.max_epochs", 3, *more).returncode == 0
+    more += ("--data.partition", "IID", "--data.seed", 0)
+    result = cli("fit", "x", "--trainer.max_epochs", 3, *more)
+    assert result.returncode == 0, result.stderr
     assert rounds(run) == ["0", "1", "2"]
+
+
+def test_going_on_with_other_settings_is_of_one_command(cli: Cli, run: Path) -> None:
+    other = ("--data.augment", "true", "--model.strict_resume", "false")
+    assert cli("fit", "x", "--trainer.max_epochs", 3, *other).returncode == 0
+    result = cli("fit", "x", "--trainer.max_epochs", 4, "--data.augment", "false")
+    assert result.returncode == 2 and "data.augment: True then" in result.stderr
+
+
+def test_a_run_is_found_from_within_and_through_links(cli: Cli, run: Path) -> None:
+    link = cli.folder / "link.ckpt"
+    link.symlink_to(run / "checkpoints/last.ckpt")
+    new = ("--trainer.default_root_dir", "y", "--trainer.max_epochs", 3)
+    result = cli(*FIT, *new, "--ckpt_path", link, "--data.augment", "true")
+    assert result.returncode == 2 and "data.augment: False then" in result.stderr
+    # A config.yaml that lies above a checkpoint, and is no run's.
+    (cli.folder / "kept").mkdir()
+    shutil.copy(run / "checkpoints/last.ckpt", cli.folder / "kept")
+    (cli.folder / "config.yaml").write_text("data: {class_path: Digits}")
+    result = cli(*FIT, *new, "--ckpt_path", "kept/last.ckpt")
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_table_may_move_and_be_no_other(cli: Cli) -> None:
+    rows = "".join(f"{i % 7},{i % 5},{'ab'[i % 2]}\n" for i in range(200))
+    (cli.folder / "other").mkdir()
+    for place in ("t.csv", "test.csv", "t2.csv", "other/t.csv"):
+        (cli.folder / place).write_text("u,v,y\n" + rows)
+    table = ("--data", "FromTable", "--data.target", "y", "--data.num_clients", 5)
+    table += ("--data.path", "t.csv", "--data.test", "test.csv")
+    first = cli(*FIT, *X, "--trainer.max_epochs", 1, *table)
+    assert first.returncode == 0, first.stderr
+    moved = ("--data.path", "other/t.csv", "--data.test", "./test.csv")
+    assert cli("fit", "x", "--trainer.max_epochs", 2, *moved).returncode == 0
+    result = cli("fit", "x", "--trainer.max_epochs", 3, "--data.path", "t2.csv")
+    assert result.returncode == 2 and "data.path: t.csv then, t2.csv now" in result.stderr
 
 
 BORED = """
@@ -199,14 +237,17 @@ trainer:
 """
 
 
-@pytest.mark.parametrize("limit", ["patience: 2, min_delta: 1.0", "stopping_threshold: 0.8"])
+@pytest.mark.parametrize(
+    "limit",
+    ["patience: 2, min_delta: 1.0", "stopping_threshold: 0.8", "stopping_threshold: 0.0"],
+)
 def test_a_run_that_early_stopping_ended_stays_ended(cli: Cli, limit: str) -> None:
     (cli.folder / "bored.yaml").write_text(BORED.replace("LIMIT", limit))
     assert cli(*FIT, "-c", "bored.yaml", *X).returncode == 0
     run = cli.folder / "x"
     there = rounds(run)
     record = json.loads((run / "run.json").read_text())
-    assert 1 < len(there) < 9 and record["status"] == "done"
+    assert 0 < len(there) < 9 and record["status"] == "done"
     # As a kill after its last checkpoint leaves it.
     (run / "run.json").write_text(json.dumps(record | {"status": "running", "ended": None}))
     again = cli("fit", "x")
@@ -225,3 +266,37 @@ def test_an_argument_without_a_text_does_not_end_a_run(cli: Cli) -> None:
     on = cli("fit", "x", "--trainer.max_epochs", 3)
     assert on.returncode == 0, on.stderr
     assert rounds(cli.folder / "x") == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("limit", ["patience: 0", "patience: 9"])
+def test_a_run_that_early_stopping_did_not_end_goes_on(cli: Cli, limit: str) -> None:
+    (cli.folder / "bored.yaml").write_text(BORED.replace("LIMIT", limit))
+    assert cli(*FIT, "-c", "bored.yaml", *X, "--trainer.max_epochs", 1).returncode == 0
+    on = cli("fit", "x", "--trainer.max_epochs", 2)
+    assert on.returncode == 0 and "EarlyStopping" not in on.stderr
+    assert rounds(cli.folder / "x") == ["0", "1"]
+
+
+def test_early_stopping_waits_for_min_epochs_after_a_resume_too(cli: Cli) -> None:
+    (cli.folder / "bored.yaml").write_text(BORED.replace("LIMIT", "stopping_threshold: 0.0"))
+    least = ("--trainer.min_epochs", 3)
+    assert cli(*FIT, "-c", "bored.yaml", *X, *least, "--trainer.max_epochs", 2).returncode == 0
+    on = cli("fit", "x", "--trainer.max_epochs", 9)
+    assert on.returncode == 0 and "EarlyStopping" not in on.stderr
+    assert rounds(cli.folder / "x") == ["0", "1", "2"]
+    again = cli("fit", "x")
+    assert "EarlyStopping ended this run by val/acc after 3 rounds" in again.stderr
+    assert rounds(cli.folder / "x") == ["0", "1", "2"]
+
+
+def test_nothing_left_to_do_makes_no_run_elsewhere(cli: Cli, run: Path) -> None:
+    there = ("--trainer.default_root_dir", "y", "--ckpt_path", run / "checkpoints/last.ckpt")
+    assert cli(*FIT, *there, "--trainer.max_epochs", 2).returncode == 0
+    assert not (cli.folder / "y/checkpoints").exists()
+
+
+def test_a_run_that_was_killed_on_its_way_says_how_far_it_was_to_go(cli: Cli, run: Path) -> None:
+    record = json.loads((run / "run.json").read_text())
+    killed = {"status": "running", "ended": None, "rounds": 5}
+    (run / "run.json").write_text(json.dumps(record | killed))
+    assert "on its way to 5 rounds" in cli("fit", "x").stdout

@@ -9,6 +9,7 @@ import os
 
 import pytest
 
+from fl_lightning.cli.compose import plain_yaml
 from tests.helpers.zygote import Cli, Result
 
 FIT = (
@@ -102,6 +103,7 @@ OPTIONS = {
         "zero byte",
     ),
     "no text": (("--trainer.default_root_dir", "\udc80"), "--trainer.default_root_dir", "no text"),
+    "a point for a slash": (("-c", "data.digits"), "-c data.digits", "Did you mean data/digits?"),
     "a class for a config": (("-c", "mine.Mine"), "-c mine.Mine", "--method mine.Mine"),
     "a long config": (("-c", "a" * 5000), "-c aaa", "neither a file"),
     "a long checkpoint": (("--ckpt_path", "a" * 5000), "--ckpt_path aaa", "no such file"),
@@ -165,7 +167,7 @@ CONFIGS = {
         "mine.yaml, line 1, column 26",
         "the key 'local_epochs' stands twice",
     ),
-    "a tab": ("model:\n\tlocal_epochs: 1", "line 2, column 1", "that is a tab"),
+    "a tab": ("model:\n\tlocal_epochs: 1", "line 2, column 1", "YAML takes spaces"),
     "a line too far left": (
         "model:\n   local_epochs: 1\n  participation: 1",
         "line 3, column 3",
@@ -231,3 +233,13 @@ def test_the_defaults_of_lightning_s_timer_go_into_the_config_and_back(cli: Cli)
     assert "interval: step" in (cli.folder / "x/config.yaml").read_text()
     result = cli("fit", "x", "--trainer.max_epochs", 2)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_mapping_that_takes_in_another_may_itself_be_taken_in() -> None:
+    text = """
+    first: {of: [&a {x: 1, y: 2}, &b {<<: *a, x: 3}]}
+    second: [{<<: *b, x: 4}, {<<: [*a, *b], z: 5}]
+    """
+    read = plain_yaml(text, "here")
+    assert read["first"] == {"of": [{"x": 1, "y": 2}, {"x": 3, "y": 2}]}
+    assert read["second"] == [{"x": 4, "y": 2}, {"x": 1, "y": 2, "z": 5}]
