@@ -18,12 +18,12 @@ from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
-from fl_lightning.cli.run_record import end_killed, killed_before
+from fl_lightning.cli.run_record import end_killed, killed_before, was_killed
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
-from fl_lightning.metrics import Metrics
+from fl_lightning.metrics import Metrics, read_record
 from fl_lightning.record.shown import metric_modes, shown_metrics
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import named, writable_as_file, written_aside
@@ -49,6 +49,11 @@ _OF_A_RUN = (
     "datamodule_hyper_parameters",
     "datamodule_hparams_name",
     "datamodule_hparams_type",
+)
+
+
+_AT_THE_END = (
+    "What the end of a run writes (results on the card, clients.csv) comes with another round."
 )
 
 
@@ -118,22 +123,25 @@ def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) 
 
 def _fit(cli: CommandCLI) -> None:
     trainer = cli.trainer
+    killed = was_killed(read_record(Path(cli.folder)))
     try:
         trainer.fit(cli.model, cli.datamodule, **cli.starts_from())
     except MisconfigurationException as error:
         # That there is nothing left to do is no mistake: it is said below.
         if "You restored a checkpoint with current_epoch" not in str(error):
             raise
-    if not cli.stop.started and trainer.is_global_zero:
+    if not trainer.is_global_zero:
+        return
+    if killed and cli.stop.first == trainer.current_epoch:
+        # EarlyStopping had ended it.
+        print(f"It was killed after its last round. {_AT_THE_END}")
+    if cli.stop.first is None:
         progress: Any = trainer.fit_loop.epoch_progress.current
         done = progress.processed
         asked = f"--trainer.max_epochs above {done} goes on"
         print(f"{cli.folder}: {done} rounds are done already; {asked}")
         if end_killed(Path(cli.folder), done):
-            print(
-                "It was killed after its last round, and is recorded as done now. What the end of "
-                "a run writes (results on the card, clients.csv) comes with another round."
-            )
+            print("It was killed after its last round, and is recorded as done now. " + _AT_THE_END)
         elif asked_for := killed_before(Path(cli.folder), done):
             print(f"It was killed on its way to {asked_for} rounds.")
         _show_results(cli)

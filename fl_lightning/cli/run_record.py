@@ -241,7 +241,7 @@ def end_killed(folder: Path, rounds: int) -> bool:
         whether it was such a run.
     """
     record = read_record(folder)
-    if not _killed(record) or not 0 < (record.get("rounds") or -1) <= rounds:
+    if not was_killed(record) or not 0 < (record.get("rounds") or -1) <= rounds:
         return False
     write_record(folder, record | {"status": "done", "ended": _now()})
     return True
@@ -251,10 +251,11 @@ def killed_before(folder: Path, rounds: int) -> int | None:
     """How many rounds were asked of a run that was killed after ``rounds`` of them."""
     record = read_record(folder)
     asked = record.get("rounds") or -1  # -1: without end
-    return int(asked) if _killed(record) and asked > rounds else None
+    return int(asked) if was_killed(record) and asked > rounds else None
 
 
-def _killed(record: Mapping[str, Any]) -> bool:
+def was_killed(record: Mapping[str, Any]) -> bool:
+    """Whether a run.json is of a run that could not write how it ended."""
     # One that an error ended has the time of it; a sweep calls a killed one failed, without.
     return record.get("status") in ("running", "failed") and record.get("ended") is None
 

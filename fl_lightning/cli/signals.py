@@ -16,18 +16,19 @@ from fl_lightning.lightning import pl
 class GracefulStop(pl.Callback):
     """Asks the module to stop after this round; a second Ctrl-C stops at once.
 
-    ``received``: the signal's number, or None; ``started``: whether there was a round to do. Once
-    a round, the module agrees with the other processes on stopping.
+    ``received``: the signal's number, or None; ``first``: the round that was next when training
+    began, None where none was left to do. Once a round, the module agrees with the other processes
+    on stopping.
     """
 
     def __init__(self) -> None:
         self.received: int | None = None
-        self.started = False
+        self.first: int | None = None
         self._module: Any = None
         self._before: dict[int, Any] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.started = True
+        self.first = trainer.current_epoch
         # It comes no earlier: it replaces Lightning's own handlers, which would lose the round.
         self._module = pl_module
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
