@@ -167,7 +167,7 @@ class InMemoryTransport:
             self._post(site).inbox.put(data)
             self._busy = site
         if self._busy is None:
-            time.sleep(min(timeout, 0.01))
+            time.sleep(max(0.0, min(timeout, 0.01)))
             return []
         site = self._busy
         try:

@@ -153,3 +153,8 @@ def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
         answer.numbers["4/before/loss"] = 1.0
     with pytest.raises(UserError, match=r"site north: what it measured of its clients \[0\]"):
         evaluation.unpacked(answer, [0])
+
+
+def test_a_deadline_that_is_just_over_brings_no_answer() -> None:
+    """As where a neighbour held the processor between the look at the clock and the wait."""
+    assert InMemoryTransport({}).receive(-1e-5) == []
