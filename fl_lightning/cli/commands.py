@@ -132,8 +132,9 @@ def _fit(cli: CommandCLI) -> None:
             raise
     if not trainer.is_global_zero:
         return
-    if killed and cli.stop.first == trainer.current_epoch:
-        # EarlyStopping had ended it.
+    ended = read_record(Path(cli.folder)).get("status") == "done"
+    if killed and ended and cli.stop.first == trainer.current_epoch:
+        # EarlyStopping had ended it. One that is out of time is stopped, and has rounds left.
         print(f"It was killed after its last round. {_AT_THE_END}")
     if cli.stop.first is None:
         progress: Any = trainer.fit_loop.epoch_progress.current
