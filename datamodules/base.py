@@ -459,7 +459,7 @@ class FederatedDataModule(pl.LightningDataModule):
     # ---- loaders for Lightning
 
     def train_dataloader(self) -> RoundToken:
-        return RoundToken.of(self.trainer)
+        return RoundToken.of(self)
 
     def val_dataloader(self) -> Any:
         if self._who.held_out is not None:

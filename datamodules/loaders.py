@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fl_lightning.datamodules.partitions import Indices
 from fl_lightning.datamodules.samples import (
@@ -60,26 +61,53 @@ def _versions(batches: list[tuple[Tensor, ...]]) -> list[int]:
     return [tensor._version for tensor in chain.from_iterable(batches)]
 
 
+class SamplesOfAll(Dataset[Any]):
+    """The training samples of all clients, one client after the other, without augmentation."""
+
+    def __init__(self, data: Any) -> None:
+        self._data = data
+
+    def __len__(self) -> int:
+        return int(self._data.client_sizes().sum())
+
+    def __getitem__(self, position: int) -> Any:
+        ends = np.cumsum(self._data.client_sizes())
+        place = range(len(self))[position]
+        client = int(np.searchsorted(ends, place, side="right"))
+        before = int(ends[client - 1]) if client else 0
+        return self._data.client_dataset(client)[place - before]
+
+
 class RoundToken:
-    """The training loader as Lightning sees it: one batch an epoch, as an epoch is a round."""
+    """The training loader as Lightning sees it: one batch an epoch, as an epoch is a round.
+
+    A learner that asks outside of a client's step, as in ``on_fit_start``, finds the samples of all
+    clients in ``dataset``, and the size of the clients' batches in ``batch_size``.
+    """
+
+    def __init__(self, data: Any) -> None:
+        self.dataset = SamplesOfAll(data)
+        self.batch_size: int | None = data.batch_size
+        self.drop_last: bool = data.drop_last
 
     @classmethod
-    def of(cls, trainer: Any) -> RoundToken:
-        """The loader of a federated fit.
+    def of(cls, data: Any) -> RoundToken:
+        """The loader of a federated fit on ``data``.
 
         Raises:
             UserError: a learner by itself is fitted, whose training step knows nothing of rounds.
         """
+        trainer = data.trainer
         fitted = getattr(trainer, "lightning_module", None)
         if fitted is not None and not hasattr(fitted, "global_model"):
             name = type(fitted).__name__
             raise UserError(
-                f"data: {type(trainer.datamodule).__name__} is for federated runs, and {name} was "
+                f"data: {type(data).__name__} is for federated runs, and {name} was "
                 "given to the Trainer by itself. Wrap it: "
                 f"trainer.fit(FederatedModule({name}(…)), data); to train {name} as it is, give "
                 "it a DataLoader, or federate with one client that has all samples."
             )
-        return cls()
+        return cls(data)
 
     def __len__(self) -> int:
         return 1

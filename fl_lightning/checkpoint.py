@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -357,11 +356,16 @@ def index_in(path: Path) -> Index:
     # Reading a pipe would wait for ever.
     if not path.is_file():
         return {}
+    # The user may keep files of any content there, and each fails in a way of its own.
     try:
         loaded = read_plain(path, map_location="cpu", mmap=True)
-        entries = loaded[KEY]["clients"]
-    except (OSError, RuntimeError, EOFError, KeyError, TypeError, pickle.UnpicklingError):
+    except Exception:
         return {}
+    held = loaded.get(KEY) if isinstance(loaded, dict) else None
+    entries = held.get("clients") if isinstance(held, dict) else None
+    if not forged.is_index(entries):
+        return {}
+    assert isinstance(entries, dict)
     index: Index = {}
     for name, entry in entries.items():
         index[name] = {column: tensor.clone() for column, tensor in entry.items()}

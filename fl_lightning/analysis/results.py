@@ -17,7 +17,7 @@ from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
-from fl_lightning.storage import site_journal
+from fl_lightning.storage import forged, site_journal
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
 
@@ -84,6 +84,8 @@ class Run:
         if (self.folder / site_journal.JOURNAL).is_file():
             return site_journal.latest(self.folder)
         held = self.checkpoint.get("federated", {"clients": {}, "folders": []})
+        if "federated" in self.checkpoint:
+            forged.check_ours(held, ("clients", "folders"))
         folders = [self.checkpoint_path.parent / folder for folder in held["folders"]]
         folders.append(self.folder / "state")
         store = ClientStore()

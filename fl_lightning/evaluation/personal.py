@@ -29,6 +29,7 @@ from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import decay_factor
+from fl_lightning.storage import forged
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.store import ClientStore
 
@@ -118,6 +119,7 @@ def of_checkpoint(
             lie.
     """
     held = federated_part(saved)
+    forged.check_ours(held)
     rows = ClientRows(ClientStore())
     model.as_buffers = tuple((held.get("engine") or {}).get("written", ()))
     state = restored(held, rows, model, path)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from fl_lightning.cli.compose import class_name
+from fl_lightning.cli.compose import as_list, class_name
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.runs import ReportedRun
 from fl_lightning.report.summary import Arm
@@ -39,7 +39,7 @@ def methods(run: ReportedRun) -> set[str] | None:
     """
     if not run.config:
         return None
-    items = run.config.get("method") or []
+    items = as_list(run.config.get("method"))
     # A method of the user's own may send anything, whatever it is called or stands beside.
     if not all(map(_packaged, items)):
         return None

@@ -180,7 +180,8 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 def _plain(value: Any) -> Any:
     """Classes by their bare name, whole numbers as such: what is the same should look the same."""
     if isinstance(value, Mapping) and "class_path" in value:
-        options = sorted((value.get("init_args") or {}).items())
+        arguments = value.get("init_args")
+        options = sorted(arguments.items()) if isinstance(arguments, Mapping) else []
         texts = [f"{key}={_plain(option)}" for key, option in options if option is not None]
         name = class_name(value)
         return f"{name}({', '.join(texts)})" if texts else name

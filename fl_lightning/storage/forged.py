@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -75,8 +75,8 @@ def _chosen(value: Any) -> bool:
     return len(numbers) == len(value["rounds"]) and int(numbers.sum()) == len(value["clients"])
 
 
-def _rows(value: Any) -> bool:
-    """Tell whether this is an index of client rows."""
+def is_index(value: Any) -> bool:
+    """Tell whether this is an index of client rows, as a run writes it."""
     if not _each(_each(_whole))(value):
         return False
     parts = []
@@ -130,7 +130,7 @@ _OURS: dict[str, tuple[Check, bool]] = {
     "w0": (_or_none(_tensor), True),
     "buffers": (_each(_tensor), True),
     "server": (_each(_tensor), True),
-    "clients": (_rows, True),
+    "clients": (is_index, True),
     "folders": (
         lambda value: isinstance(value, list) and bool(value) and all(map(_text, value)),
         True,
@@ -211,8 +211,10 @@ def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
             )
 
 
-def check_ours(held: Any) -> None:
+def check_ours(held: Any, names: Collection[str] = ()) -> None:
     """Refuse a federated part in which something is of another kind than a run puts there.
+
+    ``names``: the entries that are checked; empty: all.
 
     Raises:
         UserError: with its place.
@@ -220,9 +222,11 @@ def check_ours(held: Any) -> None:
     if not isinstance(held, Mapping):
         raise _damaged("federated")
     for name, (check, needed) in _OURS.items():
-        if (needed and name not in held) or (name in held and not check(held[name])):
+        asked = not names or name in names
+        absent = needed and name not in held
+        if asked and (absent or (name in held and not check(held[name]))):
             raise _damaged(f"federated.{name}")
-    if "w" not in held:
+    if not names and "w" not in held:
         raise _damaged("federated.w")
 
 

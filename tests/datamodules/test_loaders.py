@@ -22,6 +22,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from fl_lightning import InMemoryDataModule
 from fl_lightning.datamodules import IID, Dirichlet, FromDataModule, FromDatasets
 from fl_lightning.errors import UserError
 from tests.helpers.learners import Lit, federated, trainer
@@ -243,3 +244,24 @@ def test_refusals(make, words):
     with pytest.raises(UserError, match=words) as caught:
         make().setup()
     assert len(str(caught.value)) <= 600
+
+
+def test_outside_of_a_step_the_loader_has_the_samples_of_all_clients() -> None:
+    seen = {}
+
+    class Counts(Lit):
+        def on_fit_start(self):
+            loader = self.trainer.datamodule.train_dataloader()
+            seen.update(samples=len(loader.dataset), batch_size=loader.batch_size)
+            seen["first"] = [int(loader.dataset[k][1]) for k in range(len(loader.dataset))]
+
+    data = InMemoryDataModule(
+        (torch.randn(30, 20).double(), torch.arange(30) % 4),
+        clients=[range(10, 16), range(4)],
+        batch_size=3,
+    )
+    trainer(1).fit(federated(Counts(), participation=1.0), data)
+    assert (seen["samples"], seen["batch_size"]) == (10, 3)
+    assert seen["first"] == [k % 4 for k in (*range(10, 16), *range(4))]
+    with pytest.raises(IndexError):
+        data.train_dataloader().dataset[10]

@@ -81,3 +81,14 @@ def test_numbers_without_a_sum_and_rounds_without_end(tmp_path: Path) -> None:
     path.write_text(f"round,val/acc\n{'9' * 400},0.5\n")
     with pytest.raises(UserError, match="rounds in"):
         find([tmp_path / "s"])
+
+
+@pytest.mark.parametrize(
+    "config",
+    ["method: 3", "method: {a: 1}", "data: {class_path: A, init_args: [1]}", "data: 3\nmodel: []"],
+)
+def test_a_config_that_no_run_writes(tmp_path: Path, config: str) -> None:
+    make_arm(tmp_path / "s", "a", {0: 0.5, 1: 0.6})
+    for folder in (tmp_path / "s/a").iterdir():
+        (folder / "config.yaml").write_text(config)
+    assert set(report(tmp_path / "out", tmp_path / "s")["arms"]) == {"a"}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from fl_lightning import load
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.cli.run_folder import checkpoints
 from fl_lightning.errors import UserError
@@ -117,3 +118,34 @@ def test_pipes_and_links_to_nothing_among_checkpoints_are_passed_over(tmp_path: 
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
+
+
+STRANGERS: dict[str, Any] = {
+    "a bare tensor": torch.zeros(3),
+    "a list": [1, 2],
+    "another server's": {"federated": {"server": 3}},
+    "clients of another kind": {"federated": {"clients": {"server": 3}}},
+    "a number": {"federated": 3},
+}
+
+
+@pytest.mark.parametrize("content", STRANGERS.values(), ids=STRANGERS)
+def test_a_file_of_the_users_own_beside_the_checkpoints(tmp_path: Path, content: Any) -> None:
+    folder = tmp_path / "checkpoints"
+    folder.mkdir()
+    torch.save(content, folder / "other.ckpt")
+    (folder / "notes.ckpt").write_text("nothing of torch's")
+    alone = fit(tmp_path / "alone", 2)
+    beside = fit(tmp_path, 2)
+    assert torch.equal(alone.global_vector, beside.global_vector)
+    again = fit(tmp_path, 3, ckpt_path=str(folder / "last.ckpt"))
+    assert again.current_epoch == 3 and (folder / "other.ckpt").is_file()
+
+
+def test_what_a_checkpoint_lacks_is_named_where_rows_are_read(tmp_path: Path) -> None:
+    fit(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save({**checkpoint, "federated": {"server": 3}}, path)
+    with pytest.raises(UserError, match=r"damaged: federated\.\w+ in it"):
+        load(tmp_path).client_state("ControlVariates.c_i", 0)
