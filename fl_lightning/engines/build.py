@@ -34,14 +34,14 @@ class Decision:
     Args:
         one_by_one: why clients have to train one after the other.
         failure: why nothing can start.
-        note: what the user should know of the batch sizes.
+        notes: what the user should know of the batch sizes and of the gradients.
         buffers: those that a step changed, by name.
     """
 
     plan: EnginePlan
     one_by_one: Reason | None = None
     failure: str = ""
-    note: str = ""
+    notes: tuple[str, ...] = ()
     buffers: tuple[str, ...] = ()
 
 
@@ -72,8 +72,8 @@ def choose(
         decision = decided(copies, () if held is None else held.as_buffers)
     plan = replace(decision.plan, server_threads=torch.get_num_threads())
     one_by_one = decision.one_by_one
-    if decision.note:
-        note(decision.note)
+    for text in decision.notes:
+        note(text)
     copies.treat_as_buffers(plan.as_buffers)
     check_looks(copies)
     tell_of_buffers(situation, plan, decision.buffers, note)
@@ -213,9 +213,9 @@ def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
         try:
             with tried_apart(situation):
                 first_steps = take_first_steps(copies)
-                told = "" if first_steps.untried else check_batch_sizes(copies)
+                notes = notes_of(copies, first_steps)
                 decision = replace(
-                    planned(copies, first_steps), note=told, buffers=first_steps.buffers
+                    planned(copies, first_steps), notes=notes, buffers=first_steps.buffers
                 )
         except Exception as error:
             failure = error
@@ -227,6 +227,25 @@ def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
     if agreed.failure:
         raise UserError(agreed.failure)
     return replace(agreed, plan=replace(agreed.plan, channels_last=channels_last))
+
+
+def notes_of(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[str, ...]:
+    """What the user should know before round 0.
+
+    Raises:
+        UserError: a batch is too small for the learner.
+    """
+    notes = []
+    if not first_steps.untried and (of_batches := check_batch_sizes(copies)):
+        notes.append(of_batches)
+    if first_steps.untrained:
+        notes.append(
+            f"learner {type(copies.situation.learner).__name__}: in a first local step none of its "
+            "trainable parameters got a gradient, so clients learn nothing from their data. Its "
+            "loss has to depend on them: look for torch.no_grad(), detach() and parameters that "
+            "the forward pass does not use"
+        )
+    return tuple(notes)
 
 
 def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:

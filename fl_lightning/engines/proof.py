@@ -73,11 +73,13 @@ class FirstSteps:
         one_by_one: why clients have to train one after the other, where they have to.
         untried: why no step could be taken, where it could not.
         buffers: those that changed, by name.
+        untrained: whether the loss gave no trainable parameter a gradient.
     """
 
     one_by_one: Reason | None = None
     untried: str = ""
     buffers: tuple[str, ...] = ()
+    untrained: bool = False
 
 
 def take_first_steps(copies: LearnerCopies) -> FirstSteps:
@@ -136,7 +138,8 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
         one_by_one = Reason(
             f"{callback} is called with each client's batch, and there is one for all"
         )
-    return FirstSteps(one_by_one, buffers=buffers_that_changed(trial))
+    untrained = len(trial.copy.missing) == len(trial.copy.parameters)
+    return FirstSteps(one_by_one, buffers=buffers_that_changed(trial), untrained=untrained)
 
 
 def first_batch(copies: LearnerCopies, client: int) -> Any:

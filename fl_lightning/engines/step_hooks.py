@@ -79,6 +79,7 @@ class StepHooks:
             learner.on_before_zero_grad(self.optimizer())
         if not self.of_gradients:
             return differentiated(loss, parameters)
+        clear(parameters)
         try:
             with torch.enable_grad():
                 if "on_before_backward" in self.names:
@@ -86,7 +87,7 @@ class StepHooks:
                 if "backward" in self.names:
                     learner.backward(loss)
                 else:
-                    fill_grad(loss, parameters)
+                    loss.backward()
                 if "on_after_backward" in self.names:
                     learner.on_after_backward()
             return taken(parameters)
@@ -133,25 +134,16 @@ class StepHooks:
 
 def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
     """∇ℓ by parameter, None where ℓ does not depend on it; hooks on parameters are called."""
-    if not any(p._post_accumulate_grad_hooks for p in parameters):
-        return torch.autograd.grad(loss, parameters, allow_unused=True)
+    # `training_step` may have left gradients of its own, which plain training clears, too.
+    clear(parameters)
     try:
-        fill_grad(loss, parameters)
+        # `torch.autograd.grad` follows only the paths that it sees from ℓ to the parameters. A
+        # function whose backward calls `backward` itself, such as reentrant checkpointing, hides
+        # the parameters that it uses: their gradients would be missing without an error.
+        loss.backward()
         return taken(parameters)
     finally:
         clear(parameters)
-
-
-def fill_grad(loss: Tensor, parameters: Sequence[nn.Parameter]) -> None:
-    """Put ∇ℓ into the parameters' ``.grad``; None where there is none."""
-    # Hooks that run after accumulation are called by `backward` alone.
-    if any(p._post_accumulate_grad_hooks for p in parameters):
-        torch.autograd.backward(loss, inputs=list(parameters))
-        return
-    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
-    for p, g in zip(parameters, gradients, strict=True):
-        # Two parameters may be given one gradient, and a hook may change either in place.
-        p.grad = None if g is None else g.clone()
 
 
 def taken(parameters: Sequence[nn.Parameter]) -> Gradients:

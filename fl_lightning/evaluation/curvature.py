@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fl_lightning.aggregation.tree_sum import Leaf
+from fl_lightning.engines.step_hooks import Gradients, dense, differentiated
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator
 from fl_lightning.evaluation.samples import Samples
@@ -82,13 +83,12 @@ class Hessian:
                 # it asks for a graph, as one times a constant does not.
                 one = torch.ones_like(direction[:1]).requires_grad_()
                 loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
-                first = torch.autograd.grad(
-                    loss,
-                    copy.parameters,
-                    create_graph=True,
-                    allow_unused=True,
-                    materialize_grads=True,
+                gradients = torch.autograd.grad(
+                    loss, copy.parameters, create_graph=True, allow_unused=True
                 )
+                if self.products == 1 and any(g is None for g in gradients):
+                    self._check_missing(gradients, batch, index)
+                first = dense(gradients, copy.parameters)
                 products = [(g * d).sum() for g, d in zip(first, directions, strict=True)]
                 along = torch.stack(products).sum()
                 if self.products == 1 and _differentiable_once(along.grad_fn):
@@ -113,6 +113,18 @@ class Hessian:
         if total:
             return (total["product"] / self._number).cpu().numpy()
         return np.zeros(self.size)
+
+    def _check_missing(self, gradients: Gradients, batch: Any, index: int) -> None:
+        """Refuse a loss that `backward()` gives gradients which no second derivative sees."""
+        copy = self.evaluator.copy
+        loss = self.evaluator.loss(batch, index, graph=True)
+        by_backward = differentiated(loss, copy.parameters)
+        for name, g, other in zip(copy.layout, gradients, by_backward, strict=True):
+            if g is None and other is not None:
+                raise RuntimeError(
+                    f"the gradient of {name} comes from a backward within the backward, which does "
+                    "not support it; of activation checkpointing use_reentrant=False does"
+                )
 
 
 def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:

@@ -26,6 +26,7 @@ from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.situation import conversion, forward_context
+from fl_lightning.engines.step_hooks import dense, differentiated
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.learner.layout import Layout, flatten
@@ -317,9 +318,7 @@ class Evaluator:
                 loss = self.loss(batch, index, gradient)
             values = {"loss": loss.detach().double() * number}
             if gradient:
-                gradients = torch.autograd.grad(
-                    loss, own.parameters, allow_unused=True, materialize_grads=True
-                )
+                gradients = dense(differentiated(loss, own.parameters), own.parameters)
                 values["gradient"] = flatten(gradients).double() * number
             own.logging = True
             if step != "training_step":

@@ -155,6 +155,24 @@ def test_low_rank_matrices_make_d_small(tmp_path: Path) -> None:
     assert moved and all("lora_" in name for name in moved)
 
 
+def test_low_rank_matrices_under_reentrant_checkpointing_are_trained_alike(tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="lora needs peft: pip install 'fl-lightning[lora]'")
+    text_file(tmp_path)
+    ends = []
+    for checkpointing in (True, False):
+        torch.manual_seed(0)
+        learner = CausalLanguageModel(config=opt(dropout=0.0), lora={"r": 2}, lr=0.05)
+        if checkpointing:
+            learner.network.gradient_checkpointing_enable({"use_reentrant": True})
+            learner.network.enable_input_require_grads()
+        before = Layout(learner).size
+        data = LanguageModelling(tmp_path, length=12, num_clients=3, batch_size=4)
+        module = fitted(learner, data)
+        assert Layout(module.learner).size == before
+        ends.append(module.global_vector.detach())
+    torch.testing.assert_close(*ends)
+
+
 def fitted(
     learner: Any, data: Any, *callbacks: pl.Callback, rounds: int = 2, **options: Any
 ) -> FederatedModule:
