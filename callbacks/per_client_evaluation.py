@@ -35,13 +35,18 @@ class PerClientEvaluation(Measurement):
     """Logs ``clients/acc``, ``clients/loss``, …: each client's own model on its own test samples.
 
     The model is the one that a client would use: w with its own kept parts, or what the method's
-    ``personal`` gives; w where it never finished a round. The metrics are what the learner's
-    ``validation_step`` logs, without the prefix (``val/acc`` → ``clients/acc``), and the loss where
-    it logs none. Of each metric over the k clients with test samples and a value, which NaN is not:
-    the mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std``
-    (k - 1), and the mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes``
-    says, else the learner's torchmetrics, else the name; where none of them does, it is asked
-    before round 0. With fine-tuning the same of ``clients/acc_finetuned``, ….
+    ``personal`` gives; w where it never finished a round. Each client is measured as
+    ``Trainer.validate`` would measure it on its test samples alone: with the learner's validation
+    hooks, in batches of ``data.eval_batch_size``, and with the reductions that ``self.log`` asks
+    for. The metrics are what the learner logs then, without the prefix (``val/acc`` →
+    ``clients/acc``). If it logs no loss, the loss is that of ``training_step`` in evaluation mode.
+    If ``validation_step`` requires ``dataloader_idx``, it gets 0.
+
+    Of each metric over the k clients with test samples and a value, which NaN is not: the mean,
+    ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
+    mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes`` says, else the
+    learner's torchmetrics, else the name; where none of them does, it is asked before round 0. With
+    fine-tuning the same of ``clients/acc_finetuned``, ….
 
     Where a run keeps anything, its folder has ``clients_rounds.csv`` (round, client, samples, every
     metric), and at the end ``clients.csv`` and ``clients.png`` of the last round, whose values are
@@ -145,7 +150,7 @@ class PerClientEvaluation(Measurement):
             indices = trainer.datamodule.client_test_indices(client)
             if len(indices):
                 values: dict[str, float]
-                values = module.evaluator().client(w, client, indices, "validation_step")
+                values = module.evaluator().validated(w, client, indices)
                 return values
         return None
 

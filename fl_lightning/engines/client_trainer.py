@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 from fl_lightning.errors import UserError
 
+VALIDATING = "validate"  # a value of Lightning's RunningStage
+
 
 class View:
     """An object, but for some attributes, each given by a function.
@@ -65,12 +67,16 @@ class Present:
         who: gives the client's number.
         steps: of the client in the round; None: it is not trained, but measured.
         index: of the step, as ``training_step`` has it as ``batch_idx``.
+        validated: the number of batches on which ``model`` is validated; None: it is in a training
+            step.
     """
 
     data: Any = None
     who: Callable[[], int] = nobody
     steps: int | None = None
     index: Any = 0
+    validated: int | None = None
+    model: Any = None
     view: View | None = None
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
@@ -78,6 +84,12 @@ class Present:
         self.who = who
         self.steps = steps
         self.index = 0
+        self.validated = None
+
+    def begin_validation(self, batches: int, model: Any) -> None:
+        """Let the learner ``model`` find at its Trainer that it is validated on so many batches."""
+        self.validated = batches
+        self.model = model
 
     def __deepcopy__(self, memo: Any) -> Present:
         # A copy of the learner is in no step, and has no share in the data.
@@ -93,6 +105,20 @@ class Present:
         """Tell whether this is the last batch of an epoch of the client, or of its round."""
         done = self.index + 1
         return bool(done % self.batches() == 0 or done == self.steps)
+
+    def stage(self, trainer: Any) -> Any:
+        """Lightning's RunningStage: what the learner is used for, whatever ``trainer`` does."""
+        stage = trainer.state.stage
+        return stage if self.validated is None or stage is None else type(stage)(VALIDATING)
+
+    def in_stage(self, trainer: Any, word: str) -> bool:
+        """``trainer.training``, ``trainer.validating`` or ``trainer.evaluating``."""
+        if self.validated is None:
+            return bool(getattr(trainer, word))
+        return word != "training"
+
+    def validation_batches(self, trainer: Any) -> Any:
+        return trainer.num_val_batches if self.validated is None else [self.validated]
 
     def trainer(self, trainer: Any) -> Any:
         """``trainer`` with the present client's numbers, made once; None: None."""
@@ -116,6 +142,12 @@ class Present:
             "is_last_batch": self.is_last,
             "train_dataloader": self.loader,
         }
+        state = View(trainer.state, stage=partial(self.stage, trainer))
+        own["state"] = lambda: state
+        for word in ("training", "validating", "evaluating"):
+            own[word] = partial(self.in_stage, trainer, word)
+        own["num_val_batches"] = partial(self.validation_batches, trainer)
+        own["model"] = lambda: trainer.model if self.validated is None else self.model
         if trainer.datamodule is not None:
             data = View(trainer.datamodule, train_dataloader=lambda: self.loader)
             own["datamodule"] = lambda: data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -22,6 +21,8 @@ from fl_lightning.learner.buffers import buffer_slots
 from fl_lightning.learner.layout import Layout, check_trainable, fill, tie, trainable
 from fl_lightning.learner.modules import (
     IN_STEPS,
+    called_with,
+    check_loggable,
     lent_logs,
     lightning_modules,
     logged_of,
@@ -90,8 +91,7 @@ class LearnerCopy:
         self.forward_context = forward_context
         self.convert = convert
         self.step: Callable[..., Any] = learner.training_step
-        accepted = inspect.signature(self.step).parameters
-        self.takes_index = "batch_idx" in accepted or len(accepted) > 1
+        self.takes_index = len(called_with(self.step, None, 0)) > 1
         self.logging = self.keeps_loss = False
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
@@ -158,6 +158,9 @@ class LearnerCopy:
         memo |= {id(trainer): trainer for trainer in trainers}
         memo |= without_graphs(learner)
         memo |= lent_logs(learner)
+        for part in lightning_modules(learner):
+            shims = [vars(part)[name] for name in IN_STEPS if name in vars(part)]
+            memo |= {id(shim): shim for shim in shims}
         copied = copy.deepcopy(learner, memo)
         another = LearnerCopy(
             copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert
@@ -192,6 +195,12 @@ class LearnerCopy:
         self.present.begin(data, who, steps)
         for part in self._parts:
             object.__setattr__(part, "_trainer", self.present.trainer(part._trainer))
+
+    def go_to(self, x: Tensor) -> None:
+        """Put the learner at x ``(D,)``, also where its hooks gave parameters other data."""
+        tie(self.parameters, self._views)
+        with torch.no_grad():
+            self.x.copy_(x.detach().view(1, -1))
 
     def shifted(self, e: Tensor) -> AbstractContextManager[None]:
         """Within, the learner's parameters are at x + e, and gradients go to a second vector."""
@@ -469,6 +478,7 @@ class LearnerCopy:
     ) -> None:
         if not self.logging:
             return
+        check_loggable(type(self.learner).__name__, name, value)
         self._told_of_metrics.note(name, value, prog_bar)
         forked = self.forks and on_epoch and on_step is not False
         if isinstance(value, Metric):

@@ -17,6 +17,23 @@ FUNCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: 
 FUNCTIONS |= {sum: "sum", max: "max", min: "min"}
 
 
+def reduction(learner: str, name: str, reduce_fx: Any) -> str:
+    """How ``self.log(name, …, reduce_fx=reduce_fx)`` reduces: mean, sum, max, min or last.
+
+    Raises:
+        UserError: the reduction is a function of the user's own.
+    """
+    word = reduce_fx.lower() if isinstance(reduce_fx, str) else ""
+    kind = WORDS.get(word) or FUNCTIONS.get(reduce_fx)
+    if kind is None:
+        raise UserError(
+            f"learner {learner}: self.log({name!r}, reduce_fx={reduce_fx!r}) is not accepted; as "
+            "in plain Lightning it is 'mean', 'sum', 'max' or 'min'. For another reduction log a "
+            "metric of torchmetrics."
+        )
+    return kind
+
+
 class StepLogs:
     """Numbers by name over a client's steps; ``kinds``: how each is reduced.
 
@@ -36,14 +53,7 @@ class StepLogs:
         Raises:
             UserError: the reduction is a function of the user's own, or another than before.
         """
-        word = reduce_fx.lower() if isinstance(reduce_fx, str) else ""
-        kind = WORDS.get(word) or FUNCTIONS.get(reduce_fx)
-        if kind is None:
-            raise UserError(
-                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}) is not "
-                "accepted; as in plain Lightning it is 'mean', 'sum', 'max' or 'min'. For "
-                "another reduction log a metric of torchmetrics."
-            )
+        kind = reduction(self.learner, name, reduce_fx)
         if self.kinds.setdefault(name, kind) != kind:
             raise UserError(
                 f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}), and "

@@ -6,12 +6,12 @@ It is measured on a copy of the learner, in evaluation mode, without augmentatio
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,14 +23,18 @@ from torch.utils._pytree import tree_leaves
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
 from fl_lightning.engines import batch_callbacks
+from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.engines.step_hooks import dense, differentiated
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
+from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
 from fl_lightning.learner.layout import Layout, flatten
+from fl_lightning.learner.modules import called_with, modes, overrides
 from fl_lightning.machine.processes import gathered, place
+from fl_lightning.metrics import without_prefix
 from fl_lightning.round.global_model import GlobalModel
 
 Share = Callable[[], list[Counted]]
@@ -99,6 +103,7 @@ class Evaluator:
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
         self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
         self.copy.begin(data)
+        self._modes = [training for _, training in modes(self.copy.learner)]
         self.copy.learner.eval()
         self.copy.forks = False
         for part in self.copy.learner.modules():
@@ -116,6 +121,8 @@ class Evaluator:
         # takes gradients itself.
         self._graph = False
         self._builds_graph = False
+        # Whether validation leaves the learner's attributes as they were; None: not known yet.
+        self._stateless: bool | None = False if hooks_of(learner) else None
 
     @classmethod
     def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:
@@ -208,18 +215,136 @@ class Evaluator:
     def client(
         self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
     ) -> dict[str, float]:
-        """One client's means at x ``(D,)``, in this process alone: samples, loss and the logs."""
-        samples = {client: indices}
+        """One client's means at x ``(D,)``, in this process alone: samples, loss and the logs.
+
+        Args:
+            step: whose logs are wanted; ``validation_step``: as :meth:`validated` gives them, but
+                at x itself, whatever model the learner's hooks put in its place.
+        """
+        if not len(indices):
+            return {"samples": 0, "loss": math.nan}
+        trains = step == "training_step"
+        shares = self._of_client(x, client, indices, twice=not trains)
         # Within, the learner finds this client's numbers at its Trainer; else nobody's.
         self.copy.begin(self.data, lambda: client)
-        shares = self.shares(samples, self.size(x, samples), alone=True)
-        total = self.sum(x, shares, self._term(False, step), alone=True)
+        total = self.sum(x, shares, self._term(False, step if trains else ""), alone=True)
         self.copy.begin(self.data)
-        if not total:
+        loss = float(total["loss"] / int(total["samples"]))
+        values = {"samples": len(indices), "loss": loss}
+        if trains:
+            return {**values, **_means(total), **self._of_metrics([self.copy.take_metrics()])}
+        if getattr(self.data, "eval_batch_size", None):
+            shares = self._of_client(x, client, indices, validated=True)
+        return {**self._validated(x, client, shares, at_x=True), **values}
+
+    def validated(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> dict[str, float]:
+        """What ``Trainer.validate`` would give for the model x ``(D,)`` on these samples alone.
+
+        Returns:
+            ``samples``, all that the learner logs by its name, and ``loss``: what it logs as its
+            validation's, else what ``training_step`` gives in evaluation mode.
+        """
+        if not len(indices):
             return {"samples": 0, "loss": math.nan}
-        number = int(total["samples"])
-        logged = {**_means(total), **self._of_metrics([self.copy.take_metrics()])}
-        return {"samples": number, "loss": float(total["loss"] / number), **logged}
+        shares = self._of_client(x, client, indices, validated=True)
+        logged = self._validated(x, client, shares)
+        losses = [value for name, value in logged.items() if without_prefix(name) == "loss"]
+        loss = losses[0] if losses else self._training_loss(x, client, indices)
+        return {"samples": len(indices), **logged, "loss": loss}
+
+    def model(self, x: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Weights ``(D,)`` and buffers that are validated in place of x and :attr:`buffers`.
+
+        They are others where the learner's own hooks, such as ``on_validation_start``, exchange
+        them.
+        """
+        if not hooks_of(self.copy.learner) & frozenset(BEFORE):
+            return x, self.buffers
+        own = self._for_validation()
+        own.begin(self.data)
+        own.present.begin_validation(0, own.learner)
+        with self._at(x, own):
+            own.load_buffers(self.buffers)
+            self._epoch(own).begin()
+        parameters = dict(own.learner.named_parameters())
+        weights = flatten([parameters[name].detach() for name in own.layout])
+        return weights.to(x), {name: buffer.clone() for name, buffer in own.buffers.items()}
+
+    def _training_loss(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> float:
+        """The training step's loss at the model that is validated in place of x."""
+        buffers = self.buffers
+        point, self.buffers = self.model(x)
+        try:
+            return self.client(point, client, indices)["loss"]
+        finally:
+            self.buffers = buffers
+
+    def _of_client(
+        self,
+        x: Tensor,
+        client: int,
+        indices: NDArray[np.int64],
+        validated: bool = False,
+        twice: bool = False,
+    ) -> list[Share]:
+        """One client's batches, of validation's size where they are ``validated``.
+
+        ``twice``: they are read once for two passes, unless there are too many to hold.
+        """
+        samples = {client: indices}
+        size = getattr(self.data, "eval_batch_size", None) if validated else None
+        size = size or self.size(x, samples)
+        return self.shares(samples, size, alone=True, keep=twice and len(indices) <= size)
+
+    def _validated(
+        self, x: Tensor, client: int, shares: list[Share], at_x: bool = False
+    ) -> dict[str, float]:
+        """What the learner logs in one validation epoch on a client's batches; empty: no step.
+
+        ``at_x``: x is what is measured, also where the learner's hooks exchange weights.
+        """
+        if not overrides(self.copy.learner, "validation_step"):
+            return {}
+        own = self._for_validation()
+        # What steps leave in attributes is looked at once.
+        before = Attributes(own.learner) if self._stateless is None else None
+        own.begin(self.data, lambda: client)
+        own.present.begin_validation(len(shares), own.learner)
+        try:
+            with self._at(x, own):
+                own.load_buffers(self.buffers)
+                epoch = self._epoch(own)
+                epoch.begin()
+                if at_x:
+                    own.go_to(x)
+                logged = epoch.run(chain.from_iterable(share() for share in shares))
+        except Exception as error:
+            tell_where(error, f"in the validation of client {client} on its own samples")
+            raise
+        if before is not None:
+            self._stateless = not before.changed(Attributes(own.learner))
+        if own is self.copy:
+            own.attach()
+            own.begin(self.data)
+        return logged
+
+    def _for_validation(self) -> LearnerCopy:
+        """The learner as it is now, for one validation: a copy where hooks or steps change it."""
+        if self._stateless:
+            return self.copy
+        own = self.copy.another(aliased=False)
+        if "on_validation_model_eval" in hooks_of(own.learner):
+            for part, training in zip(own.learner.modules(), self._modes, strict=True):
+                part.training = training
+        return own
+
+    def _epoch(self, own: LearnerCopy) -> ValidationEpoch:
+        def seed(index: int) -> None:
+            seed_client(self.seed, 0, index, "evaluate")
+
+        self._graph = False
+        convert = self.convert_validation or self.copy.convert
+        return ValidationEpoch(own.learner, self._context, convert, seed)
 
     # ---- sums over samples
 
@@ -321,7 +446,7 @@ class Evaluator:
                 gradients = dense(differentiated(loss, own.parameters), own.parameters)
                 values["gradient"] = flatten(gradients).double() * number
             own.logging = True
-            if step != "training_step":
+            if step == "validation_step":
                 self._validation(batch, index)
             # A batch may log nothing under a name, so each name counts its own samples.
             samples = torch.tensor(number, dtype=torch.float64, device=loss.device)
@@ -335,15 +460,18 @@ class Evaluator:
         return term
 
     def _validation(self, batch: Any, index: int) -> None:
+        """A step of validation, with the learner's hooks around it, on samples of many clients."""
         self._graph = False
-        step = self.copy.learner.validation_step
+        learner = self.copy.learner
         if self.convert_validation is not None:
-            batch = self.convert_validation(self.copy.learner, self._given)
-        arguments: tuple[Any, ...] = (batch, index)
-        if len(inspect.signature(step).parameters) == 1:
-            arguments = (batch,)
+            batch = self.convert_validation(learner, self._given)
+        hooks = hooks_of(learner)
         with self._context():
-            step(*arguments)
+            if "on_validation_batch_start" in hooks:
+                learner.on_validation_batch_start(
+                    *called_with(learner.on_validation_batch_start, batch, index)
+                )
+            learner.validation_step(*called_with(learner.validation_step, batch, index))
 
     def _one(self, term: Term, batch: Any, number: int, index: int) -> Leaf:
         """A term of one batch, from the server's buffers."""
@@ -364,11 +492,12 @@ class Evaluator:
             raise
 
     @contextmanager
-    def _at(self, x: Tensor) -> Iterator[None]:
-        self.copy.reset()
-        with torch.no_grad():
-            self.copy.x.copy_(x.detach().view(1, -1))
-        with random_state_kept(self.copy.x):
+    def _at(self, x: Tensor, own: LearnerCopy | None = None) -> Iterator[None]:
+        """Within, the copy of the learner (None: that of all measurements) is at x ``(D,)``."""
+        own = own or self.copy
+        own.reset()
+        own.go_to(x)
+        with random_state_kept(own.x):
             yield
 
     def _of_metrics(self, states: Sequence[metric_states.MetricStates | None]) -> dict[str, float]:

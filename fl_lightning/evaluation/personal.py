@@ -210,10 +210,9 @@ def measured(
         models: the clients'; None: the run's, after its rounds so far.
 
     Returns:
-        ``{client: {"": values, "_finetuned": values}}``: ``samples``, ``loss`` (of
-        ``training_step`` in evaluation mode) and what ``validation_step`` logs, under its names; of
-        a client without test samples, empty. The second is there where ``finetune_epochs`` is above
-        0.
+        ``{client: {"": values, "_finetuned": values}}``, as :meth:`Evaluator.validated` gives them:
+        ``samples``, ``loss`` and what the learner logs in validation, under its names; of a client
+        without test samples, empty. The second is there where ``finetune_epochs`` is above 0.
     """
     data = trainer.datamodule
     (world, rank) = place()
@@ -230,10 +229,10 @@ def measured(
         if not len(indices):
             continue
         weights, evaluator.buffers = models.of(client)
-        values[""] = evaluator.client(weights, client, indices, "validation_step")
+        values[""] = evaluator.validated(weights, client, indices)
         if tuned is not None:
             weights, evaluator.buffers = tuned(models.round, client, weights, evaluator.buffers)
-            values["_finetuned"] = evaluator.client(weights, client, indices, "validation_step")
+            values["_finetuned"] = evaluator.validated(weights, client, indices)
     of_all: dict[int, dict[str, dict[str, float]]] = {}
     for values_there in gathered(values_here):
         of_all.update(values_there)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
+from numbers import Number
 from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
@@ -79,6 +83,44 @@ def overrides(learner: object, hook: str) -> bool:
     """Tell whether the learner has a hook of its own: in its class, or put on the instance."""
     of_base = getattr(lightning_base(learner), hook, None)
     return hook in vars(learner) or getattr(type(learner), hook, None) is not of_base
+
+
+def called_with(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
+    """As many of a step's or hook's arguments as it takes.
+
+    Where it requires one more, that is the number of its loader: 0.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return arguments
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    positional = [p for p in parameters if p.kind in kinds]
+    required = sum(p.default is inspect.Parameter.empty for p in positional)
+    return (*arguments, 0)[: max(required, min(len(positional), len(arguments)))]
+
+
+def check_loggable(learner: str, name: str, value: Any) -> None:
+    """Refuse what ``self.log`` cannot log.
+
+    Raises:
+        UserError: ``value`` is not a number, a tensor of one, or a metric of torchmetrics.
+    """
+    if isinstance(value, Metric | Number) or (isinstance(value, Tensor) and value.numel() == 1):
+        return
+    if isinstance(value, Tensor):
+        raise UserError(
+            f"learner {learner}: self.log({name!r}, …) got a tensor of shape "
+            f"{tuple(value.shape)}, and it logs one number. Reduce the tensor first: "
+            f"self.log({name!r}, value.mean())."
+        )
+    kind = type(value).__name__
+    way = f"self.log({name!r}, value)"
+    if isinstance(value, dict):
+        way = f"self.log_dict({{f'{name}/{{key}}': value for key, value in values.items()}})"
+    raise UserError(
+        f"learner {learner}: self.log({name!r}, …) got a {kind}, and it logs one number: a number, "
+        f"a tensor with one element or a metric of torchmetrics. Log each number: {way}."
+    )
 
 
 def logged_of(learner: Any) -> Logged:

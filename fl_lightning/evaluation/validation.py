@@ -1,0 +1,192 @@
+"""One validation epoch of a learner by itself: its hooks, its steps, and what it logs in them.
+
+The order of the calls, and how logged values are reduced, are Lightning's: so a client's samples
+give what ``Trainer.validate`` would give on them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric, MetricCollection
+
+from fl_lightning.aggregation.metric_states import value_of
+from fl_lightning.engines.learner_copy import Convert
+from fl_lightning.engines.step_logs import START, reduce_into, reduction
+from fl_lightning.learner.modules import (
+    called_with,
+    check_loggable,
+    lightning_modules,
+    logged_of,
+    overrides,
+)
+from fl_lightning.lightning import MisconfigurationException, extract_batch_size
+
+BEFORE = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
+OF_BATCHES = ("on_validation_batch_start", "on_validation_batch_end")
+AFTER = ("on_validation_epoch_end", "on_validation_end", "on_validation_model_train")
+Batches = Iterable[tuple[Any, int]]  # each with its number of samples
+
+
+def hooks_of(learner: object) -> frozenset[str]:
+    """The validation hooks that a learner has of its own."""
+    return frozenset(name for name in (*BEFORE, *OF_BATCHES, *AFTER) if overrides(learner, name))
+
+
+class ValidationEpoch:
+    """Calls a learner's validation hooks and steps as Lightning does for one loader.
+
+    Args:
+        learner: a copy, whose parameters and buffers are in place. Its ``log`` and ``log_dict`` are
+            replaced for good.
+        context: around each call of the learner.
+        convert: ``(learner, batch) -> batch``; None: as it is.
+        seed: called with the number of each batch before it.
+    """
+
+    def __init__(
+        self,
+        learner: Any,
+        context: Callable[[], AbstractContextManager[Any]],
+        convert: Convert | None = None,
+        seed: Callable[[int], None] = lambda index: None,
+    ) -> None:
+        self.learner = learner
+        self.context = context
+        self.convert = convert
+        self.seed = seed
+        self.hooks = hooks_of(learner)
+        self.logs = EpochLogs(learner)
+        for part in lightning_modules(learner):
+            object.__setattr__(part, "log", self.logs.log)
+            object.__setattr__(part, "log_dict", self.logs.log_dict)
+
+    def begin(self) -> None:
+        """Call the hooks that come before the first batch."""
+        self.seed(0)
+        for name in BEFORE:
+            self._call(name)
+
+    def run(self, batches: Batches) -> dict[str, float]:
+        """What the learner logs for these batches by name, after :meth:`begin`."""
+        for index, (batch, samples) in enumerate(batches):
+            self.seed(index)
+            if self.convert is not None:
+                batch = self.convert(self.learner, batch)
+            self.logs.batch_starts(batch, samples)
+            self._call("on_validation_batch_start", batch, index)
+            output = self._step(batch, index)
+            self._call("on_validation_batch_end", output, batch, index)
+        # What steps put into a metric counts, though the next hook may clear it.
+        values = self.logs.take()
+        for name in AFTER:
+            self._call(name)
+        return {**values, **self.logs.take()}
+
+    def _step(self, batch: Any, index: int) -> Any:
+        self.logs.hook = "validation_step"
+        step = self.learner.validation_step
+        with self.context():
+            return step(*called_with(step, batch, index))
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        if name not in self.hooks:
+            return
+        self.logs.hook = name
+        if name in (*BEFORE, *AFTER):
+            self.logs.batch_starts(None, 1)
+        hook = getattr(self.learner, name)
+        with self.context():
+            hook(*called_with(hook, *arguments) if arguments else ())
+
+
+class EpochLogs:
+    """What a learner logs in one epoch of validation, reduced over its batches as Lightning does.
+
+    ``hook``: in which the learner is.
+    """
+
+    def __init__(self, learner: nn.Module) -> None:
+        self.hook = ""
+        self._name = type(learner).__name__
+        self._told = logged_of(learner)
+        self._collections = [m for m in learner.modules() if isinstance(m, MetricCollection)]
+        self._batch: Any = None
+        self._samples = 1
+        self._size: int | None = None
+        # By hook and name: (reduction, total, weight), or the metric itself.
+        self._numbers: dict[tuple[str, str], tuple[str, Tensor, float]] = {}
+        self._metrics: dict[tuple[str, str], Metric] = {}
+
+    def batch_starts(self, batch: Any, samples: int) -> None:
+        """Weigh means by this batch from here on; None: there is no batch."""
+        self._batch = batch
+        self._samples = samples
+        self._size = None
+
+    def log(
+        self,
+        name: str,
+        value: Any,
+        prog_bar: bool = False,
+        logger: bool | None = None,
+        on_step: bool | None = None,
+        on_epoch: bool | None = None,
+        reduce_fx: Any = "mean",
+        *others: Any,
+        batch_size: int | None = None,
+        **flags: Any,
+    ) -> None:
+        """As ``LightningModule.log``."""
+        check_loggable(self._name, name, value)
+        self._told.note(name, value, prog_bar)
+        key = self.hook, name
+        if isinstance(value, Metric):
+            self._metrics[key] = value
+            return
+        kind = reduction(self._name, name, reduce_fx)
+        number = torch.as_tensor(value).detach().double().reshape(())
+        weight = 1.0
+        if kind == "mean":
+            weight = float(batch_size or self._batch_size())
+            number = number * weight
+        start = torch.full_like(number, START[kind])
+        _, total, weights = self._numbers.get(key, (kind, start, 0.0))
+        reduce_into(total, number.to(total.device), kind)
+        self._numbers[key] = kind, total, weights + weight
+
+    def log_dict(self, dictionary: Any, *arguments: Any, **flags: Any) -> None:
+        """As ``LightningModule.log_dict``."""
+        collection = isinstance(dictionary, MetricCollection)
+        items = dictionary.items(keep_base=False) if collection else dictionary.items()
+        for name, value in items:
+            self.log(name, value, *arguments, **flags)
+
+    def take(self) -> dict[str, float]:
+        """The values by name, of a name that several hooks log the last one's; then none."""
+        # A collection updates only the first of metrics with alike states; asking for all of them
+        # lets the others see these states.
+        for collection in self._collections:
+            list(collection.values(copy_state=False))
+        values: dict[str, float] = {}
+        for (_, name), (kind, total, weight) in self._numbers.items():
+            values[name] = float(total / weight if kind == "mean" else total)
+        for (_, name), metric in self._metrics.items():
+            values[name] = float(value_of(metric))
+        self._numbers.clear()
+        self._metrics.clear()
+        return values
+
+    def _batch_size(self) -> int:
+        """The batch's number of samples, as Lightning finds it."""
+        if self._size is None:
+            self._size = self._samples
+            # A batch without a tensor has no size that Lightning finds.
+            with suppress(MisconfigurationException):
+                if self._batch is not None:
+                    self._size = extract_batch_size(self._batch)
+        return self._size
