@@ -181,7 +181,8 @@ def _card(trainer: pl.Trainer) -> str:
     run.append(("seed", str(getattr(module, "run_seed", "not set"))))
     data_card = getattr(data, "card", None)
     device = torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()
-    machine = [("device", device), ("processes", str(trainer.world_size))]
+    machine = [("device", device), ("precision", str(trainer.precision))]
+    machine.append(("processes", str(trainer.world_size)))
     for label, fact in getattr(module, "engine_facts", {}).items():
         machine.append((str(label), str(fact)))
     sections = [

@@ -27,6 +27,9 @@ REFUSED_HOOKS = {
     "configure_sharded_model": "layers are made in configure_model. Rename it",
 }
 
+# Precisions of the Trainer that convert the learner's weights to less than float32.
+HALF = ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16")
+
 # Lightning's own callbacks, by the name of the class.
 REFUSED_CALLBACKS = {
     "LearningRateFinder": (
@@ -159,10 +162,14 @@ def check_options(trainer: Any) -> None:
     whole = value is None or (isinstance(value, float) and value == 1.0)
     require("limit_train_batches", value, whole or quick, instead)
     value = trainer.precision
-    instead = (
-        "its loss scaling cannot follow many clients: use 32-true, 64-true, bf16-mixed or bf16-true"
-    )
+    instead = "its loss scaling cannot follow many clients: use 32-true, 64-true or bf16-mixed"
     require("precision", value, value != "16-mixed", instead)
+    if value in HALF:
+        raise UserError(
+            f"trainer.precision={value!r} would keep the server's model, its sums and the clients' "
+            "states in half precision, where small steps are lost. Use precision='bf16-mixed': "
+            "the forward pass is in bfloat16, and the weights stay in float32."
+        )
 
 
 def check_callback(trainer: Any, callback: Any) -> None:

@@ -141,6 +141,7 @@ def of_run(run: Any, trainer: Any) -> HyperParameters:
                 entries[f"{name}_optimizer/{key}"] = _value(value)
     for name, value in run.plan.card().items():
         entries[f"machine/{name.replace(' ', '_')}"] = _value(value)
+    entries["machine/precision"] = str(trainer.precision)
     entries["machine/processes"] = trainer.world_size
     for package, number in versions().items():
         entries[f"versions/{package}"] = number

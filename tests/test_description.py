@@ -81,6 +81,7 @@ def test_every_logger_gets_one_flat_dict(tmp_path: Path) -> None:
         "server_optimizer": "SGD",
         "server_optimizer/lr": 1.0,
         "machine/engine": "sequential",
+        "machine/precision": "32-true",
         "machine/processes": 1,
     }
     assert {name: told.get(name) for name in expected} == expected

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.loggers import CSVLogger
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
@@ -127,15 +127,60 @@ def test_init_from_starts_where_another_run_ended(tmp_path: Any) -> None:
     assert torch.equal(first.global_vector, second.global_vector)
 
 
-@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true", "bf16-true"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
 def test_precisions_train(precision: Any) -> None:
     torch.manual_seed(0)
     module = FederatedModule(Lit(), participation=0.3, local_epochs=3, seed=1)
     run = trainer(8, precision=precision)
     run.fit(module, blobs(dtype=torch.float64 if precision == "64-true" else torch.float32))
     assert run.callback_metrics["val/acc"] > 0.8
-    expected = {"bf16-mixed": torch.float32, "64-true": torch.float64, "bf16-true": torch.bfloat16}
+    expected = {"bf16-mixed": torch.float32, "64-true": torch.float64}
     assert module.global_vector.dtype == expected[precision]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "16-true"])
+def test_weights_in_half_precision_are_refused_by_the_trainer_s_option(precision: Any) -> None:
+    """A rate of 1e-4 would do nothing to weights of eight bits."""
+    module = FederatedModule(Lit(), participation=0.3, seed=1)
+    run = trainer(1, precision=precision)
+    with pytest.raises(UserError, match=rf"trainer.precision='{precision}'.*'bf16-mixed'"):
+        run.fit(module, blobs(dtype=torch.float32))
+
+
+class HalfInSetup(Lit):
+    def setup(self, stage: str) -> None:
+        self.half()
+
+
+@pytest.mark.parametrize("learner", [Lit().bfloat16(), HalfInSetup()], ids=["given", "in setup"])
+def test_a_learner_in_half_precision_is_refused(learner: Lit) -> None:
+    module = FederatedModule(learner, participation=0.3, seed=1)
+    with pytest.raises(UserError, match=r"trainable parameter net.0.weight is b?float16.* float32"):
+        trainer(1).fit(module, blobs(dtype=torch.float32))
+
+
+class FrozenHalf(Lit):
+    """A frozen base in bfloat16 below a head in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].bfloat16().requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        hidden = self.net[0](x.bfloat16()).float()
+        return nn.functional.cross_entropy(self.net[2](hidden), y)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_frozen_parameters_may_be_in_half_precision(engine: str) -> None:
+    module = FederatedModule(FrozenHalf(), participation=0.3, seed=1, engine=engine)
+    start = module.global_vector.detach().clone()
+    run = trainer(2, limit_val_batches=0)
+    run.fit(module, blobs(dtype=torch.float32))
+    assert module.global_vector.dtype == torch.float32
+    assert not torch.equal(module.global_vector, start)
+    assert module.export().net[0].weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])

@@ -219,14 +219,8 @@ class ClientOptimizer:
 
         x and g lie in memory in the same order.
         """
-        points = x
-        # Before torch 2.14 that kernel skips most of a half-precision tensor on a CPU.
-        half = x[0].device.type == "cpu" and x[0].dtype in (torch.bfloat16, torch.float16)
-        if half:
-            points = [point.float() for point in x]
-            gradients = [gradient.float() for gradient in gradients]
         torch._fused_sgd_(
-            points,
+            x,
             gradients,
             [],
             weight_decay=self.weight_decay,
@@ -237,9 +231,6 @@ class ClientOptimizer:
             maximize=False,
             is_first_step=True,
         )
-        if half:
-            for point, value in zip(x, points, strict=True):
-                point.copy_(value)
 
     def state(self) -> dict[str, Tensor]:
         """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""

@@ -21,7 +21,8 @@ def check_learner_parameters(learner: nn.Module) -> None:
     """Refuse parameters that cannot lie in one flat vector.
 
     Raises:
-        UserError: lazy parameters, several dtypes, nothing to train, or two over the same memory.
+        UserError: lazy parameters, several dtypes, less than float32, nothing to train, or two
+            over the same memory.
     """
     for name, parameter in learner.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -44,6 +45,7 @@ def check_learner_parameters(learner: nn.Module) -> None:
             "Leave requires_grad on for at least one, and create them in __init__, setup or "
             "configure_model."
         )
+    check_precision(learner)
     for one, other in sharing(learner):
         raise UserError(
             f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same "
@@ -51,6 +53,26 @@ def check_learner_parameters(learner: nn.Module) -> None:
             "place in one vector. Make them one Parameter (b.weight = a.weight, not a new "
             "nn.Parameter over its data), or give each its own (clone())."
         )
+
+
+def check_precision(learner: nn.Module) -> None:
+    """Refuse trainable parameters of less than float32, whose sums would lose small steps.
+
+    Frozen parameters may have any dtype.
+
+    Raises:
+        UserError: with the first of them.
+    """
+    for name, parameter in trainable(learner):
+        if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise UserError(
+                f"learner {type(learner).__name__}: the trainable parameter {name} is {kind}, and "
+                "the server's model, sums and states would be too, which loses small steps. Make "
+                "it float32 (learner.float(), or parameter.data = parameter.data.float() for the "
+                "trainable ones); for a forward pass in bfloat16 use Trainer(precision="
+                "'bf16-mixed'). Frozen parameters may have any dtype."
+            )
 
 
 def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:

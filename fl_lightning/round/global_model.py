@@ -19,6 +19,7 @@ from fl_lightning.learner.modules import IN_STEPS, lent_logs, lightning_modules,
 from fl_lightning.learner.parameters import (
     Slots,
     check_learner_parameters,
+    check_precision,
     check_same_parameters,
     slots_of_parameters,
 )
@@ -107,6 +108,7 @@ class GlobalModel:
             self._layout = Layout(self.learner)
             self._w = None
             self._evaluated = None
+        check_precision(self.learner)  # Lightning or a hook may have converted it since
         if self._w is None or not self._is_tied(parameters):
             self._take_over(flatten([p.detach() for p in parameters]))
         self._slots = slots_of_parameters(self.learner)

@@ -137,6 +137,7 @@ OPTIONS = {
         ["sampling", "'bernouli'", "'bernoulli'", "uniform"],
     ),
     "precision": ("--trainer.precision", "16-mixed", ["precision", "16-mixed"]),
+    "half precision": ("--trainer.precision", "bf16-true", ["precision", "bf16-mixed"]),
     "max_steps": ("--trainer.max_steps", 5, ["max_steps", "5"]),
     "accumulate_grad_batches": (
         "--trainer.accumulate_grad_batches",

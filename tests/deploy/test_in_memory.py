@@ -290,17 +290,15 @@ class Restarted(InMemoryTransport):
 
 
 class Half(Learner):
-    """Its parameters are numbers that NumPy does not know."""
+    """It has a buffer of numbers that NumPy does not know."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.net.bfloat16()
+        self.register_buffer("scale", torch.ones((), dtype=torch.bfloat16))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step((batch[0].bfloat16(), batch[1]), batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step((batch[0].bfloat16(), batch[1]), batch_idx)
+        self.scale.mul_(0.5)
+        return super().training_step((batch[0] * self.scale, batch[1]), batch_idx)
 
 
 @pytest.mark.parametrize("learner", [Learner, Half])

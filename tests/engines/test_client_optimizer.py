@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fl_lightning import FederatedModule, UserError
+from fl_lightning import UserError
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -59,31 +58,6 @@ def test_any_torch_optimizer_steps_clients_as_it_steps_a_network(optimizer: Any)
         torch.testing.assert_close(
             module.export().state_dict()[name], value, rtol=1e-12, atol=1e-12
         )
-
-
-@pytest.mark.parametrize("capture", [True, False])
-def test_plain_sgd_moves_every_coordinate_of_a_half_precision_model(capture: bool) -> None:
-    data = blobs(clients=1, dtype=torch.bfloat16)
-    learner = Lit().bfloat16()
-    expected = copy.deepcopy(learner)
-    module = FederatedModule(
-        learner,
-        participation="all",
-        local_epochs=1,
-        seed=1,
-        engine="concurrent",
-        capture=capture,
-        client_optimizer=lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.01),
-    )
-    trainer(1, precision="bf16-true").fit(module, data)
-    for x, y in data.client_batches(0, 0, 3):
-        expected.zero_grad()
-        nn.functional.cross_entropy(expected.net(x), y).backward()
-        with torch.no_grad():
-            for p in expected.parameters():
-                p.copy_(p.float() - 0.1 * (p.grad.float() + 0.01 * p.float()))
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=0.01, atol=0.001)
 
 
 @pytest.mark.parametrize("options", [{"weight_decay": float("nan")}, {"lr": 1e300}])
