@@ -12,9 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from fl_lightning.engines.optimizer_copy import (
+    MISSING,
+    alike,
+    as_row,
+    copied_values,
+    own_attributes,
+    shallow,
+)
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout, trainable
-from fl_lightning.round.client_schedule import ClientSchedule
+from fl_lightning.round.client_schedule import MOVED, ClientSchedule
 from fl_lightning.round.context import ClientRates, several_in
 from fl_lightning.round.settings import OptimizerFactory
 
@@ -65,7 +73,10 @@ class ClientOptimizer:
         else:
             self._build_by_parameter(optimizer, learner, gradient, layout)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
-        self._options = options_of(self.optimizer)
+        # Groups and attributes as they were built: a step may change and add to them.
+        self._options = [copied_values(o, self._replaced) for o in options_of(self.optimizer)]
+        self._attributes = copied_values(own_attributes(self.optimizer), self._replaced)
+        self._loaded: set[str] = set()
 
     def _build_flat(self, optimizer: Optimizer, gradient: Tensor) -> None:
         """The user's optimizer once more, over the flat vector."""
@@ -77,6 +88,7 @@ class ClientOptimizer:
         arguments = {k: v for k, v in options.items() if k in inspect.signature(build).parameters}
         self.optimizer: Optimizer = build([{"params": [parameter], **options}], **arguments)
         self._fresh = {p: copy.deepcopy(state) for p, state in self.optimizer.state.items()}
+        self._replaced: dict[int, Any] = {}
 
     def _build_by_parameter(
         self, optimizer: Optimizer, learner: nn.Module, gradient: Tensor, layout: Layout
@@ -86,6 +98,7 @@ class ClientOptimizer:
         views = dict(zip(layout, layout.views(self.x.view(-1)), strict=True))
         gradients = dict(zip(layout, layout.views(gradient.view(-1)), strict=True))
         groups = []
+        replaced: dict[int, Any] = {}
         self._of_groups = []
         self._fresh = {}
         places = {name: j for j, name in enumerate(layout)}
@@ -97,21 +110,26 @@ class ClientOptimizer:
                 parameter = nn.Parameter(views[names[id(p)]], requires_grad=False)
                 parameter.grad = gradients[names[id(p)]]
                 parameters.append(parameter)
+                replaced[id(p)] = parameter
                 self.by_parameter[places[names[id(p)]]] = parameter
                 if p in optimizer.state:
                     self._fresh[parameter] = optimizer.state[p]
             if parameters:
                 groups.append({**g, "params": parameters})
                 self._of_groups.append(j)
-        self.optimizer = copy.copy(optimizer)
-        self.optimizer.param_groups = groups
+        self.optimizer = shallow(optimizer)
         self.optimizer.state = type(optimizer.state)(dict)
+        # Lists of parameters, say, are lists of these parameters here.
+        replaced[id(optimizer)] = self.optimizer
+        vars(self.optimizer).update(copied_values(own_attributes(optimizer), replaced))
+        self.optimizer.param_groups = groups
+        self._replaced = {id(kept): kept for kept in replaced.values()}
 
     def show(self, optimizer: Optimizer, learner: nn.Module, copy_of_it: nn.Module) -> Optimizer:
         """The clients' optimizer over the parameters of a copy, for its hooks to look at."""
         names = {id(p): name for name, p in learner.named_parameters()}
         parameters = dict(copy_of_it.named_parameters())
-        self.shown = copy.copy(optimizer)
+        self.shown = shallow(optimizer)
         self.shown.param_groups = []
         for g in optimizer.param_groups:
             own = [parameters[names[id(p)]] for p in g["params"] if id(p) in names]
@@ -133,17 +151,28 @@ class ClientOptimizer:
                 self.optimizer.state[parameter] = {
                     name: copy.deepcopy(value) for name, value in state_made.items()
                 }
-            groups = self.optimizer.param_groups
-            for group, options, base in zip(groups, self._options, self.base, strict=True):
-                # A step may change options too, so all of them are put back.
-                group.update(copy.deepcopy(options))
-                group["lr"] = base * rates.factor
+            self._put_back(rates.factor)
+            self._loaded = set(state or ())
             if state:
                 self._load(state)
         if self.shown is not None:
             for group, options in zip(self.shown.param_groups, self._made, strict=True):
                 group["lr"] = float(options["lr"]) * rates.factor
         self.at(0)
+
+    def _put_back(self, factor: float) -> None:
+        """Give the optimizer the groups and attributes that it was built with, at these rates."""
+        groups = self.optimizer.param_groups
+        for group, options, base in zip(groups, self._options, self.base, strict=True):
+            parameters = group["params"]
+            group.clear()
+            group.update(copied_values(options, self._replaced), params=parameters)
+            group["lr"] = base * factor
+        own = vars(self.optimizer)
+        for name in own_attributes(self.optimizer).keys() - self._attributes.keys():
+            del own[name]
+        own.update(copied_values(self._attributes, self._replaced))
+        self._rates_set = [group["lr"] for group in groups]
 
     def at(self, step: int) -> None:
         """Set the scheduler's rates at a local step, where there is a scheduler."""
@@ -157,6 +186,7 @@ class ClientOptimizer:
         else:
             for group, j in zip(self.optimizer.param_groups, self._of_groups, strict=True):
                 group.update(settings[j])
+            self._rates_set = [group["lr"] for group in self.optimizer.param_groups]
         if self.shown is not None:
             for group, setting in zip(self.shown.param_groups, settings, strict=True):
                 group.update(setting)
@@ -233,25 +263,52 @@ class ClientOptimizer:
         )
 
     def state(self) -> dict[str, Tensor]:
-        """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``."""
+        """The client's optimizer state as rows: ``"optimizer.<parameter>.<name>"``.
+
+        What steps changed in a parameter group or in an attribute of the optimizer is a row, too:
+        ``"optimizer.group<j>.<name>"``, ``"optimizer.own.<name>"``.
+
+        Raises:
+            UserError: a state that is neither a tensor nor a number, or a rate that steps changed.
+        """
         if self.plain:
             return {}
         rows: dict[str, Tensor] = {}
         for j, parameter in enumerate(self._parameters()):
             for name, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    rows[f"optimizer.{j}.{name}"] = value.detach().clone()
-                elif isinstance(value, (int, float)):
-                    # A row is a tensor, so the name tells what kind of number it was.
-                    key = f"optimizer.{j}.{name}:{type(value).__name__}"
-                    rows[key] = torch.tensor(value, dtype=torch.float64)
-                elif value is not None:
-                    raise UserError(
-                        f"keep_optimizer_state=True cannot keep {type(self.optimizer).__name__}'s "
-                        f"state {name!r}, a {type(value).__name__}; tensors and numbers can be "
-                        "kept. Set it to False, or use another."
-                    )
+                if value is not None:
+                    key, row = as_row(self.optimizer, f"optimizer.{j}.{name}", value)
+                    rows[key] = row
+        for place, present, made in self._beside():
+            for name in {**made, **present}:
+                value = present.get(name)
+                key = f"optimizer.{place}.{name}"
+                # What was a row once stays one, or its old value would come back.
+                known = any(row.partition(":")[0] == key for row in self._loaded)
+                if known or not alike(value, made.get(name, MISSING)):
+                    key, row = as_row(self.optimizer, key, value)
+                    rows[key] = row
+        if self._rates_set != [group["lr"] for group in self.optimizer.param_groups]:
+            raise UserError(
+                f"keep_optimizer_state=True cannot keep the learning rate that "
+                f"{type(self.optimizer).__name__} sets in its steps: the run sets it in each "
+                "round. Set it to False, or use another optimizer."
+            )
         return rows
+
+    def _beside(self) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
+        """Each parameter group's options and the optimizer's attributes: now, and as built."""
+        scheduled = () if self._rates.schedule is None else MOVED
+        for j, options in enumerate(options_of(self.optimizer)):
+            # The run sets the rate, and a schedule what schedulers move.
+            made = self._options[j]
+            of_run = {"lr", *scheduled}
+            yield (
+                f"group{j}",
+                {name: value for name, value in options.items() if name not in of_run},
+                {name: value for name, value in made.items() if name not in of_run},
+            )
+        yield "own", own_attributes(self.optimizer), self._attributes
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a step changes besides x, by name."""
@@ -268,9 +325,14 @@ class ClientOptimizer:
         kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
         parameters = self._parameters()
         for key, value in state.items():
-            _, j, name = key.split(".", 2)
+            _, place, name = key.split(".", 2)
             name, _, kind = name.partition(":")
-            target = self.optimizer.state[parameters[int(j)]]
+            if place == "own":
+                target = vars(self.optimizer)
+            elif place.startswith("group"):
+                target = self.optimizer.param_groups[int(place.removeprefix("group"))]
+            else:
+                target = self.optimizer.state[parameters[int(place)]]
             target[name] = kinds[kind](value.item()) if kind else value.clone()
 
     def _parameters(self) -> list[nn.Parameter]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.checks import check_optimizer
 from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
+from fl_lightning.engines.optimizer_copy import check_alone, shallow
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import overrides
@@ -86,6 +86,7 @@ def of_run(
     unit = settings.client_scheduler
     clients, schedule = of_clients(settings.client_optimizer, learner, unit, note)
     check_optimizer("client_optimizer", clients)
+    check_alone(clients)
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
     if schedule is not None:
         accounts["client_scheduler"] = schedule.account
@@ -280,7 +281,7 @@ def _not_one(learner: object, number: int) -> UserError:
 
 def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
     """A copy of the clients' optimizer at a round's rates, to look at."""
-    shown = copy.copy(optimizer)
+    shown = shallow(optimizer)
     groups = rates.groups(0) or optimizer.param_groups
     shown.param_groups = []
     for group, settings in zip(optimizer.param_groups, groups, strict=True):

@@ -1,0 +1,139 @@
+"""Copies of a user's optimizer, with all that it keeps beside its parameters' state."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner.layout import same_bits
+
+# Attributes that torch gives every optimizer.
+OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
+# What a copy cannot have as its own: another optimizer or module would act on the original's
+# parameters, and what a generator draws would run on from client to client.
+FOREIGN: dict[str, tuple[type, ...]] = {
+    "another optimizer": (Optimizer,),
+    "a module": (nn.Module,),
+    "a random generator": (
+        torch.Generator,
+        np.random.Generator,
+        np.random.RandomState,
+        random.Random,
+    ),
+}
+DEPTH = 3  # of containers in an attribute
+MISSING = object()
+
+
+def shallow(optimizer: Optimizer) -> Optimizer:
+    """A copy with the same attributes and parameter groups.
+
+    ``copy.copy`` would lose the attributes that a subclass sets: ``Optimizer.__getstate__`` hands
+    over state, groups and defaults only.
+    """
+    copied: Optimizer = object.__new__(type(optimizer))
+    vars(copied).update(vars(optimizer))
+    # A scheduler replaces `step` by a function that steps the original.
+    if hasattr(vars(copied).get("step"), "_wrapped_by_lr_sched"):
+        del copied.step
+    return copied
+
+
+def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """What an optimizer keeps beside what torch gives every one."""
+    return {name: v for name, v in vars(optimizer).items() if name not in OF_TORCH | {"step"}}
+
+
+def copied_values(values: Mapping[str, Any], replaced: Mapping[int, Any]) -> dict[str, Any]:
+    """Deep copies of values by name; ``replaced``: what takes an object's place, by its id."""
+    copies = {}
+    for name, value in values.items():
+        try:
+            copies[name] = copy.deepcopy(value, dict(replaced))
+        except Exception:  # what cannot be copied is shared
+            copies[name] = value
+    return copies
+
+
+def check_alone(optimizer: Optimizer) -> None:
+    """Refuse a client optimizer of which no client could have a copy.
+
+    Raises:
+        UserError: it holds another optimizer, a module or a random generator.
+    """
+    for name, value in own_attributes(optimizer).items():
+        for held in inside(value, DEPTH):
+            for what, kinds in FOREIGN.items():
+                if isinstance(held, kinds):
+                    raise UserError(_foreign(optimizer, name, what, held))
+
+
+def _foreign(optimizer: Optimizer, name: str, what: str, held: object) -> str:
+    kind = type(optimizer).__name__
+    way_out = "Use an optimizer that holds none."
+    if isinstance(held, Optimizer):
+        way_out = (
+            f"Use {type(held).__name__} itself; what {kind} adds to it (slow weights, say) can be "
+            "a FederatedCallback with on_local_step_end."
+        )
+    return (
+        f"client_optimizer: {kind} holds {what} ({name}: {type(held).__name__}). Each client steps "
+        f"with a copy of {kind}, and the copy would share that with all other clients. {way_out}"
+    )
+
+
+def inside(value: Any, depth: int) -> Iterator[Any]:
+    """A value, and what lies in it as in a container or a bound method."""
+    yield value
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts = list(value.values())
+    elif isinstance(value, list | tuple | set):
+        parts = list(value)
+    elif isinstance(value, MethodType):
+        parts = [value.__self__]
+    for part in parts if depth else ():
+        yield from inside(part, depth - 1)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Tell whether two values of an optimizer's setting are the same."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits(one, other)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(alike, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
+    if one is other:
+        return True
+    try:
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # such as of arrays: they count as changed
+        return False
+
+
+def as_row(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tensor]:
+    """A row of a client's optimizer state: the tensor, and a name that says what it stands for.
+
+    Raises:
+        UserError: it is neither a tensor nor a number.
+    """
+    if isinstance(value, Tensor):
+        return key, value.detach().clone()
+    for kind in (bool, int, float):
+        if isinstance(value, kind):
+            return f"{key}:{kind.__name__}", torch.tensor(value, dtype=torch.float64)
+    raise UserError(
+        f"keep_optimizer_state=True cannot keep {type(optimizer).__name__}'s state "
+        f"{key.rpartition('.')[2]!r}, a {type(value).__name__}; tensors and numbers can be kept. "
+        "Set it to False, or use another optimizer."
+    )
