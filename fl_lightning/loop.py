@@ -164,7 +164,7 @@ class FederatedLoop:
             sizes=sizes,
             weights=weights,
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
-            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
+            rates=self.client_rates.in_round(t, factor, steps.values()),
         )
         # The last check that may refuse the round. A checkpoint that is saved from here on, until
         # the commit, holds the model as it is now.
@@ -265,7 +265,7 @@ class FederatedLoop:
             w, buffers = self.state.versions[v] if v < round.t else (round.w, round.buffers)
             steps = {client: round.steps[client] for _, client in group}
             rates = self.client_rates.in_round(
-                v, decay_factor(self.settings.lr_decay, v), max(steps.values())
+                v, decay_factor(self.settings.lr_decay, v), steps.values()
             )
             yield replace(round, t=v, w=w, buffers=buffers, rates=rates), group
         # The sequential engine leaves the learner with the buffers of the last group's version.

@@ -179,7 +179,7 @@ class FederatedRun:
         """The clients' optimizer at the rates of round t, to look at; None before a fit began."""
         if self.loop is None:
             return None
-        rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), 1)
+        rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), ())
         return configured_optimizer.shown_at(self.optimizers.clients, rates)
 
     def continues(self, trainer: Any) -> bool:
@@ -204,11 +204,21 @@ class FederatedRun:
         ):
             self.secret = secret.of_fit(trainer, self.resumed_from, self.note)
         self.optimizers = configured_optimizer.of_run(
-            self.settings, self.model.learner, self.model.w, trainer.max_epochs, self.note
+            self.settings,
+            self.model.learner,
+            self.model.w,
+            trainer.max_epochs,
+            self.note,
+            lambda: self._most_steps(trainer),
         )
         if earlier is not None:
             self.optimizers.server.load_state_dict(earlier.state_dict())
         return self.optimizers.server
+
+    def _most_steps(self, trainer: Any) -> int:
+        """The most local steps that a client takes in round 0."""
+        cohort = self.cohort(trainer)
+        return max(cohort.steps_in(0, range(cohort.m)).values())
 
     def restore(self, trainer: Any) -> None:
         """Set the state from which rounds go on: this run's, a checkpoint's, or a new one."""

@@ -255,7 +255,7 @@ class Site(FederatedLoop):
             sizes=self.cohort.sizes(mine),
             weights=weights,
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
-            rates=self.client_rates.in_round(t, factor, max(steps.values(), default=1)),
+            rates=self.client_rates.in_round(t, factor, steps.values()),
         )
 
     def _take_model(self, message: Message) -> None:

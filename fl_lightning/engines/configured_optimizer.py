@@ -6,6 +6,7 @@ import ast
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from torch.optim import Optimizer
 
 from fl_lightning.checks import check_optimizer
 from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
+from fl_lightning.engines.client_trainer import View
 from fl_lightning.engines.optimizer_copy import check_alone, shallow
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
-from fl_lightning.learner.modules import overrides
+from fl_lightning.learner.modules import lightning_modules, overrides
 from fl_lightning.round.client_schedule import MOVED, ClientSchedule
 from fl_lightning.round.context import ClientRates
 from fl_lightning.round.settings import OptimizerFactory, Settings
@@ -71,12 +73,18 @@ class Optimizers:
 
 
 def of_run(
-    settings: Settings, learner: Any, w: Tensor, rounds: int, note: Callable[[str], None]
+    settings: Settings,
+    learner: Any,
+    w: Tensor,
+    rounds: int,
+    note: Callable[[str], None],
+    most_steps: Callable[[], int],
 ) -> Optimizers:
     """The optimizers that a run's settings ask for.
 
     Args:
         rounds: how many the run has; -1: no end.
+        most_steps: gives the most local steps that a client takes in round 0.
 
     Raises:
         UserError: one that cannot work, or a scheduler that ends before the last round.
@@ -84,7 +92,7 @@ def of_run(
     server = of_server(settings.server_optimizer, w)
     check_optimizer("server_optimizer", server)
     unit = settings.client_scheduler
-    clients, schedule = of_clients(settings.client_optimizer, learner, unit, note)
+    clients, schedule = of_clients(settings.client_optimizer, learner, unit, note, most_steps)
     check_optimizer("client_optimizer", clients)
     check_alone(clients)
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
@@ -93,8 +101,27 @@ def of_run(
         # A scheduler that ends before the last round is refused now, and not in that round.
         if unit == "rounds" and rounds > 0:
             schedule.reach(min(rounds, 10_000))
+            note_rest(schedule, min(rounds, 10_000), "rounds", note)
+        elif unit == "local_steps":
+            steps = most_steps()
+            schedule.reach_each([steps])
+            note_rest(schedule.of_client(steps), steps, "local steps of a client", note)
     server_rates = [float(group["lr"]) for group in server.param_groups]
     return Optimizers(clients, schedule, server, server_rates, accounts)
+
+
+def note_rest(
+    schedule: ClientSchedule, number: int, unit: str, note: Callable[[str], None]
+) -> None:
+    """Tell of rounds or local steps in which a schedule's rate is 0."""
+    rests = schedule.without_rate(number)
+    if rests:
+        note(
+            f"client_scheduler={schedule.unit!r}: {schedule.name} gives a learning rate of 0 in "
+            f"{len(rests)} of {number} {unit} (the first: {rests[0]}, counted from 0), in which "
+            "nothing is trained. Give the scheduler another length or start if you do not want "
+            "this"
+        )
 
 
 def account(optimizer: Optimizer) -> str:
@@ -132,12 +159,17 @@ def differing(key: str, then: str, now: str) -> list[str]:
 
 
 def of_clients(
-    factory: OptimizerFactory | None, learner: Any, unit: str, note: Callable[[str], None]
+    factory: OptimizerFactory | None,
+    learner: Any,
+    unit: str,
+    note: Callable[[str], None],
+    most_steps: Callable[[], int],
 ) -> tuple[Optimizer, ClientSchedule | None]:
     """The optimizer of the local steps over the learner's parameters, and its scheduler's table.
 
     Args:
         unit: ``client_scheduler``.
+        most_steps: gives the most local steps that a client takes in round 0.
 
     Raises:
         UserError: it takes more than one gradient a step; or the learner gives none, or several, or
@@ -145,8 +177,15 @@ def of_clients(
     """
     schedulers: list[tuple[Any, int]] = []
     given: list[dict[str, Any]] = []
+    another = None
     if factory is not None:
         optimizer = factory([p for _, p in trainable(learner)])
+    elif unit == "local_steps":
+        with steps_shown(learner, most_steps) as asked:
+            optimizer, schedulers, given = from_learner(learner)
+        # A scheduler that is as long as a client's round is made for each length of a round.
+        if asked:
+            another = partial(schedule_of, learner)
     else:
         optimizer, schedulers, given = from_learner(learner)
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -157,7 +196,7 @@ def of_clients(
         )
     if unit != "ignore":
         check_scheduler(learner, factory, schedulers, unit)
-        return optimizer, ClientSchedule(optimizer, schedulers, unit, given)
+        return optimizer, ClientSchedule(optimizer, schedulers, unit, given, another)
     if schedulers:
         optimizer.param_groups = given
         note(
@@ -166,6 +205,36 @@ def of_clients(
             "'local_steps' steps it"
         )
     return optimizer, None
+
+
+def schedule_of(learner: Any, steps: int) -> ClientSchedule:
+    """The schedule that the learner configures for a client with so many local steps."""
+    with steps_shown(learner, lambda: steps):
+        optimizer, schedulers, given = from_learner(learner)
+    return ClientSchedule(optimizer, schedulers, "local_steps", given)
+
+
+@contextmanager
+def steps_shown(learner: Any, steps: Callable[[], int]) -> Iterator[list[int]]:
+    """Within, the learner finds a client's local steps as ``estimated_stepping_batches``.
+
+    They are what its Trainer is asked for; the list has them once they were.
+    """
+    asked: list[int] = []
+
+    def estimated() -> int:
+        asked.append(steps())
+        return asked[-1]
+
+    parts = [(part, part._trainer) for part in lightning_modules(learner)]
+    for part, trainer in parts:
+        if trainer is not None:
+            part._trainer = View(trainer, estimated_stepping_batches=estimated)
+    try:
+        yield asked
+    finally:
+        for part, trainer in parts:
+            part._trainer = trainer
 
 
 def check_scheduler(

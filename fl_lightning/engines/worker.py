@@ -94,7 +94,7 @@ class Worker:
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, group)
-            optimizer.begin(round.rates, self.optimizer_rows(round, client))
+            optimizer.begin(round.rates.of_client(steps), self.optimizer_rows(round, client))
             # Another client, or a full gradient in `on_local_start`, may have left numbers in the
             # logs and in the learner's metrics.
             copy.reset()

@@ -280,7 +280,7 @@ class FineTuning:
             buffers=buffers,
             own_buffers=(),
             parts=None,
-            rates=self.loop.client_rates.in_round(round.t, factor, steps),
+            rates=self.loop.client_rates.in_round(round.t, factor, [steps]),
         )
         device = weights.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch.optim import Optimizer
@@ -27,6 +28,8 @@ class ClientSchedule:
         unit: ``"rounds"``: entry t holds in round t; ``"local_steps"``: entry k in step k of each
             client's round.
         given: parameter groups as the user made them.
+        another: gives the schedule of a client with so many local steps; None: all clients have
+            this one.
 
     ``account``: unit, classes and arguments as text, to compare with a checkpoint's.
     """
@@ -37,8 +40,11 @@ class ClientSchedule:
         schedulers: list[tuple[Any, int]],
         unit: str,
         given: list[dict[str, Any]],
+        another: Callable[[int], ClientSchedule] | None = None,
     ) -> None:
         self.unit = unit
+        self.another = another
+        self._others: dict[int, ClientSchedule] = {}  # by a client's local steps
         self.schedulers = schedulers
         self._optimizer = optimizer
         self._groups = optimizer.param_groups
@@ -57,6 +63,32 @@ class ClientSchedule:
     def by_step(self) -> bool:
         """Whether rates change within a client's round."""
         return self.unit == "local_steps"
+
+    def reach_each(self, steps: Collection[int]) -> None:
+        """Fill the tables of clients with so many local steps; not in client threads.
+
+        Raises:
+            UserError: as :meth:`reach`.
+        """
+        if self.another is None:
+            self.reach(max(steps, default=1))
+            return
+        for number in sorted(set(steps)):
+            if number not in self._others:
+                self._others[number] = self.another(number)
+            self._others[number].reach(number)
+
+    def of_client(self, steps: int) -> ClientSchedule:
+        """The schedule of a client with so many local steps, which :meth:`reach_each` has made."""
+        return self if self.another is None else self._others[steps]
+
+    def without_rate(self, entries: int) -> list[int]:
+        """Which of the first entries have a rate of 0 in every group, in so far as there are."""
+        found = []
+        for entry, groups in enumerate(self._table[:entries]):
+            if all(group["lr"] == 0 for group in groups):
+                found.append(entry)
+        return found
 
     def reach(self, entries: int) -> None:
         """Fill the table that far; not in client threads.

@@ -139,6 +139,12 @@ class Cohort:
             steps = {i: self.heterogeneity.steps(t, i, k) for i, k in steps.items()}
         return {i: min(k, self.quick) if self.quick else k for i, k in steps.items()}
 
+    @property
+    def equal_steps(self) -> bool:
+        """Whether all clients take the same number of local steps, in every round."""
+        set_for_all = self.local_steps is not None and self.own_steps is None
+        return set_for_all and self.heterogeneity is None
+
     def steps_tried(self, i: int) -> int:
         """Steps for a trial before round 0: K_i, and some where a method may give more later."""
         if self.own_steps is None:

@@ -54,13 +54,13 @@ class ClientRates:
         """Whether the learning rate changes within a client's round."""
         return self.schedule is not None and self.schedule.by_step
 
-    def in_round(self, t: int, factor: float, steps: int) -> ClientRates:
-        """The rates of round t, which has at most so many steps: a schedule's, times ``factor``."""
+    def in_round(self, t: int, factor: float, steps: Collection[int]) -> ClientRates:
+        """The rates of round t, whose clients take these numbers of steps, times ``factor``."""
         schedule = self.schedule
         # A table is filled here, on the main thread, as far as this round's clients may read it.
         if schedule is None or schedule.by_step:
             if schedule is not None:
-                schedule.reach(steps)
+                schedule.reach_each(steps)
             return replace(self, factor=factor, lr=self.lr * factor)
         schedule.reach(t + 1)
         groups = schedule[t]
@@ -86,11 +86,19 @@ class ClientRates:
             return None
         return self.schedule[step if self.schedule.by_step else self.entry]
 
+    def of_client(self, steps: int) -> ClientRates:
+        """The rates of a client that takes so many steps in this round."""
+        if self.schedule is None or self.schedule.another is None:
+            return self
+        return replace(self, schedule=self.schedule.of_client(steps))
+
     def elapsed(self, steps: Tensor) -> Tensor:
         """Σ η over the first K local steps, for each K of ``steps``."""
         if self.schedule is None or not self.schedule.by_step:
             return steps * self.lr.to(steps.dtype)
-        sums = [self.factor * self.schedule.elapsed(int(k)) for k in steps.flatten().tolist()]
+        sums = []
+        for k in map(int, steps.flatten().tolist()):
+            sums.append(self.factor * self.schedule.of_client(k).elapsed(k))
         return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
     def require_one(self, caller: str) -> None:

@@ -334,3 +334,54 @@ def test_momentum_of_another_kind_is_refused_to_what_computes_with_it(
     )
     with pytest.raises(UserError, match=f"momentum with {words}, and NormalizedAveraging counts"):
         trainer(1, [NormalizedAveraging()]).fit(module, blobs())
+
+
+class AsLongAsARound(Lit):
+    """Its rate falls linearly over as many steps as its Trainer says that there are."""
+
+    def configure_optimizers(self) -> Any:
+        steps = self.trainer.estimated_stepping_batches
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
+        fall = lr_scheduler.LambdaLR(optimizer, lambda k: max(0.0, 1 - k / steps))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": fall, "interval": "step"}}
+
+
+@pytest.mark.parametrize("given", [{"local_epochs": 2}, {"local_steps": 5}], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.filterwarnings("ignore:engine=")
+def test_a_scheduler_finds_the_local_steps_of_each_client(
+    engine: str, given: dict[str, Any]
+) -> None:
+    data = blobs(clients=4, batch_size=5)
+    settings = {"participation": "all", "client_scheduler": "local_steps", "engine": engine}
+    module = federated(AsLongAsARound(), **settings, **given)
+    start = copy.deepcopy(module.learner)
+    run = trainer(2, limit_val_batches=0)
+    run.fit(module, data)
+    w = nn.utils.parameters_to_vector(start.parameters()).detach()
+    numbers = set()
+    for t in range(2):
+        ends = []
+        for client in range(4):
+            learner = copy.deepcopy(start)
+            nn.utils.vector_to_parameters(w.clone(), learner.parameters())
+            number = module.steps(t, client)
+            numbers.add(number)
+            for k, (x, y) in enumerate(data.client_batches(client, t, number)):
+                learner.zero_grad()
+                nn.functional.cross_entropy(learner.net(x), y).backward()
+                with torch.no_grad():
+                    for p in learner.parameters():
+                        p.sub_(0.1 * (1 - k / number) * p.grad)
+            ends.append(nn.utils.parameters_to_vector(learner.parameters()).detach())
+        w = torch.stack(ends).mean(0)
+    assert len(numbers) == (1 if "local_steps" in given else 2)
+    torch.testing.assert_close(module.global_vector.detach(), w, rtol=1e-9, atol=1e-9)
+    assert not any("learning rate of 0" in note for note in module.notes)
+
+
+@pytest.mark.parametrize("unit", ["local_steps", "rounds"])
+def test_a_rate_of_nothing_is_told(unit: str) -> None:
+    module = federated(Scheduled(warm_up), client_scheduler=unit, local_steps=3)
+    with pytest.warns(UserWarning, match=rf"{unit}.*LambdaLR gives a learning rate of 0 in 1 of 3"):
+        trainer(3).fit(module, blobs())

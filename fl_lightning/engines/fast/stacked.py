@@ -272,9 +272,10 @@ class Stacked:
             # The Trainer shows nobody's numbers of batches, as they differ from client to client.
             self.copy.begin(work.data)
             begin(work, group)
-            optimizer.begin(round.rates, None)
+            rates = round.rates.of_client(round.steps[ids[0]])
+            optimizer.begin(rates, None)
             # The learner may look at the optimizer that is over its own parameters.
-            self.worker.optimizer.begin(round.rates, None)
+            self.worker.optimizer.begin(rates, None)
             step = LocalStep(work, stack, group, optimizer)
             # A limit for each client, as those that have finished must not count as clipped.
             if step.limit is not None:
@@ -387,6 +388,9 @@ def why_not_stacked(copies: LearnerCopies) -> str:
         return f"{type(optimizer).__name__} does not treat every coordinate alike"
     if situation.work.keep_optimizer_state and not is_plain_sgd(optimizer):
         return "keep_optimizer_state"
+    schedule = situation.schedule
+    if schedule is not None and schedule.another is not None and not situation.cohort.equal_steps:
+        return "its lr scheduler depends on how many local steps a client takes"
     if hooked := gradient_hook(situation.learner):
         return f"its {hooked} has a hook on its gradient"
     if copies.as_buffers:
