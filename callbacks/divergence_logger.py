@@ -30,7 +30,8 @@ class DivergenceLogger(FederatedCallback):
       participants alone.
     - update: ‖w⁺ - w‖².
 
-    Under partial averaging w⁺ is the evaluated model in the first two.
+    Where a method evaluates another model than w^{t+1} (partial averaging, FedExP), w⁺ is that one
+    in the first two. Averages of Lightning's ``WeightAveraging`` have no part in any of the three.
     Sent: nothing that is counted. Kept: last_i by each client and two sums by the server, for
     ``divergence/all``.
 

@@ -31,7 +31,9 @@ class DriftLogger(FederatedCallback):
     moving = Upload(sent=False, shape=(), dtype=torch.float64)
 
     def on_local_end(self, clients: Clients) -> None:
-        update = (clients.x - clients.evaluated).double()
+        # Under partial averaging w has parts with which no client begins.
+        partial = clients._group.round.parts is not None
+        update = (clients.x - (clients.evaluated if partial else clients.w)).double()
         norm = clients.norm(update)
         self.direction[clients] = update / torch.where(norm > 0, norm, 1.0)
         self.length[clients] = norm[:, 0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from fl_lightning.checks import positive
+from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
 from fl_lightning.metrics import is_accuracy
@@ -17,7 +18,10 @@ from fl_lightning.round.sums import ordered_norm
 
 
 class GlobalLossLogger(Measurement):
-    """Logs ``global/{train_loss,train_acc,gap,grad_norm}`` of the evaluated model.
+    """Logs ``global/{train_loss,train_acc,gap,grad_norm}`` of the model that is validated.
+
+    That is the evaluated one, with the averages of Lightning's ``WeightAveraging`` and the weights
+    that the learner's ``on_validation_start`` puts in its place.
 
     - train_loss: the mean of the loss over the clients' training samples, each counted as often as
       clients hold it: what ``training_step`` gives in evaluation mode, biases applied, without
@@ -51,9 +55,8 @@ class GlobalLossLogger(Measurement):
 
     def measure(self, module: Any) -> dict[str, float]:
         trainer = module.trainer
-        w = module.evaluated_vector
         samples = drawn(trainer.datamodule, self.samples, module.run_seed, "global loss")
-        evaluator = module.evaluator()
+        evaluator, w = Evaluator.of_evaluated(module.run, trainer)
         measured = evaluator.mean(w, samples, gradient=True)
         accuracy = _accuracy(measured.logged)
         if accuracy is None:

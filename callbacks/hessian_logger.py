@@ -68,7 +68,7 @@ class HessianLogger(Measurement):
 
     def measure(self, module: Any) -> dict[str, float]:
         subset = drawn(module.trainer.datamodule, self.samples, module.run_seed, "hessian")
-        evaluator = Evaluator.of_run(module.run, module.trainer, exact=True)
-        hessian = curvature.Hessian(evaluator, module.evaluated_vector, subset)
+        evaluator, w = Evaluator.of_evaluated(module.run, module.trainer, exact=True)
+        hessian = curvature.Hessian(evaluator, w, subset)
         measured = curvature.measure(hessian, self.tolerance, self.probes, module.run_seed)
         return {f"hessian/{name}": getattr(measured, name) for name in NAMES}

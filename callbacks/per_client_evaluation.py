@@ -19,6 +19,7 @@ from torch import Tensor
 from fl_lightning.checks import number
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
+from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.client_figure import draw_clients
 from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading, lines_of
 from fl_lightning.evaluation.measurement import Measurement
@@ -34,8 +35,10 @@ TUNED = "_finetuned"
 class PerClientEvaluation(Measurement):
     """Logs ``clients/acc``, ``clients/loss``, …: each client's own model on its own test samples.
 
-    The model is the one that a client would use: w with its own kept parts, or what the method's
-    ``personal`` gives; w where it never finished a round. Each client is measured as
+    The model is the one that a client would use: the evaluated model with the client's own kept
+    parts, or what the method's ``personal`` gives; the evaluated model if it never finished a
+    round. The evaluated model is w, unless a method (FedExP) or Lightning's ``WeightAveraging``
+    evaluates another one. Each client is measured as
     ``Trainer.validate`` would measure it on its test samples alone: with the learner's validation
     hooks, in batches of ``data.eval_batch_size``, and with the reductions that ``self.log`` asks
     for. The metrics are what the learner logs then, without the prefix (``val/acc`` →
@@ -145,12 +148,13 @@ class PerClientEvaluation(Measurement):
 
     def _of_one_client(self, trainer: Any, module: Any) -> dict[str, float] | None:
         """The model's values on the first client's samples that has any to test on."""
-        w = module.evaluated_vector
+        evaluator = module.evaluator()
+        w, evaluator.buffers = evaluated(module.global_model, trainer)
         for client in self._drawn(module):
             indices = trainer.datamodule.client_test_indices(client)
             if len(indices):
                 values: dict[str, float]
-                values = module.evaluator().validated(w, client, indices)
+                values = evaluator.validated(w, client, indices)
                 return values
         return None
 

@@ -15,6 +15,7 @@ from fl_lightning import checkpoint, checks, description
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
 from fl_lightning.evaluation import personal
+from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
@@ -149,8 +150,11 @@ class FederatedModule(LearnerHooks):
 
     @property
     def evaluated_vector(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w, unless a method evaluates another model."""
-        return self.global_model.evaluated
+        """What is evaluated and exported ``(D,)``: w, unless a method evaluates another model.
+
+        With Lightning's ``WeightAveraging`` it is its average.
+        """
+        return evaluated(self.global_model, self._trainer)[0]
 
     @property
     def client_rows(self) -> ClientRows:
@@ -211,7 +215,10 @@ class FederatedModule(LearnerHooks):
         ``path``: where to save it too, as a checkpoint. ``client``: whose personal model to take in
         their place; every process has to call it then.
         """
-        model = None if client is None else personal.of_client(self.run, client)
+        if client is None:
+            model = evaluated(self.global_model, self._trainer)
+        else:
+            model = personal.of_client(self.run, client, self._trainer)
         return self.global_model.export(path, self._trainer, model)
 
     def evaluator(self) -> Evaluator:

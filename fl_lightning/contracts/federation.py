@@ -223,7 +223,7 @@ def outcome(module: FederatedModule) -> Outcome:
             assert row is not None
             left[f"{name} of client {i}"] = row
     if module.run.methods.owner("personal") is not None:
-        models = personal.of_run(module.run)
+        models = personal.of_run(module.run, module.trainer)
         world, rank = place()
         # As client rows do, a client's model belongs to one process.
         for i in range(rank, len(SIZES), world):

@@ -14,6 +14,7 @@ from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Transport
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.machine.processes import world_size
@@ -84,14 +85,15 @@ class AtServer(pl.Callback):
         loop.rows_elsewhere = True
 
     def one_client(self, module: Any) -> dict[str, float] | None:
-        values = self.sites.one()
+        values = self.sites.one(evaluated(module.global_model, module.trainer))
         module.logged.modes.update(self.sites.modes)
         return values
 
     def measured(
         self, module: Any, ids: Collection[int], finetune_epochs: float
     ) -> tuple[Values, dict[int, int]]:
-        values = self.sites.measured(ids, finetune_epochs)
+        model = evaluated(module.global_model, module.trainer)
+        values = self.sites.measured(ids, finetune_epochs, model)
         module.logged.modes.update(self.sites.modes)
         if away := [client for client in ids if client not in values]:
             module.note(

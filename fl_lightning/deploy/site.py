@@ -219,6 +219,9 @@ class Site(FederatedLoop):
         self._take_model(message)
         round = self.round_at(max(int(numbers["round"]), 0))
         round = replace(round, read=read, sizes=personal.Sizes(data))
+        if travel.has(message.arrays, "evaluated"):
+            vector = travel.got(message.arrays, "evaluated").to(round.w)
+            round = replace(round, evaluated=vector)
         run: FederatedRun = self.module.run
         models = personal.PersonalModels(round, self.methods, run.evaluate, AtSiteLedger)
         epochs = numbers["epochs"]

@@ -21,6 +21,7 @@ from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Array, Message, Transport, said, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.evaluation.personal import PersonalModel
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.methods import Methods
@@ -396,19 +397,26 @@ class Sites:
                     states[key] = callback._ledger.server_state(key, declared)
         return states
 
-    def measured(self, ids: Collection[int], finetune_epochs: float) -> evaluation.Values:
+    def measured(
+        self, ids: Collection[int], finetune_epochs: float, model: PersonalModel
+    ) -> evaluation.Values:
         """Values of these clients' own models after the rounds so far, measured at their sites.
 
-        Clients whose sites do not answer in time are left out.
+        Clients whose sites do not answer in time are left out. ``model``: weights and buffers that
+        are evaluated.
         """
         rounds = self.loop.state.rounds
         # Kept parts are those with which the next round would begin.
-        facts = replace(self.loop.round_at(max(rounds - 1, 0)), t=rounds)
+        vector, buffers = model
+        facts = self.loop.round_at(max(rounds - 1, 0))
+        facts = replace(facts, t=rounds, evaluated=vector, buffers=buffers)
         self.loop.methods.bind(Ledger(facts))
 
         def ask(site: str, mine: list[int]) -> Message:
             message = self._with_model("evaluate", facts, site, mine)
             message.numbers |= {"round": rounds - 1, "epochs": finetune_epochs}
+            if not torch.equal(vector, facts.w):
+                travel.put(message.arrays, "evaluated", vector)
             return message
 
         values: evaluation.Values = {}
@@ -420,15 +428,17 @@ class Sites:
                 values[client] = kinds
         return {client: values[client] for client in ids if client in values}
 
-    def one(self) -> dict[str, float] | None:
+    def one(self, model: PersonalModel) -> dict[str, float] | None:
         """Values of one client with test samples; None where the sites that are there have none.
+
+        ``model``: as in :meth:`measured`.
 
         Raises:
             UserError: no site has any, and more are not to come.
         """
         for client in sorted(self.holder):
             if self.tests.get(client):
-                return self.measured([client], 0).get(client, {}).get("")
+                return self.measured([client], 0, model).get(client, {}).get("")
         data = self.loop.cohort.data
         elsewhere = len(self.holder) < self.loop.cohort.m
         if elsewhere and (isinstance(data, Told) or getattr(data, "tests_clients", False)):

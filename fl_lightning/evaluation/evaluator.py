@@ -29,6 +29,7 @@ from fl_lightning.engines.random_state import random_state_kept, seed_client
 from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.engines.step_hooks import dense, differentiated
 from fl_lightning.engines.worker import tell_where
+from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
 from fl_lightning.learner.layout import Layout, flatten
@@ -144,6 +145,18 @@ class Evaluator:
         if batch_callbacks.looking(trainer) or batch_callbacks.looking(trainer, VALIDATION):
             evaluator.convert_validation = conversion(trainer, model.learner, data, VALIDATION)
         return evaluator
+
+    @classmethod
+    def of_evaluated(cls, run: Any, trainer: Any, exact: bool = False) -> tuple[Evaluator, Tensor]:
+        """The evaluator of a FederatedRun, and the weights ``(D,)`` that Lightning validates.
+
+        Averages of WeightAveraging and what the learner's validation hooks put in place of the
+        weights are in them, and in the evaluator's buffers.
+        """
+        evaluator = cls.of_run(run, trainer, exact)
+        vector, evaluator.buffers = evaluated(run.model, trainer)
+        vector, evaluator.buffers = evaluator.model(vector)
+        return evaluator, vector
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
         """Evaluate at these buffers from here on, and as the learner's hooks have left it."""

@@ -17,6 +17,7 @@ from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, situation_of
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.machine.processes import gathered, place
@@ -49,11 +50,11 @@ class Sizes(dict[int, int]):
 
 @dataclass(frozen=True)
 class PersonalModels:
-    """The clients' personal models: by the hook ``personal``, else w with kept parts.
+    """The clients' personal models: by ``personal``, else the evaluated model with kept parts.
 
     Args:
-        round: the facts of the round that was committed last, w and buffers as they are after it;
-            ``read`` gives the committed rows of the clients that are asked for.
+        round: the facts of the round that was committed last; w, the evaluated model and buffers
+            as they are after it; ``read`` gives the committed rows of the clients that are asked for.
         evaluate: behind ``clients.evaluate``; ``ledger``: by which methods read their state.
     """
 
@@ -65,7 +66,8 @@ class PersonalModels:
     def of(self, client: int) -> PersonalModel:
         """The model of one client.
 
-        It is the server's where it never finished a round, but for methods that have one for all.
+        It is the evaluated one where the client never finished a round, but for methods that have
+        one for all. Of parts that were not averaged after the last round it is w.
 
         Raises:
             UserError: what the client keeps for itself is at its site.
@@ -78,7 +80,10 @@ class PersonalModels:
                 "that all share."
             )
         # Kept parts are those with which the next round would begin.
-        after = ClientGroup(replace(round, t=round.t + 1), [client], round.w.clone().view(1, -1))
+        start = round.evaluated
+        if round.parts is not None:
+            start = torch.where(round.parts.averaged(round.t), start, round.w)
+        after = ClientGroup(replace(round, t=round.t + 1), [client], start.clone().view(1, -1))
         with torch.no_grad():
             after.take_kept_parts()
             x = after.x
@@ -91,10 +96,11 @@ class PersonalModels:
         return x[0], round.buffers_of(client)
 
 
-def of_run(run: Any) -> PersonalModels:
+def of_run(run: Any, trainer: Any) -> PersonalModels:
     """Personal models of a FederatedRun after its rounds so far.
 
-    Each process has those of the clients whose rows live there.
+    Each process has those of the clients whose rows live there. ``trainer``: whose callbacks may
+    average weights; None: there are none.
     """
     if run.loop is None:
         raise UserError(
@@ -102,7 +108,9 @@ def of_run(run: Any) -> PersonalModels:
             "callbacks."
         )
     facts = run.loop.round_at(max(run.state.rounds - 1, 0))
-    facts = replace(facts, sizes=Sizes(run.loop.cohort.data))
+    vector, buffers = evaluated(run.model, trainer)
+    sizes = Sizes(run.loop.cohort.data)
+    facts = replace(facts, sizes=sizes, evaluated=vector, buffers=buffers)
     return PersonalModels(facts, run.methods, run.evaluate)
 
 
@@ -157,9 +165,9 @@ def check_client(client: int, m: int) -> None:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
 
-def of_client(run: Any, client: int) -> PersonalModel:
+def of_client(run: Any, client: int, trainer: Any) -> PersonalModel:
     """One client's personal model, the same in every process of a FederatedRun."""
-    models = of_run(run)
+    models = of_run(run, trainer)
     check_client(client, models.round.num_clients)
     # The process where the client's rows live has its model, and hands it to all others.
     world, rank = place()
@@ -216,7 +224,7 @@ def measured(
     """
     data = trainer.datamodule
     (world, rank) = place()
-    models = models or of_run(run)
+    models = models or of_run(run, trainer)
     evaluator = Evaluator.of_run(run, trainer)
     tuned = FineTuning(run, trainer, finetune_epochs) if finetune_epochs else None
     values_here: dict[int, dict[str, dict[str, float]]] = {}

@@ -1,0 +1,42 @@
+"""The model that Lightning validates: what a method evaluates, or averages of WeightAveraging."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.round.global_model import GlobalModel
+
+
+def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """The weights ``(D,)`` and buffers that are validated, exported and saved as a checkpoint's.
+
+    Lightning's ``WeightAveraging`` keeps averages beside the model, and puts them in its place for
+    each validation. So they are put there here, and taken away again.
+
+    Args:
+        trainer: with the run's callbacks; None: there are none.
+    """
+    module = getattr(trainer, "lightning_module", None)
+    callbacks = [] if module is None else list(filter(averages_weights, trainer.callbacks))
+    for callback in callbacks:
+        callback.on_validation_epoch_start(trainer, module)
+    try:
+        vector = model.evaluated.detach()
+        return vector.clone() if callbacks else vector, model.buffers()
+    finally:
+        for callback in reversed(callbacks):
+            callback.on_validation_epoch_end(trainer, module)
+
+
+def averages_weights(callback: Any) -> bool:
+    """Tell whether a callback is a ``WeightAveraging``, of either Lightning, with averages."""
+    has_averages = getattr(callback, "_average_model", None) is not None
+    return has_averages and has_base(callback, "WeightAveraging")
+
+
+def has_base(callback: Any, name: str) -> bool:
+    """Tell whether a callback is of a class of this name, of either Lightning."""
+    return any(kind.__name__ == name for kind in type(callback).__mro__)
