@@ -38,6 +38,7 @@ from fl_lightning.datamodules.split import Split, What, check_given, check_share
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
 from fl_lightning.errors import UserError
+from fl_lightning.given import Given
 from fl_lightning.lightning import pl
 from fl_lightning.sampling import check_seed, generator
 
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class FederatedDataModule(pl.LightningDataModule):
+class FederatedDataModule(Given, pl.LightningDataModule):
     """Training samples split over clients; validation and test sets stay whole.
 
     Subclasses override ``load``, which sets ``train_set`` and, where such data exist, ``val_set``

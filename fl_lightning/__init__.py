@@ -16,6 +16,7 @@ if TYPE_CHECKING:
         Upload,
     )
     from fl_lightning.cli.drop_in import FederatedCLI
+    from fl_lightning.cli.python_run import RunFolder
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
     from fl_lightning.machine.strategies import FederatedStrategy
@@ -37,6 +38,7 @@ _HOME = {
     "FederatedStrategy": "machine.strategies",
     "InMemoryDataModule": "datamodules",
     "MetricsCSV": "record.metrics_csv",
+    "RunFolder": "cli.python_run",
     "load": "analysis.results",
 }
 
@@ -52,6 +54,7 @@ __all__ = [
     "FederatedStrategy",
     "InMemoryDataModule",
     "MetricsCSV",
+    "RunFolder",
     "Schedule",
     "Scratch",
     "ServerState",
@@ -68,3 +71,8 @@ def __getattr__(name: str) -> object:
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    """The public names, so that they are completed before their first use."""
+    return sorted({*globals(), *__all__})

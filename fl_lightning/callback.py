@@ -17,6 +17,7 @@ from torch import Tensor
 from fl_lightning import sampling
 from fl_lightning.checks import flag, number, one_of
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.given import Given
 from fl_lightning.learner.layout import Layout
 from fl_lightning.lightning import pl
 from fl_lightning.round.clients import Clients
@@ -170,7 +171,7 @@ UNIFORM_OPTIMUM = Note(
 )
 
 
-class FederatedCallback(pl.Callback):
+class FederatedCallback(Given, pl.Callback):
     """Base class of methods and loggers: a Lightning callback with the hooks of a federated round.
 
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end`
@@ -293,7 +294,7 @@ class FederatedCallback(pl.Callback):
 
     def __new__(cls, *args: object, **kwargs: object) -> Self:
         # A subclass may assign or declare before it calls, or forgets, `super().__init__()`.
-        self = super().__new__(cls)
+        self: Self = super().__new__(cls, *args, **kwargs)
         self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)
         return self
 

@@ -18,7 +18,7 @@ PACKAGE = ROOT / "fl_lightning"
 # Three storeys: the core runs any method, parts are what a run is made of, the workbench is
 # around runs.
 CORE = """
-errors lightning
+errors lightning given
 machine sampling schedules metrics storage
 optim learner
 checks

@@ -15,6 +15,7 @@ from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.given import made
 from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
 from fl_lightning.storage import forged, site_journal
@@ -40,12 +41,23 @@ class Indices(Sequence[Any]):
 class Run:
     """A run's folder; everything is read when it is first asked for.
 
-    ``checkpoint``: which to read; None: the last, or the best where there is no last one.
+    Args:
+        checkpoint: which to read; None: the last, or the best where there is no last one.
+        learner: takes the weights, in place of the one that config.yaml describes.
+        data: the data module, likewise.
     """
 
-    def __init__(self, folder: str | os.PathLike[str], checkpoint: Path | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        checkpoint: Path | None = None,
+        learner: pl.LightningModule | None = None,
+        data: Any = None,
+    ) -> None:
         self.folder = Path(folder)
         self._asked_for = checkpoint
+        self._learner = learner
+        self._data = data
         if not self.folder.is_dir():
             raise UserError(
                 f"load({str(folder)!r}): there is no such folder. Give that of a run, such as "
@@ -112,7 +124,10 @@ class Run:
     @cached_property
     def learner(self) -> pl.LightningModule:
         """The learner at the last checkpoint's global weights, on the CPU, in evaluation mode."""
-        learner: pl.LightningModule = self.built.model.learner
+        learner = self._learner
+        if learner is None:
+            self._check_known("model.learner", "learner")
+            learner = self._made_learner()
         learner.configure_model()
         learner.load_state_dict(self.checkpoint["state_dict"])
         learner.eval()
@@ -126,7 +141,10 @@ class Run:
     @cached_property
     def data(self) -> Any:
         """The run's data module, set up and split as the run had it."""
-        data = self.built.datamodule
+        data = self._data
+        if data is None:
+            self._check_known("data", "data")
+            data = self.built.datamodule
         held = self.checkpoint.get("federated", {})
         # A run without a seed of its own split its data by the seed that it drew.
         if getattr(data, "seed", None) is None:
@@ -138,6 +156,26 @@ class Run:
                 f"run had {held['partition']}. Are the files in its --data.root still the same?"
             )
         return data
+
+    def _made_learner(self) -> pl.LightningModule:
+        """The learner that config.yaml describes; the data may be unknown."""
+        learner: pl.LightningModule
+        if "unknown" in read_record(self.folder):
+            learner = made(self.config["model"]["learner"])
+        else:
+            learner = self.built.model.learner
+        return learner
+
+    def _check_known(self, key: str, argument: str) -> None:
+        """Refuse what config.yaml of a run from Python lacks."""
+        unknown = read_record(self.folder).get("unknown")
+        lacking = [str(path) for path in unknown if str(path).startswith(key)] if unknown else []
+        if lacking:
+            raise UserError(
+                f"load({str(self.folder)!r}): this run was made in Python, and its config.yaml "
+                f"lacks {', '.join(lacking)}. Give the object: "
+                f"load({str(self.folder)!r}, {argument}=…)."
+            )
 
     @cached_property
     def built(self) -> CommandCLI:
@@ -161,6 +199,12 @@ class Run:
                         os.environ[key] = value
 
 
-def load(folder: str | os.PathLike[str]) -> Run:
-    """The run in ``folder``, with its learner, metrics, config, partition and client states."""
-    return Run(folder)
+def load(
+    folder: str | os.PathLike[str], learner: pl.LightningModule | None = None, data: Any = None
+) -> Run:
+    """The run in ``folder``, with its learner, metrics, config, partition and client states.
+
+    ``learner`` and ``data``: objects in place of those that config.yaml describes, for a run from
+    Python whose config lacks them. The learner takes the run's weights.
+    """
+    return Run(folder, learner=learner, data=data)

@@ -21,6 +21,7 @@ import yaml
 
 from fl_lightning.cli.plugins import config_folders
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.metrics import read_record
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -438,4 +439,55 @@ def prepare(command: str, argv: list[str]) -> Command:
             prepared.add_config(value)
         else:
             prepared.output = value
+    _refuse_unknown(command, prepared)
     return prepared
+
+
+def _refuse_unknown(command: str, prepared: Command) -> None:
+    """Refuse the folder of a run from Python where this command needs what its config lacks."""
+    if prepared.run is None:
+        return
+    unknown = read_record(prepared.run).get("unknown")
+    if not isinstance(unknown, list):
+        return
+    if command == "fit":
+        raise UserError(
+            f"fit {prepared.run}: this run was made in Python. Go on with it there: "
+            f"trainer.fit(module, data, ckpt_path=RunFolder({str(prepared.run)!r}).last)."
+        )
+    lacking = []
+    for path in unknown:
+        key = str(path).split(" ")[0]
+        needed = key.startswith(("data", "model.learner"))
+        typed = [option for option in prepared.options if _names(option, key)]
+        if needed and not typed and not _has(prepared.config, key):
+            lacking.append(str(path))
+    if lacking:
+        checkpoint = prepared.run / "checkpoints" / "last.ckpt"
+        raise UserError(
+            f"{command} {prepared.run}: this run was made in Python, and its config.yaml lacks "
+            f"{', '.join(lacking)}, which only the program knows. Give it by options or by a "
+            f"config (-c FILE); or call it in Python: trainer.{command}(module, data, "
+            f"ckpt_path={str(checkpoint)!r})."
+        )
+
+
+def _names(option: str, key: str) -> bool:
+    """Whether an option of the command line sets the key, or what holds it."""
+    typed = option.removeprefix("--").partition("=")[0]
+    return option.startswith("--") and (f"{typed}.".startswith(f"{key}.") or typed in _above(key))
+
+
+def _above(key: str) -> list[str]:
+    parts = key.split(".")
+    return [".".join(parts[:place]) for place in range(1, len(parts))]
+
+
+def _has(config: Any, key: str) -> bool:
+    """Whether the config has a value for the key, also below ``init_args``."""
+    for part in key.split("."):
+        arguments = config.get("init_args", config) if isinstance(config, dict) else {}
+        if not isinstance(arguments, dict) or part not in arguments:
+            return False
+        config = arguments[part]
+    return True

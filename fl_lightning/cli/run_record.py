@@ -110,6 +110,7 @@ class RunRecord(pl.Callback):
         arm: what a sweep calls this setting.
         claims_hash: SHA-256 of a sweep's claims.yaml.
         axes: key of a sweep's grid → this run's value.
+        unknown: keys that config.yaml lacks, of a run from Python; None: it is of the command line.
     """
 
     def __init__(
@@ -119,8 +120,10 @@ class RunRecord(pl.Callback):
         arm: str | None = None,
         claims_hash: str | None = None,
         axes: Mapping[str, str] | None = None,
+        unknown: Sequence[str] | None = None,
     ) -> None:
         self.config = config
+        self.unknown = unknown
         self.command = list(command)
         self.given = {"arm": arm, "claims_hash": claims_hash, "axes": dict(axes or {})}
         # It is known, and ours to write, once training starts.
@@ -222,6 +225,7 @@ class RunRecord(pl.Callback):
             "trackers": self._trackers,
             "notes": self._notes,
             "command": self.command,
+            **({} if self.unknown is None else {"unknown": list(self.unknown)}),
             "machine": self._kept["machine"],
             "versions": {
                 **{package: version_of(package) for package in _PACKAGES},

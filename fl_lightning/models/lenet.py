@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
 from fl_lightning.errors import UserError
+from fl_lightning.given import Given
 
 
-class LeNet(nn.Module):
+class LeNet(Given, nn.Module):
     """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then three linear layers.
 
     These have 384, 192 and ``num_classes`` units. Inputs are ``(n, in_channels, input_size,

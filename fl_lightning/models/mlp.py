@@ -8,9 +8,10 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
+from fl_lightning.given import Given
 
 
-class MLP(nn.Module):
+class MLP(Given, nn.Module):
     """Linear layers with ReLU between; inputs ``(n, …)`` are flattened to ``(n, sizes[0])``."""
 
     def __init__(self, sizes: Sequence[int] = (784, 200, 200, 10)) -> None:

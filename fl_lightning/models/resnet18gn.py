@@ -7,10 +7,11 @@ from functools import partial
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
+from fl_lightning.given import Given
 from fl_lightning.models.live_taps import leave_out_dead_taps
 
 
-class ResNet18GN(ResNet):  # type: ignore[misc]  # torchvision has no types
+class ResNet18GN(Given, ResNet):  # type: ignore[misc]  # torchvision has no types
     """torchvision's ResNet-18 with ``GroupNorm(groups)``.
 
     For ten classes of three channels it has 11,181,642 parameters.

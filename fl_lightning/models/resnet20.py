@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.given import Given
 
 # The groups of group normalisation, as in ResNet18GN.
 GROUPS = 2
@@ -45,7 +46,7 @@ class _Block(nn.Module):
         return torch.relu(y + x)
 
 
-class ResNet20(nn.Module):
+class ResNet20(Given, nn.Module):
     """Blocks of ``width``, 2 ``width``, 4 ``width`` channels.
 
     Inputs are ``(n, in_channels, height, width)`` of any size. For ten classes of three channels

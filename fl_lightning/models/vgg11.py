@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from fl_lightning.given import Given
 
-class VGG11(nn.Module):
+
+class VGG11(Given, nn.Module):
     """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), no norms.
 
     Inputs are ``(n, in_channels, height, width)`` of up to 32 pixels a side; the pooling layers

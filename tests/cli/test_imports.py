@@ -84,3 +84,13 @@ def test_the_digits_are_scikit_learns() -> None:
     ours = np.concatenate([np.asarray(part.x).reshape(len(part.x), 64) for part in sets])
     targets = np.concatenate([np.asarray(part.y) for part in sets])
     assert sorted(map(tuple, np.c_[ours, targets])) == sorted(map(tuple, np.c_[pixels, labels]))
+
+
+def test_public_names_are_completed_before_their_first_use(bare_python: str) -> None:
+    program = (
+        "import fl_lightning, fl_lightning.models as models; "
+        "assert set(fl_lightning.__all__) <= set(dir(fl_lightning)); "
+        "assert set(models.__all__) <= set(dir(models)); "
+        "assert 'FederatedModule' not in vars(fl_lightning)"
+    )
+    subprocess.run([bare_python, "-c", program], check=True)

@@ -1,0 +1,171 @@
+"""A run from Python with a folder, as the command line gives each of its runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.callbacks.run_card import RunCard
+from fl_lightning.cli import run_folder
+from fl_lightning.cli.python_config import PythonConfig
+from fl_lightning.cli.run_record import RunRecord
+from fl_lightning.errors import UserError
+from fl_lightning.lightning import Checkpoint, pl
+from fl_lightning.metrics import check_mode
+
+
+class RunFolder(Checkpoint):
+    """Makes a run from Python a run with a folder, which ``report``, ``load`` and ``cite`` read.
+
+    The folder holds what ``fl-lightning fit`` writes: ``run.json``, ``metrics.csv``, ``card.md``,
+    ``partition.png``, ``checkpoints/last.ckpt`` and ``best.ckpt``, ``state/`` and ``config.yaml``.
+    The config holds the settings that can be read from the objects. Tensors, lambdas and classes of
+    a script cannot: ``config.yaml`` and ``run.json`` (``unknown``) name what is left out.
+
+    Args:
+        folder: of the run, such as ``"runs/mine"``; it may hold no other run.
+        arm: what reports call this setting; None: the run's title. Two runs of one arm differ in
+            their seeds.
+        monitor: the metric of ``best.ckpt``; None: ``val/acc``, where the learner logs it.
+        mode: which way it is better, ``"max"`` or ``"min"``; None: as the metric tells.
+
+    Raises:
+        UserError: when a fit begins: the folder holds a run that this fit does not go on with.
+
+    Example:
+        >>> from fl_lightning import RunFolder
+        >>> RunFolder("runs/mine").last is None  # nothing is there to go on from
+        True
+    """
+
+    # The module asks for it, and then claims no folder itself.
+    claims_folder = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        arm: str | None = None,
+        monitor: str | None = None,
+        mode: str | None = None,
+    ) -> None:
+        check_mode("RunFolder: mode", mode)
+        self.folder = Path(folder)
+        self.arm = arm
+        self._run = run_folder.RunFolder(self.folder, None, "", tensorboard=False)
+        self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
+        self._card: RunCard | None = None
+        self._record: RunRecord | None = None
+        self._begun = False
+
+    @property
+    def last(self) -> str | None:
+        """The checkpoint to go on from: ``trainer.fit(…, ckpt_path=folder.last)``; None: none."""
+        path = self.folder / "checkpoints" / "last.ckpt"
+        return str(path) if path.is_file() else None
+
+    # The checkpoint's, under the names by which others ask for them.
+    @property
+    def state_key(self) -> str:
+        return self._checkpoint.state_key
+
+    @property
+    def dirpath(self) -> str:
+        return self._checkpoint.dirpath
+
+    @property
+    def monitor(self) -> str:
+        return self._checkpoint.monitor
+
+    @property
+    def mode(self) -> str | None:
+        return self._checkpoint.directions.given.get(self.monitor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._checkpoint.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._checkpoint.load_state_dict(state_dict)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        if stage != "fit" or not _writes(trainer):
+            return
+        run_folder.check_name(self.folder)
+        run_folder.check_writable(self.folder, "RunFolder")
+        # Whoever asks the Trainer from now on gets this folder.
+        vars(trainer)["_default_root_dir"] = str(self.folder)
+        self._run.setup(trainer, pl_module, stage)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._run.teardown(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if _writes(trainer):
+            self._refuse_other_run(trainer.ckpt_path)
+            self._checkpoint.on_fit_start(trainer, pl_module)
+
+    def _refuse_other_run(self, given: str | os.PathLike[str] | None) -> None:
+        own = [path.resolve() for path in run_folder.checkpoints(self.folder)]
+        goes_on = self._begun or (given is not None and Path(given).resolve() in own)
+        if run_folder.holds_run(self.folder) and not goes_on:
+            where = repr(str(self.folder))
+            raise UserError(
+                f"RunFolder({where}): this folder already holds a run, which is left as it is. Go "
+                f"on with it by trainer.fit(…, ckpt_path=RunFolder({where}).last), or give another "
+                "folder."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _writes(trainer):
+            return
+        config = PythonConfig(trainer, pl_module, str(self.folder))
+        self._run.config = config.text()
+        # Of an earlier fit by the same Trainer.
+        path = self.folder / "metrics.csv"
+        trainer.loggers = [each for each in trainer.loggers if getattr(each, "path", 0) != path]
+        self._run.on_train_start(trainer, pl_module)
+        self._begun = True
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
+        if not any(isinstance(callback, RunCard) for callback in callbacks):
+            self._card = RunCard()
+            self._card.on_train_start(trainer, pl_module)
+        # A notebook's own arguments are nothing that a user typed.
+        typed = ["python", *sys.argv] if sys.argv[0].endswith(".py") else []
+        self._record = RunRecord(self._run.config, typed, self.arm, unknown=config.unknown)
+        self._record.on_train_start(trainer, pl_module)
+        self._checkpoint.on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._card is not None:
+            self._card.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _writes(trainer):
+            return
+        if self._card is not None:
+            self._card.on_train_epoch_end(trainer, pl_module)
+        if self._record is not None:
+            self._record.on_train_epoch_end(trainer, pl_module)
+        self._checkpoint.on_train_epoch_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _writes(trainer):
+            return
+        if self._card is not None:
+            self._card.on_fit_end(trainer, pl_module)
+        if self._record is not None:
+            self._record.on_fit_end(trainer, pl_module)
+        self._checkpoint.on_fit_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._run.on_exception(trainer, pl_module, exception)
+        if self._record is not None:
+            self._record.on_exception(trainer, pl_module, exception)
+
+
+def _writes(trainer: pl.Trainer) -> bool:
+    """Whether this is more than a trial run."""
+    return not vars(trainer).get("fast_dev_run")

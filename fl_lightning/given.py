@@ -1,0 +1,137 @@
+"""The arguments that an object was made with, as a config writes them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+# A longer list is data, and no setting.
+LONGEST = 1000
+
+
+class NotKnown(Exception):
+    """A value cannot be written into a config: it is data, a lambda, or a class of a script."""
+
+
+class Given:
+    """Notes the arguments of its subclasses' ``__init__``, for :func:`described`."""
+
+    _made_with: tuple[dict[str, Any], list[str]]
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        made = super().__new__(cls)
+        try:
+            bound = inspect.signature(cls.__init__).bind(made, *arguments, **named)
+        except TypeError:  # which __init__ is about to say in its own words
+            return made
+        values = dict(list(bound.arguments.items())[1:])
+        kinds = inspect.signature(cls.__init__).parameters
+        for name in list(values):
+            if kinds[name].kind is inspect.Parameter.VAR_KEYWORD:
+                values |= values.pop(name)
+        object.__setattr__(made, "_made_with", _each(values))
+        return made
+
+
+def _each(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The values that a config can hold, and the names of the others."""
+    known: dict[str, Any] = {}
+    unknown: list[str] = []
+    for name, value in values.items():
+        try:
+            known[name] = described(value)
+        except NotKnown:
+            unknown.append(name)
+    return known, unknown
+
+
+def described(value: Any) -> Any:
+    """A value as a config has it: plain data, a path of a class, or ``class_path`` and arguments.
+
+    Raises:
+        NotKnown: it, or something in it, has no such form.
+    """
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, list | tuple) and len(value) <= LONGEST:
+        return [described(item) for item in value]
+    if isinstance(value, Mapping) and len(value) <= LONGEST:
+        return {str(key): described(item) for key, item in value.items()}
+    if isinstance(value, type) or inspect.isfunction(value):
+        return path_of(value)
+    if isinstance(value, partial) and isinstance(value.func, type) and not value.args:
+        return {"class_path": path_of(value.func), "init_args": described(value.keywords)}
+    config, unknown = described_object(value)
+    if unknown:
+        raise NotKnown
+    return config
+
+
+def path_of(named: Any) -> str:
+    """Where a class or a function is imported from.
+
+    Raises:
+        NotKnown: from nowhere, as it is a script's or a function's own.
+    """
+    module, name = named.__module__, named.__qualname__
+    if module in ("__main__", "builtins") or "<" in name:
+        raise NotKnown
+    return f"{module}.{name}"
+
+
+def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
+    """``class_path`` and ``init_args`` of an object, and the names of arguments that it lacks.
+
+    The arguments are those that it noted (:class:`Given`), that it saved as hyper-parameters, or
+    that it keeps as attributes under their names.
+
+    Raises:
+        NotKnown: its class cannot be imported by another program.
+    """
+    config: dict[str, Any] = {"class_path": path_of(type(value))}
+    noted = vars(value).get("_made_with") if hasattr(value, "__dict__") else None
+    if noted is not None:
+        known, unknown = noted
+        return {**config, "init_args": known}, unknown
+    kept: dict[str, Any] = {}
+    lacking: list[str] = []
+    hyper_parameters = getattr(value, "hparams", None)
+    saved = dict(hyper_parameters) if isinstance(hyper_parameters, Mapping) else {}
+    try:
+        parameters = inspect.signature(type(value)).parameters
+    except (TypeError, ValueError):  # a class of C, such as a tensor's
+        raise NotKnown from None
+    for name, parameter in parameters.items():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if name in saved:
+            kept[name] = saved[name]
+            continue
+        # An argument that is called like a method is kept with an underscore behind it.
+        found = [own for own in (name, f"{name}_") if own in getattr(value, "__dict__", {})]
+        module = getattr(value, "_modules", {}).get(name)
+        if found:
+            kept[name] = getattr(value, found[0])
+        elif module is not None:
+            kept[name] = module
+        else:
+            lacking.append(name)
+    known, unknown = _each(kept)
+    return {**config, "init_args": known}, [*unknown, *lacking]
+
+
+def made(config: Any) -> Any:
+    """The object that :func:`described` has described."""
+    if isinstance(config, list):
+        return [made(item) for item in config]
+    if not isinstance(config, dict) or "class_path" not in config:
+        return config
+    module, _, name = str(config["class_path"]).rpartition(".")
+    arguments = {key: made(value) for key, value in (config.get("init_args") or {}).items()}
+    return getattr(import_module(module), name)(**arguments)

@@ -1,0 +1,121 @@
+"""A run from Python with ``RunFolder``: what ``report``, ``load``, ``test`` and ``cite`` read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+
+from fl_lightning import FederatedModule, RunFolder, load
+from fl_lightning.__main__ import main
+from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
+from fl_lightning.datamodules import Digits, Dirichlet
+from fl_lightning.errors import UserError
+from fl_lightning.models import MLP, ImageClassifier
+from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.zygote import Cli
+
+
+def digits(folder: Path) -> Any:
+    kept = RunFolder(folder)
+    learner = ImageClassifier(MLP([64, 16, 10]), num_classes=10, lr=0.1)
+    module = FederatedModule(learner, participation=3, local_epochs=1, seed=1, engine="sequential")
+    data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
+    run = pl.Trainer(
+        max_epochs=2,
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[RelaxedInitialization(beta=0.05), kept],
+    )
+    run.fit(module, data)
+    return module
+
+
+def test_all_settings_are_known_and_commands_take_the_folder(cli: Cli) -> None:
+    folder = cli.folder / "runs" / "mine"
+    module = digits(folder)
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"run.json", "metrics.csv", "card.md", "partition.png", "checkpoints", "state"}
+    record = json.loads((folder / "run.json").read_text())
+    assert record["status"] == "done" and record["title"] == "FedInit" and record["unknown"] == []
+    tested = cli("test", "runs/mine")
+    assert tested.returncode == 0 and "test/acc" in tested.stdout, tested.stderr
+    cited = cli("cite", "runs/mine")
+    assert "sun2023fedinit" in cited.stdout and "alpaydin1998digits" in cited.stdout
+    reported = cli("report", "runs/mine", "--figures", "none")
+    assert reported.returncode == 0, reported.stderr
+    run = load(folder)
+    assert torch.equal(
+        torch.nn.utils.parameters_to_vector(run.learner.parameters()), module.evaluated_vector
+    )
+    assert sum(map(len, run.partition)) == 1430
+    more = cli("fit", "runs/mine", "--trainer.max_epochs", 3)
+    assert more.returncode == 2 and "Go on with it there: trainer.fit(" in more.stderr
+
+
+def lit(folder: Path, rounds: int, **fit: Any) -> Any:
+    module = federated(engine="sequential")
+    kept = RunFolder(folder, arm="mine")
+    run = trainer(rounds, [ControlVariates(), kept], enable_checkpointing=True)
+    run.fit(module, blobs(), **fit)
+    return module
+
+
+def test_what_cannot_be_known_is_left_out_and_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = lit(tmp_path / "a", 2)
+    record = json.loads((tmp_path / "a/run.json").read_text())
+    assert record["unknown"] == ["data.train", "data.test", "data.clients"]
+    text = (tmp_path / "a/config.yaml").read_text()
+    assert "left out: data.train, data.test, data.clients" in text
+    assert yaml.safe_load(text)["data"]["init_args"]["batch_size"] == 8
+    assert main(["test", str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err
+    assert "made in Python" in said and "lacks data.train" in said and "trainer.test(" in said
+    run = load(tmp_path / "a")
+    assert run.metrics["val/acc"].shape == (2,)
+    found = load(tmp_path / "a", learner=Lit().double()).learner
+    assert torch.equal(found.net[0].weight, module.learner.net[0].weight)
+    assert torch.equal(run.learner.net[0].weight, found.net[0].weight.float())
+    with pytest.raises(UserError, match=r"load\(.*data=…\)"):
+        _ = run.data
+    assert len(load(tmp_path / "a", learner=Lit(), data=blobs()).partition) == 10
+    assert main(["report", str(tmp_path / "a"), "--figures", "none"]) == 0
+
+
+def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) -> None:
+    lit(tmp_path / "a", 2)
+    with pytest.raises(UserError, match=r"already holds a run.*RunFolder\(.*\)\.last"):
+        lit(tmp_path / "a", 3)
+    resumed = lit(tmp_path / "a", 4, ckpt_path=RunFolder(tmp_path / "a").last)
+    whole = lit(tmp_path / "b", 4)
+    assert torch.equal(resumed.global_vector, whole.global_vector)
+    assert len(load(tmp_path / "a").metrics["val/acc"]) == 4
+
+
+def test_one_trainer_fits_twice_and_an_error_is_recorded(tmp_path: Path) -> None:
+    module = federated(engine="sequential")
+    run = trainer(1, [RunFolder(tmp_path / "a")], enable_checkpointing=True)
+    run.fit(module, blobs())
+    run.fit_loop.max_epochs = 3
+    run.fit(module, blobs())
+    assert len(load(tmp_path / "a").metrics["val/acc"]) == 3
+
+    class Fails(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.current_epoch == 1:
+                raise RuntimeError("no")
+            return super().training_step(batch, batch_idx)
+
+    broken = trainer(3, [RunFolder(tmp_path / "b")], enable_checkpointing=True)
+    with pytest.raises(RuntimeError, match="no"):
+        broken.fit(federated(Fails(), engine="sequential"), blobs())
+    assert json.loads((tmp_path / "b/run.json").read_text())["status"] == "failed"
