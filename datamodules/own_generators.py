@@ -1,4 +1,4 @@
-"""Random generators that a dataset or its transforms keep: found, and seeded for each batch."""
+"""Random generators of a dataset, its transforms or its collate function: found and seeded."""
 
 from __future__ import annotations
 
@@ -35,13 +35,22 @@ ITEMS = 20  # of a container
 ONE_AT_A_TIME = threading.RLock()  # clients train on threads, and share the dataset
 
 
-def generators_of(dataset: Any) -> list[tuple[str, Any]]:
-    """Generators that a dataset reaches, and objects with MONAI's ``set_random_state``, by place.
+def generators_of(*roots: Any) -> list[tuple[str, Any]]:
+    """Generators that these objects reach, and objects with MONAI's ``set_random_state``, by place.
 
-    The process's own are left out: they are seeded for each client.
+    The roots are a dataset and its collate function. The process's own generators are left out:
+    they are seeded for each client.
     """
+    found: dict[int, tuple[str, Any]] = {}
+    for root in roots:
+        for where, one in _reached(root):
+            found.setdefault(id(one), (where, one))
+    return list(found.values())
+
+
+def _reached(root: Any) -> list[tuple[str, Any]]:
     seen = dict[int, Any]()
-    ahead = deque([(type(dataset).__name__, dataset)])
+    ahead = deque([(getattr(root, "__name__", type(root).__name__), root)])
     found = []
     while ahead and len(seen) < LOOKED_THROUGH:
         where, value = ahead.popleft()

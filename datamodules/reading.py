@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch._utils import ExceptionWrapper
 from torch.utils.data import _utils
 
-from fl_lightning.datamodules.own_generators import generators_of
+from fl_lightning.datamodules.own_generators import generators_of, seed_all
 from fl_lightning.errors import UserError
 
 Request = tuple[int, NDArray[np.int64]]  # seed of the random numbers drawn meanwhile, positions
@@ -133,7 +133,9 @@ class AheadReader:
             pool.shutdown(wait=wait, cancel_futures=True)
 
 
-_read: Reading | None = None  # in a worker process
+# In a worker process: how it reads, and the generators that reading draws from, once looked for.
+_read: Reading | None = None
+_own: list[tuple[str, Any]] | None = None
 
 
 def _start(read: Reading, init: Callable[[int], None] | None, number: int, count: Any) -> None:
@@ -164,16 +166,29 @@ def _end_with(parent: int) -> None:
 
 
 def _answer(request: Request) -> Any:
+    global _own
     seed, positions = request
-    torch.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
     assert _read is not None
     # The error is raised in the run's process, where not every exception can be made again.
     try:
-        return _read(positions)
+        if _own is None:
+            # A collate function may make its generator when it is first called.
+            batch = _seeded(_read, seed, positions)
+            _own = generators_of(_read.dataset, _read.collate)
+            if not _own:
+                return batch
+        seed_all(_own, seed)
+        return _seeded(_read, seed, positions)
     except Exception:
         return ExceptionWrapper(where="in a worker process that reads ahead")
+
+
+def _seeded(read: Reading, seed: int, positions: NDArray[np.int64]) -> Any:
+    """A batch; what it draws from the process's generators follows the seed."""
+    torch.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+    return read(positions)
 
 
 def own_generator(dataset: Any) -> str:

@@ -187,7 +187,7 @@ class DatasetSamples:
         self.read = Reading(dataset, collate or default_collate, fetch)
         self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None
-        # The dataset's own generators, once they were looked for.
+        # Generators of the dataset and of its collate function, once they were looked for.
         self._generators: list[tuple[str, Any]] = []
         self._looked = False
         labels = find_targets(dataset) if targets is None else targets
@@ -226,12 +226,12 @@ class DatasetSamples:
         # draw from a generator that the first one's reading has just made.
         with nullcontext() if self._looked else ONE_AT_A_TIME:
             if not self._generators and not self._looked:
-                self._generators = generators_of(self.read.dataset)
+                self._generators = generators_of(self.read.dataset, self.read.collate)
             if not self._generators and not self._looked:
                 batch = self.read(index)
                 # A dataset may make its generators when it is first read, so we look once more.
                 # The search may raise, and then they have not been looked for.
-                self._generators = generators_of(self.read.dataset)
+                self._generators = generators_of(self.read.dataset, self.read.collate)
                 self._looked = True
                 if not self._generators:
                     return batch

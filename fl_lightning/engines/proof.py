@@ -14,7 +14,6 @@ from types import FunctionType
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -45,8 +44,8 @@ DRAWS = "its training_step draws random numbers (dropout, say)"
 UNSEEDED = (
     "the data give another batch when the same one is read again: they draw from something that "
     "the run cannot seed, so a resumed run does not have the bits of one that was never "
-    "interrupted. Let the dataset draw from torch's, NumPy's or Python's global generator, or keep "
-    "a torch.Generator, numpy.random.Generator or random.Random"
+    "interrupted. Let the dataset and its collate function draw from torch's, NumPy's or Python's "
+    "global generator, or keep a torch.Generator, numpy.random.Generator or random.Random"
 )
 PACKAGE = __name__.split(".")[0]
 
@@ -231,18 +230,15 @@ def read_between_rounds(learner: Any, names: list[str]) -> list[str]:
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    """Tell whether floating-point numbers and pixels of two batches are the same.
-
-    Others may tell who read them, or when.
-    """
+    """Tell whether the numbers in two batches' tensors and arrays are the same."""
     for a, b in zip(tree_leaves(one), tree_leaves(other), strict=False):
         if type(a) is not type(b) or not isinstance(a, Tensor | np.ndarray):
             continue
-        if isinstance(a, np.ndarray) and a.dtype.kind not in "fu":
-            continue
-        numbers = torch.as_tensor(a)
-        counts = numbers.is_floating_point() or numbers.dtype == torch.uint8
-        if counts and not same_bits(numbers, torch.as_tensor(b)):
+        if isinstance(a, np.ndarray):
+            # Arrays of text or of objects hold no numbers.
+            if a.dtype.kind in "biufc" and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+                return False
+        elif not same_bits(a, b):
             return False
     return True
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import FromDatasets
@@ -178,3 +178,53 @@ def test_what_cannot_be_seeded_trains_one_after_the_other_and_is_told() -> None:
         UserError, match=r"engine='concurrent' cannot train Lit: its data set gives another batch"
     ):
         fitted(Unseen(), engine="concurrent")
+
+
+class Masking:
+    """A collate function with a generator, made when it is first called, as transformers has."""
+
+    def __init__(self, late: bool = True) -> None:
+        self.generator = None if late else torch.Generator().manual_seed(3)
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        if self.generator is None:
+            self.generator = torch.Generator().manual_seed(3)
+        return x.masked_fill(torch.rand(x.shape, generator=self.generator) < 0.3, 0.0), y
+
+
+def collated(collate: Any, folder: Any = None, resumed: Any = None, workers: int = 0) -> Any:
+    torch.manual_seed(0)
+    samples = Augmented(lambda x: x)
+    data = FromDatasets(
+        samples, test=samples, num_clients=6, batch_size=4, collate=collate, num_workers=workers
+    )
+    module = FederatedModule(Lit(), participation=0.5, local_epochs=1, seed=1, engine="sequential")
+    keeping = [] if folder is None else [ModelCheckpoint(folder, filename="{epoch}", save_top_k=-1)]
+    run = trainer(3, keeping, enable_checkpointing=bool(keeping), limit_val_batches=0)
+    run.fit(module, data, ckpt_path=resumed)
+    return module.global_vector.detach()
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_generators_of_a_collate_function_are_seeded_too(late: bool, tmp_path: Any) -> None:
+    whole = collated(Masking(late), tmp_path)
+    assert torch.equal(whole, collated(Masking(late), None, tmp_path / "epoch=0.ckpt"))
+    assert torch.equal(whole, collated(Masking(late), workers=2))
+    assert not torch.equal(whole, collated(default_collate)), "nothing was drawn"
+
+
+class OtherLabels:
+    """Its batches differ in integers only, and nothing says from what it draws."""
+
+    count = 0
+
+    def __call__(self, samples: list[Any]) -> Any:
+        x, y = default_collate(samples)
+        OtherLabels.count += 1
+        return x, (y + OtherLabels.count) % 4
+
+
+def test_batches_that_differ_in_integers_are_other_batches() -> None:
+    with pytest.warns(UserWarning, match="the data give another batch when the same one is read"):
+        collated(OtherLabels())

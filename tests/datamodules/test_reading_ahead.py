@@ -40,7 +40,7 @@ class Samples(Dataset):
         x = self.x[i]
         if self.draws:
             x = x + torch.rand(()) + np.random.rand() + random.random()
-        return x, i % 4, os.getpid()
+        return x, i % 4, str(os.getpid())  # text, since numbers of a batch have to repeat
 
 
 class Triples(Lit):
@@ -258,7 +258,7 @@ from test_reading_ahead import federate
 data = federate(2)
 pids = set()
 for batch in data.client_batches(0, 0, 40):
-    pids |= set(batch[2].tolist())
+    pids |= set(map(int, batch[2]))
 print(*[p.pid for p in __import__("multiprocessing").active_children()], flush=True)
 time.sleep(600)
 """
