@@ -42,6 +42,11 @@ REFUSED_CALLBACKS = {
         "it counts samples of the Trainer's batches, and those of a round are the clients'; the "
         "metrics time/round and cost/gradients say how much was done in what time"
     ),
+    "SpikeDetection": (
+        "it leaves out batches of the Trainer, and those of a round are the clients'; give "
+        "model.on_nonfinite='skip' for clients whose update is not finite, model.clip_norm, or "
+        "EarlyStopping(monitor='train/loss', divergence_threshold=…)"
+    ),
     "GradientAccumulationScheduler": (
         "a round is one step of the server; use a larger data.batch_size"
     ),

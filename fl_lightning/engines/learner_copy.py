@@ -23,10 +23,10 @@ from fl_lightning.learner.modules import (
     IN_STEPS,
     called_with,
     check_loggable,
+    deep_copied,
     lent_logs,
     lightning_modules,
     logged_of,
-    without_graphs,
 )
 from fl_lightning.learner.parameters import slots_of_parameters
 from fl_lightning.lightning import LightningOptimizer
@@ -123,7 +123,7 @@ class LearnerCopy:
         # Each is looked up in its module, since `training_step` may assign a new tensor to it.
         for name, places in self._slots.items():
             module, leaf = places[0]
-            buffer = module._buffers.get(leaf)
+            buffer = at(module._buffers, leaf)
             if buffer is not None:
                 buffers[name] = buffer
         for name, (parameter, _) in self._as_buffers.items():
@@ -156,12 +156,11 @@ class LearnerCopy:
             memo.pop(id(parameter), None)
         trainers = [part._trainer for part in lightning_modules(learner)]
         memo |= {id(trainer): trainer for trainer in trainers}
-        memo |= without_graphs(learner)
         memo |= lent_logs(learner)
         for part in lightning_modules(learner):
             shims = [vars(part)[name] for name in IN_STEPS if name in vars(part)]
             memo |= {id(shim): shim for shim in shims}
-        copied = copy.deepcopy(learner, memo)
+        copied = deep_copied(learner, memo)
         another = LearnerCopy(
             copied, self.layout, torch.empty_like(self.x), self.forward_context, self.convert
         )
@@ -283,7 +282,7 @@ class LearnerCopy:
         for name, places in self._slots.items():
             buffer = self._buffer_aside(name, values)
             for module, leaf in places:
-                replaced.append((module, leaf, module._buffers.get(leaf)))
+                replaced.append((module, leaf, at(module._buffers, leaf)))
                 module._buffers[leaf] = buffer
         for name, (parameter, _) in self._as_buffers.items():
             data = self._buffer_aside(name, values)
@@ -348,7 +347,7 @@ class LearnerCopy:
                 elif isinstance(value, Tensor):
                     own.__dict__[name] = value.detach()
             for name, parameter in theirs._parameters.items():
-                twin = own._parameters.get(name)
+                twin = at(own._parameters, name)
                 if parameter is None or twin is None or parameter.requires_grad:
                     continue
                 if id(twin) not in written:
@@ -369,7 +368,15 @@ class LearnerCopy:
         """The output of ``training_step`` for a converted batch, and the loss in it."""
         with self.forward_context():
             output = self.take_step(batch, step)
-        loss = output["loss"] if isinstance(output, dict) else output
+        return output, self.loss_in(output)
+
+    def loss_in(self, output: Any) -> Tensor:
+        """The loss in what ``training_step`` returned.
+
+        Raises:
+            TypeError: there is none.
+        """
+        loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; "
@@ -377,7 +384,7 @@ class LearnerCopy:
                 "cannot be skipped: where there is nothing to learn from, return a zero loss (0 "
                 "* loss)"
             )
-        return output, loss
+        return loss
 
     def take_step(self, batch: Any, step: Any) -> Any:
         """The output of ``training_step``, as it is."""
@@ -517,6 +524,13 @@ class LearnerCopy:
             items = dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **flags)
+
+
+def at(tensors: Any, name: str) -> Any:
+    """A module's own tensor of this name, or None; a scripted module's mapping has no ``get``."""
+    if name not in tensors:
+        return None
+    return tensors[name]
 
 
 def _carries_over(value: object) -> bool:

@@ -54,7 +54,8 @@ class PersonalModels:
 
     Args:
         round: the facts of the round that was committed last; w, the evaluated model and buffers
-            as they are after it; ``read`` gives the committed rows of the clients that are asked for.
+            as they are after it; ``read`` gives the committed rows of the clients that are asked
+            for.
         evaluate: behind ``clients.evaluate``; ``ledger``: by which methods read their state.
     """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable
 from numbers import Number
@@ -83,6 +84,47 @@ def overrides(learner: object, hook: str) -> bool:
     """Tell whether the learner has a hook of its own: in its class, or put on the instance."""
     of_base = getattr(lightning_base(learner), hook, None)
     return hook in vars(learner) or getattr(type(learner), hook, None) is not of_base
+
+
+def deep_copied(learner: nn.Module, memo: dict[int, Any]) -> Any:
+    """A deep copy of a learner, without what a profiler hangs on it; ``memo``: not to be copied."""
+    copied = copy.deepcopy(learner, {**without_graphs(learner), **recorders(learner), **memo})
+    drop_recorders(copied)
+    # A scripted module's copy has tensors that are computed from the original's, or that need no
+    # gradient where it is copied under no_grad.
+    for own, theirs in zip(copied.parameters(), learner.parameters(), strict=True):
+        if not own.is_leaf:
+            own.detach_()
+        own.requires_grad_(theirs.requires_grad)
+    return copied
+
+
+def recorders(learner: nn.Module) -> dict[int, Any]:
+    """What ``Trainer(profiler="pytorch")`` hangs on modules to time them, by id.
+
+    As a memo for ``copy.deepcopy`` it keeps them from being copied: they hold the whole run.
+    """
+    found: dict[int, Any] = {}
+    for part in learner.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            recorder = recorder_of(hook)
+            if recorder is not None:
+                found[id(recorder)] = recorder
+    return found
+
+
+def drop_recorders(copied: nn.Module) -> None:
+    """Take them away from a copy: they time one call at a time, and copies run side by side."""
+    for part in copied.modules():
+        for hooks in (part._forward_pre_hooks, part._forward_hooks):
+            for key in [key for key, hook in hooks.items() if recorder_of(hook) is not None]:
+                del hooks[key]
+
+
+def recorder_of(hook: Any) -> Any:
+    """The profiler's object behind a forward hook; None: the hook is another one."""
+    owner = getattr(getattr(hook, "func", None), "__self__", None)
+    return owner if type(owner).__name__ == "RegisterRecordFunction" else None
 
 
 def called_with(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:

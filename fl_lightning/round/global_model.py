@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.learner.layout import Layout, flatten, tie, trainable
-from fl_lightning.learner.modules import IN_STEPS, lent_logs, lightning_modules, without_graphs
+from fl_lightning.learner.modules import IN_STEPS, deep_copied, lent_logs, lightning_modules
 from fl_lightning.learner.parameters import (
     Slots,
     check_learner_parameters,
@@ -246,7 +245,7 @@ class GlobalModel:
         # What deepcopy finds in its memo it does not copy: a Trainer becomes None, and what an
         # engine lent to the learner for its steps comes over as it is, to be taken away below.
         lent = lent_logs(self.learner)
-        learner = copy.deepcopy(self.learner, {**trainers, **without_graphs(self.learner), **lent})
+        learner = deep_copied(self.learner, {**trainers, **lent})
         for part in learner.modules() if lent else ():
             for name in [n for n in IN_STEPS if id(vars(part).get(n)) in lent]:
                 del part.__dict__[name]

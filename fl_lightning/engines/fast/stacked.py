@@ -130,7 +130,7 @@ class Stack:
                 output = functional_call(self._caller, parameters, arguments)
             logged = self.copy.logged
             self.copy.logged = {}
-            value = output["loss"] if isinstance(output, dict) else output
+            value = self.copy.loss_in(output)
             if self.copy.keeps_loss:
                 logged[LOSS] = [value.detach()]
             kinds = self.copy.logs.kinds

@@ -1,0 +1,123 @@
+"""What plain Lightning takes: scripted modules, profilers, steps with other arguments."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pytorch_lightning.callbacks.callback import Callback
+from torch import Tensor
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import ClusteredModels
+from tests.evaluation.test_as_validated import Requiring
+from tests.helpers.learners import Lit, blobs, federated, trainer
+
+# Scripted code may be fused, so the last bits differ.
+CLOSE = {"rtol": 1e-12, "atol": 1e-14}
+
+
+class Scripted(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = torch.jit.script(self.net.double())
+
+
+def trained(learner: type[Lit], engine: str, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    module = federated(learner(), engine=engine, workers=2, participation="all")
+    trainer(2, **settings).fit(module, blobs(clients=4))
+    return module
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked", "auto"])
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+def test_a_scripted_module_is_trained_as_the_plain_one(engine: str) -> None:
+    plain = trained(Lit, "sequential")
+    module = trained(Scripted, engine)
+    torch.testing.assert_close(module.global_vector, plain.global_vector, **CLOSE)
+    exported = torch.cat([p.detach().reshape(-1) for p in module.export().parameters()])
+    torch.testing.assert_close(exported, plain.global_vector.detach(), **CLOSE)
+
+
+@pytest.mark.parametrize("engine", ["auto", "concurrent"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_profiler_leaves_the_learner_copyable(engine: str, tmp_path: Path) -> None:
+    plain = trained(Lit, engine)
+    module = trained(Lit, engine, profiler="pytorch", default_root_dir=tmp_path)
+    assert torch.equal(module.global_vector, plain.global_vector)
+    assert "cannot be copied" not in module.engine_facts["why"]
+    if engine == "concurrent":
+        assert module.engine_facts["engine"] == "concurrent"
+
+
+class Keywords(Lit):
+    def training_step(self, batch: Any, **others: Any) -> Tensor:
+        assert not others
+        return super().training_step(batch, 0)
+
+
+class Anything(Lit):
+    def training_step(self, *given: Any) -> Tensor:
+        batch, batch_idx = given
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("learner", [Keywords, Anything])
+def test_a_step_gets_the_arguments_that_lightning_gives_it(learner: type[Lit]) -> None:
+    plain = trained(Lit, "sequential")
+    assert torch.equal(trained(learner, "sequential").global_vector, plain.global_vector)
+
+
+class Later(Lit):
+    """Returns no loss from the second round on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return None if self.trainer.current_epoch else loss
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_step_without_a_loss_is_named(engine: str) -> None:
+    with pytest.raises(TypeError, match=r"Later\.training_step returned NoneType.*zero loss"):
+        trained(Later, engine)
+
+
+class Nested(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("train/parts", {"a": 1.0, "b": 2.0})  # type: ignore[arg-type]
+        return super().training_step(batch, batch_idx)
+
+
+class Whole(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.log("train/all", batch[0])
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_what_cannot_be_logged_is_named(engine: str) -> None:
+    with pytest.raises(UserError, match=r"self\.log\('train/parts', …\) got a dict.*log_dict"):
+        trained(Nested, engine)
+    with pytest.raises(UserError, match=r"'train/all'.*shape \(8, 20\).*value\.mean\(\)"):
+        trained(Whole, engine)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_ifca_measures_a_learner_that_takes_the_number_of_its_loader() -> None:
+    module = federated(Requiring(), participation="all")
+    trainer(2, [ClusteredModels(k=2, warmup=0)], limit_val_batches=0).fit(module, blobs(clients=4))
+    assert module.trainer.current_epoch == 2
+
+
+class SpikeDetection(Callback):
+    """Stands for Lightning's, whose package may lack a dependency: it is known by its name."""
+
+
+def test_lightnings_detection_of_spikes_is_refused() -> None:
+    spike = pytest.importorskip("pytorch_lightning.callbacks.spike")
+    for kind in (SpikeDetection, spike.SpikeDetection):
+        with pytest.raises(UserError, match=r"SpikeDetection cannot work.*on_nonfinite='skip'"):
+            trainer(1, [kind()]).fit(federated(), blobs(clients=4))
