@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.classes import check_classes
 from fl_lightning.datamodules.client_tests import OwnTests, check_test_clients
 from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
 from fl_lightning.datamodules.loaders import say
@@ -31,7 +32,8 @@ class FromDatasets(FederatedDataModule):
             all of them together are the test set.
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
             dataset's attribute ``targets`` or ``labels``.
-        clients: instead of ``train``: one Dataset a client, where the split exists already.
+        clients: instead of ``train``: one Dataset a client, where the split exists already. Where
+            data sets name their ``classes``, as ImageFolder does, all have to name the same.
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.
         num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for
             0 too where the datasets draw no random numbers: with processes these follow (seed,
@@ -69,6 +71,16 @@ class FromDatasets(FederatedDataModule):
             if dataset is not None:
                 check_map_style(dataset, f"FromDatasets' {name}")
                 check_workers(num_workers, dataset)
+        trained = [("FromDatasets' train", train)]
+        evaluated = [("FromDatasets' val", val), ("FromDatasets' test", test)]
+        tested = self._tested[0] if self._tested else None
+        check_classes(
+            [
+                *(_each("clients", train) if clients is not None else trained),
+                *_each("test_clients", tested),
+                *evaluated,
+            ]
+        )
         self._datasets = (train, val, test)
         self._targets = targets
         self._collate = collate
@@ -89,6 +101,12 @@ class FromDatasets(FederatedDataModule):
             tested = DatasetSamples(whole, **given)
             self.own_tests = OwnTests(tested, indices, len(self.train_set))
             self.test_set = self.test_set or tested
+
+
+def _each(name: str, joined: Any) -> Iterator[tuple[str, Any]]:
+    """The clients' Datasets behind a joined one, each with what it is called in an error."""
+    for i, dataset in enumerate(getattr(joined, "datasets", ())):
+        yield f"FromDatasets' {name}: client {i}", dataset
 
 
 def _joined(name: str, given: Sequence[Dataset[Any]]) -> tuple[Dataset[Any] | None, list[Any]]:
