@@ -107,10 +107,17 @@ class PartialAveraging(FederatedCallback):
         self.period = period
         self.extractor = extractor
         self.extractor_layers = extractor_layers
+        # A title belongs to the class, but the name of this one depends on its arguments.
+        if periods is not None or period == "never":
+            self.title = self._named(periods)  # type: ignore[misc]
+
+    @staticmethod
+    def _named(periods: dict[str, Period] | None) -> str:
+        """The name in the field of parts with these periods; else that of the class."""
         for group, title in KNOWN.items():
             if periods == {group: "never"}:
-                # A title belongs to the class, but the name of this one depends on its arguments.
-                self.title = title  # type: ignore[misc]
+                return title
+        return "PartialAveraging"
 
     @property
     def longest(self) -> int:

@@ -42,14 +42,15 @@ class FromDatasets(FederatedDataModule):
 
     def __init__(
         self,
-        train: Dataset[Any] | None = None,
-        val: Dataset[Any] | None = None,
-        test: Dataset[Any] | None = None,
+        # The command line's parser takes no subclass for Dataset[Any].
+        train: Dataset | None = None,  # type: ignore[type-arg]
+        val: Dataset | None = None,  # type: ignore[type-arg]
+        test: Dataset | None = None,  # type: ignore[type-arg]
         targets: Sequence[int] | None = None,
-        clients: Sequence[Dataset[Any]] | None = None,
+        clients: Sequence[Dataset] | None = None,  # type: ignore[type-arg]
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        test_clients: Sequence[Dataset[Any]] | None = None,
+        test_clients: Sequence[Dataset] | None = None,  # type: ignore[type-arg]
         **arguments: Any,
     ) -> None:
         if (train is None) == (clients is None):

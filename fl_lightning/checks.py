@@ -17,6 +17,14 @@ from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.strategies import FederatedStrategy
 from fl_lightning.schedules import LARGEST, Schedule
 
+# In place of accumulated gradients.
+IN_LITTLE_MEMORY = (
+    "A client's batch is data.batch_size: give the whole batch there. If it does not fit into "
+    "memory, train one client at a time (model.engine='sequential'), with "
+    "trainer.precision='bf16-mixed' or activation checkpointing in the learner "
+    "(use_reentrant=False); or give a smaller data.batch_size with a smaller learning rate"
+)
+
 REFUSED_HOOKS = {
     "optimizer_step": (
         "the optimizer's step belongs to the federated loop. Remove it; a warm-up written there "
@@ -47,9 +55,7 @@ REFUSED_CALLBACKS = {
         "model.on_nonfinite='skip' for clients whose update is not finite, model.clip_norm, or "
         "EarlyStopping(monitor='train/loss', divergence_threshold=…)"
     ),
-    "GradientAccumulationScheduler": (
-        "a round is one step of the server; use a larger data.batch_size"
-    ),
+    "GradientAccumulationScheduler": (f"a round is one step of the server. {IN_LITTLE_MEMORY}"),
 }
 
 
@@ -147,7 +153,7 @@ def check_options(trainer: Any) -> None:
     value = trainer.fit_loop.min_steps
     require("min_steps", value, not value, "rounds are epochs: use min_epochs")
     value = trainer.accumulate_grad_batches
-    instead = "a round is one step of the server: use a larger data.batch_size"
+    instead = f"a round is one step of the server. {IN_LITTLE_MEMORY}"
     require("accumulate_grad_batches", value, value == 1, instead)
     value = trainer.gradient_clip_val
     require("gradient_clip_val", value, value is None, "clients clip with model.clip_norm")

@@ -1,6 +1,6 @@
 """The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``.
 
-It is the one that was imported first.
+It is the one that was imported first, or the one that FL_LIGHTNING_NAMESPACE names.
 Both are the same code under two names, whose classes know nothing of each other: a Trainer of one
 refuses a module of the other. So everything here comes from one of them, and nothing else in the
 package names either.
@@ -8,6 +8,7 @@ package names either.
 
 from __future__ import annotations
 
+import os
 import sys
 from functools import wraps
 from importlib import import_module
@@ -43,7 +44,19 @@ _HOMES = {
 }
 
 
+# Functions that reach a worker by cloudpickle cannot choose by the order of imports.
+VARIABLE = "FL_LIGHTNING_NAMESPACE"
+
+
 def _chosen() -> str:
+    named = os.environ.get(VARIABLE)
+    if named:
+        if named not in NAMESPACES:
+            raise UserError(
+                f"the environment variable {VARIABLE} is {named!r}. Accepted: "
+                f"{' and '.join(NAMESPACES)}."
+            )
+        return named
     imported = [name for name in sys.modules if name in NAMESPACES]
     installed = [name for name in NAMESPACES if find_spec(name.split(".")[0]) is not None]
     return (imported or installed or [NAMESPACES[0]])[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 
 import pytest
@@ -62,6 +63,17 @@ quiet = {{"enable_progress_bar": False, "enable_model_summary": False}}
 pl.Trainer(fast_dev_run=True, logger=False, **quiet).fit(model=demos.BoringModel())
 print("its own fits")
 """
+
+
+def test_a_variable_chooses_the_lightning_before_imports_do(bare_python: str) -> None:
+    """A function that cloudpickle brings to a worker cannot import in an order of its own."""
+    pytest.importorskip("lightning.pytorch")
+    code = "import pytorch_lightning, fl_lightning.lightning as ours; print(ours.NAMESPACE)"
+    for name, said in (("lightning.pytorch", "lightning.pytorch\n"), ("lightning", "Accepted: py")):
+        environment = {**os.environ, "FL_LIGHTNING_NAMESPACE": name}
+        command = [bare_python, "-c", code]
+        ended = subprocess.run(command, capture_output=True, text=True, env=environment)
+        assert said in ended.stdout + ended.stderr
 
 
 @pytest.mark.slow

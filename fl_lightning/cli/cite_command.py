@@ -189,10 +189,12 @@ def _keys(part: Any) -> tuple[str, ...]:
     name = class_name(part)
     arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
     if name == "PartialAveraging":
-        periods = arguments.get("periods") or {}
+        periods = arguments.get("periods") or {"": arguments.get("period")}
         if "never" not in periods.values():
             return ("gholami2024fedals",)
-        return ("li2021fedbn",) if "norms" in periods else ("arivazhagan2019fedper",)
+        # Of parts that are never averaged, these two have a paper.
+        known = {"norms": "li2021fedbn", "last": "arivazhagan2019fedper"}
+        return tuple(known[group] for group in periods if len(periods) == 1 and group in known)
     if name in BY_ARGUMENT:
         argument, papers = BY_ARGUMENT[name]
         found = papers.get(arguments.get(argument) or next(iter(papers)), ())

@@ -331,10 +331,11 @@ class CommandCLI(LightningCLI):
         if holds_run(self.folder) and not goes_on:
             way_out = "It has no checkpoint to go on from:"
             if found:
-                way_out = "Go on with it by --ckpt_path last, or"
+                way_out = f"Go on with it by fl-lightning fit {self.folder}, or"
             raise UserError(
                 f"--trainer.default_root_dir {self.folder}: this folder already holds a run, "
-                f"which is left as it is. {way_out} give another folder."
+                f"which is left as it is. {way_out} give another folder for a new run with these "
+                "settings: --trainer.default_root_dir DIR."
             )
 
     def _name(self) -> str:

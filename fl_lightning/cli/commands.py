@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -132,6 +133,7 @@ def _fit(cli: CommandCLI) -> None:
             raise
     if not trainer.is_global_zero:
         return
+    _say_stopped(cli)
     ended = read_record(Path(cli.folder)).get("status") == "done"
     if killed and ended and cli.stop.first == trainer.current_epoch:
         # EarlyStopping had ended it. One that is out of time is stopped, and has rounds left.
@@ -146,6 +148,20 @@ def _fit(cli: CommandCLI) -> None:
         elif asked_for := killed_before(Path(cli.folder), done):
             print(f"It was killed on its way to {asked_for} rounds.")
         _show_results(cli)
+
+
+def _say_stopped(cli: CommandCLI) -> None:
+    """Print how many rounds a run has that a signal has stopped, and how to go on with it."""
+    trainer = cli.trainer
+    done = cli.model.run.state.rounds
+    asked = trainer.max_epochs or -1
+    if cli.stop.received is None or not trainer.is_global_zero or 0 <= asked <= done:
+        return
+    rounds = f"{done} of {asked} rounds" if asked > 0 else f"{done} rounds"
+    line = f"stopped after {rounds}"
+    if (Path(cli.folder) / "checkpoints" / "last.ckpt").is_file():
+        line += f"; this goes on: fl-lightning fit {shlex.quote(str(cli.folder))}"
+    print(line, flush=True)
 
 
 def _show_results(cli: CommandCLI) -> None:
@@ -217,5 +233,6 @@ def run(command: str, prepared: Command, debug: bool = False, **options: Any) ->
         ) from error
     except SystemExit as error:
         if cli is not None and cli.stop.received is not None:
+            _say_stopped(cli)
             return 128 + cli.stop.received
         return error.code if isinstance(error.code, int) else 0

@@ -198,6 +198,7 @@ class Refusal:
             r"Expected an? <class '[^']+'>\. Got value: (.*)": self._wrong_value,
             r"Expected an? <class": self._wrong_type,
             r"Import path.* not correspond to a subclass of FederatedD": self._not_federated,
+            r"Import path.* not correspond to a subclass of (\w+)": self._no_subclass,
         }
         # The first that matches and has something to say does; all else is shown as it is.
         for pattern, say in of_options.items():
@@ -346,8 +347,23 @@ class Refusal:
             types.append(words)
         if re.search(r"\b(Sequence|[Ll]ist)\[", line):
             types.insert(0, _PLAIN["list"])
+        for option, typed in _given(self.options):
+            spaced = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", typed)
+            if option == self.option and typed.startswith("{") and spaced != typed:
+                return f": {typed!r} lacks a blank after each colon. Give {spaced!r}."
         expected = " or ".join(dict.fromkeys(types)) or line or self.leaf
         return f": {value!r} is not accepted; expected {expected}."
+
+    def _no_subclass(self, base: str) -> str:
+        path = r"(?:.*'class_path': ')?([\w.]+)(?:'.*)?"
+        # Of a longer value the whole message tells which class is meant.
+        found = re.fullmatch(path, self.innermost)
+        if found is None:
+            return ""
+        return (
+            f": {found[1]} is no subclass of {base}. Give one, or a function that says what it "
+            f"returns: def make(…) -> {base}."
+        )
 
     def _not_federated(self) -> str:
         name = re.sub(r".*'class_path': '([^']+)'.*", r"\1", self.value or self.option)

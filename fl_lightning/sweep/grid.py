@@ -198,6 +198,9 @@ class _Item:
 
 def _item(spec: Spec, axis: str, value: Any) -> _Item:
     where = f"sweep {spec.name}: grid.{axis}"
+    if isinstance(value, dict) and "class_path" in value and "name" in value:
+        named = {key: part for key, part in value.items() if key != "name"}
+        return replace(_item(spec, axis, named), name=value_name(value["name"]))
     if isinstance(value, dict) and "class_path" not in value:
         bundle = all(key in ("configs", "name") or "." in str(key) for key in value)
         if bundle or axis in TOP_LEVEL:

@@ -100,7 +100,10 @@ def test_names_of_groups() -> None:
     titles = [
         c.PartialAveraging({group: "never"}).title for group in ("last", "norms", "all", "head.*")
     ]
-    assert titles == ["FedPer", "FedBN", "local training", "FedALS"]
+    assert titles == ["FedPer", "FedBN", "local training", "PartialAveraging"]
+    assert c.PartialAveraging(period=5).title == "FedALS"
+    assert c.PartialAveraging({"net.0.*": 5}).title == "PartialAveraging"
+    assert c.PartialAveraging(period="never").title == "PartialAveraging"
     with pytest.raises(UserError, match="no normalisation layer"):
         c.PartialAveraging({"norms": "never"}).parts(Layout(nn.Linear(2, 2)))
 

@@ -353,3 +353,42 @@ def test_data_of_one_s_own(cli: Cli, data: str, channels: int, classes: int) -> 
         classes,
     )
     assert ("does not say what its samples are" in result.stderr) == (data == "Quiet")
+
+
+SETS = """
+import torch
+from torch.utils.data import Dataset, TensorDataset
+
+class Own(Dataset):
+    def __init__(self, n: int = 10) -> None:
+        self.x = torch.randn(n, 4)
+    def __len__(self) -> int:
+        return len(self.x)
+    def __getitem__(self, i):
+        return self.x[i], i % 2
+
+def make(n: int = 10) -> Dataset:
+    return Own(n)
+
+def unsaid(n=10):
+    return Own(n)
+"""
+OF_FOUR = ("--model.learner.network", "MLP", "--model.learner.network.sizes", "[4, 2]")
+OF_FOUR += ("--model.learner.num_classes", "2", "--trainer.max_epochs", "1")
+
+
+def test_datasets_by_their_classes(cli: Cli) -> None:
+    (cli.folder / "my_sets.py").write_text(SETS)
+    (cli.folder / "clients.yaml").write_text(
+        "data:\n  class_path: FromDatasets\n  init_args:\n    clients:\n"
+        "    - {class_path: my_sets.Own, init_args: {n: 12}}\n    - class_path: my_sets.Own\n"
+    )
+    run = cli("fit", "-c", "base", "-c", "clients.yaml", *OF_FOUR)
+    assert run.returncode == 0 and "of 2 clients" in run.stdout, run.stderr
+    one = ("--data", "FromDatasets", "--data.num_clients", "2", "--data.train")
+    for name, more in (("my_sets.Own", ("--data.train.n", "14")), ("my_sets.make", ())):
+        run = cli("fit", "-c", "base", *OF_FOUR, *one, name, *more)
+        assert run.returncode == 0, run.stderr
+    run = cli("fit", "-c", "base", *OF_FOUR, *one, "my_sets.unsaid")
+    assert run.returncode == 2 and run.stderr.count("NoneType") == 0
+    assert "data.train: my_sets.unsaid is no subclass of Dataset. Give one, or a f" in run.stderr

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -93,6 +94,24 @@ def test_what_only_measures_or_simulates_needs_no_reference(name: str) -> None:
 
 def test_a_method_is_one_whatever_its_name_ends_in() -> None:
     assert "% MyLogger: no reference" in cited({"method": [{"class_path": "mine.MyLogger"}]})
+
+
+@pytest.mark.parametrize(
+    "arguments, paper",
+    [
+        ({"periods": {"*lora_B*": "never"}}, None),
+        ({"period": "never"}, None),
+        ({"periods": {"last": "never", "norms": "never"}}, None),
+        ({"periods": {"last": "never"}}, "arivazhagan2019fedper"),
+        ({"period": 5}, "gholami2024fedals"),
+    ],
+)
+def test_partial_averaging_is_the_method_that_its_settings_are(
+    arguments: dict[str, Any], paper: str | None
+) -> None:
+    text = cited({"method": [{"class_path": "PartialAveraging", "init_args": arguments}]})
+    assert ("% PartialAveraging: no reference" in text) == (paper is None)
+    assert paper is None or paper in text
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import csv
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -442,6 +443,7 @@ def test_a_signal_ends_the_run_after_its_round(cli: Cli, number: signal.Signals)
     result = process.wait()
     assert result.returncode == 128 + number, result.stderr
     done = len(rows(cli.folder / "x"))
+    assert f"stopped after {done} of 9 rounds; this goes on: fl-lightning fit x" in result.stdout
     assert 1 <= done < 9 and rows(cli.folder / "x")[-1]["val/quality"]
     assert (
         torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)["epoch"] == done - 1
@@ -463,7 +465,9 @@ def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
     while "stopping after this round" not in process.stderr:
         assert not process.ended()
     process.kill(signal.SIGINT)
-    assert process.wait(timeout=15).returncode == 130
+    ended = process.wait(timeout=15)
+    assert ended.returncode == 130
+    assert re.search(r"stopped after 0 of \d+ rounds\n", ended.stdout)
     assert not (cli.folder / "x/checkpoints/last.ckpt").exists()
 
 

@@ -142,7 +142,12 @@ OPTIONS = {
     "accumulate_grad_batches": (
         "--trainer.accumulate_grad_batches",
         2,
-        ["accumulate_grad_batches", "2"],
+        ["accumulate_grad_batches", "2", "bf16-mixed", "engine='sequential'"],
+    ),
+    "no blank after a colon": (
+        "--trainer.limit_val_batches",
+        "{r:4,target_modules:[query]}",
+        ["lacks a blank", "'{r: 4,target_modules: [query]}'"],
     ),
     "gradient_clip_val": (
         "--trainer.gradient_clip_val",
@@ -360,7 +365,8 @@ def test_checkpoint(cli: Cli, a_run: Path) -> None:
     said(
         cli(*FIT, "--trainer.default_root_dir", "x"),
         "--trainer.default_root_dir x",
-        "--ckpt_path last",
+        "Go on with it by fl-lightning fit x",
+        "new run with these settings: --trainer.default_root_dir DIR",
     )
     said(
         cli("fit", "x", "--trainer.max_epochs", 2, "--model.learner.network.sizes", "[64,32,10]"),

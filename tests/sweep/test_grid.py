@@ -28,6 +28,10 @@ def names(folder: Path, grid: str, *overrides: str) -> list[str]:
             "{method: [method/fedavg, {configs: [method/fedinit], method.beta: 0.1}]}",
             ["fedavg", "fedinit-0.1"],
         ),
+        (
+            "{method: [{class_path: my.A, init_args: {mu: 1}, name: ours}, {class_path: my.A}]}",
+            ["ours", "A"],
+        ),
         ("{method: [method/fedavg], model.participation: [0.1, 0.5]}", ["0.1", "0.5"]),
         ("{method: [method/fedavg], seed_everything: [0, 1]}", ["fedavg"]),
         ("{seed_everything: [0, 1]}", ["mine"]),
