@@ -51,8 +51,9 @@ class PerClientEvaluation(Measurement):
     learner's torchmetrics, else the name; where none of them does, it is asked before round 0. With
     fine-tuning the same of ``clients/acc_finetuned``, ….
 
-    Where a run keeps anything, its folder has ``clients_rounds.csv`` (round, client, samples, every
-    metric), and at the end ``clients.csv`` and ``clients.png`` of the last round, whose values are
+    Where a run has a folder (``default_root_dir``, ``RunFolder``, a logger's), that has
+    ``clients_rounds.csv`` (round, client, samples, every metric), and at the end
+    ``clients.csv`` and ``clients.png`` of the last round, whose values are
     in ``table``. It is measured after the round, on
     a copy of the learner: no bit of the training changes. Sent and kept: nothing that is counted.
     Over sites each measures its own clients, and sends their values; a client whose site does not
@@ -126,8 +127,9 @@ class PerClientEvaluation(Measurement):
         super().on_train_start(trainer, pl_module)
         self._told.clear()
         self._asked = False
-        if keeps_files(trainer):
-            rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
+        folder = folder_of(trainer)
+        if folder is not None:
+            rounds = ClientRounds(folder / "clients_rounds.csv")
             rounds.keep(before=trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
@@ -242,9 +244,9 @@ class PerClientEvaluation(Measurement):
         super().on_train_end(trainer, pl_module)
         stopped = any(gathered(pl_module.stop_requested))
         ended = self._measured == self._ended >= 0 and not stopped
-        if not ended or not keeps_files(trainer):
+        folder = folder_of(trainer)
+        if not ended or folder is None:
             return
-        folder = Path(trainer.default_root_dir)
         with written_aside(folder / "clients.csv") as file:
             file.write(self.csv().encode())
         names = [name for name in self.table if not name.endswith(TUNED)]
@@ -266,15 +268,27 @@ class PerClientEvaluation(Measurement):
 
     def _measure(self, trainer: Any) -> None:
         super()._measure(trainer)
-        if keeps_files(trainer):
-            rounds = ClientRounds(Path(trainer.default_root_dir) / "clients_rounds.csv")
+        folder = folder_of(trainer)
+        if folder is not None:
+            rounds = ClientRounds(folder / "clients_rounds.csv")
             rounds.add(self._measured, self.table, self.samples, self.names)
 
 
-def keeps_files(trainer: Any) -> bool:
-    """Tell whether this process writes files of the run, which keeps loggers or checkpoints."""
+def folder_of(trainer: Any) -> Path | None:
+    """Where this process writes files of the run; None: nowhere.
+
+    That is the run's own folder, else that of its first logger. In the present folder the next run
+    would write over them.
+    """
     keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
-    return keeps and bool(trainer.is_global_zero)
+    if not keeps or not trainer.is_global_zero:
+        return None
+    folders = [trainer.default_root_dir]
+    for logger in trainer.loggers:
+        folders.append(getattr(logger, "log_dir", None) or logger.save_dir)
+    own = [Path(folder) for folder in folders if folder]
+    here = Path.cwd().resolve()
+    return next((folder for folder in own if folder.resolve() != here), None)
 
 
 def named(values: dict[str, float]) -> dict[str, float]:

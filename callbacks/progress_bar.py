@@ -6,6 +6,7 @@ import math
 import os
 import sys
 import time
+from importlib import import_module
 from typing import Any
 
 from fl_lightning.callbacks.run_card import LABELS, Tally, closing_table
@@ -16,6 +17,33 @@ _PAUSE = 0.1  # seconds between two drawings
 _LINES = 20  # lines of a run whose output is not a terminal
 
 
+def in_notebook() -> bool:
+    """Tell whether cells of a notebook show what this process prints."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and hasattr(shell, "kernel")
+
+
+class CellLine:
+    """A file for a bar: its last line stands in the cell's output, drawn anew each time."""
+
+    def __init__(self) -> None:
+        self._display: Any = sys.modules["IPython.display"].display
+        self._shown: Any = None
+
+    def write(self, text: str) -> None:
+        line = text.strip("\r\n")
+        # A bar that is redrawn is first overwritten with blanks.
+        if not line.strip():
+            return
+        if self._shown is None:
+            self._shown = self._display({"text/plain": line}, raw=True, display_id=True)
+        else:
+            self._shown.update({"text/plain": line}, raw=True)
+
+    def flush(self) -> None:
+        """Nothing waits: each line is shown at once."""
+
+
 class FederatedProgressBar(ProgressBar):
     """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02
     left``.
@@ -24,15 +52,15 @@ class FederatedProgressBar(ProgressBar):
     Where clients have parts of their own and PerClientEvaluation measures them, ``clients/acc``
     takes the place of ``val/acc``.
 
-    On a terminal it is redrawn at most ten times a second; elsewhere (a file, a pipe) about twenty
-    plain lines are printed in a run. After the fit, the closing table and the run's warnings
+    On a terminal and in a notebook it is redrawn at most ten times a second; elsewhere (a file, a
+    pipe) about twenty plain lines are printed in a run. After the fit, the closing table and the run's warnings
     follow.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
-        self._bar: Tqdm | None = None  # only on a terminal
+        self._bar: Any = None  # only on a terminal, and in a notebook
         self._reset(0, None)
 
     def _reset(self, first: int, total: int | None) -> None:
@@ -154,14 +182,19 @@ class FederatedProgressBar(ProgressBar):
 
     def _open(self, total: int | None, first: int) -> None:
         self._close()
-        if self._enabled and sys.stderr.isatty():
+        if self._enabled and (sys.stderr.isatty() or in_notebook()):
             shape = "{desc} · {elapsed}"
             if total is not None:
                 shape = "{desc} |{bar:10}| {elapsed} · {remaining} left"
+            options = {"total": total, "initial": first, "bar_format": shape}
+            if in_notebook():
+                plain = import_module("tqdm.std").tqdm
+                self._bar = plain(**options, file=CellLine(), ncols=100)
+                return
             # Some containers say that a terminal has 0 columns, and nothing would be drawn.
             known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
-            self._bar = Tqdm(total=total, initial=first, bar_format=shape, file=sys.stderr, **width)
+            self._bar = Tqdm(**options, file=sys.stderr, **width)
 
     def _close(self) -> None:
         if self._bar is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fl_lightning.analysis.results import load
@@ -70,7 +70,12 @@ def __getattr__(name: str) -> object:
     # The command line's help must not wait for torch.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    value: Any = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    if name == "FederatedModule":
+        # Runs from Python show our bar too, which the module itself knows nothing of.
+        bar = importlib.import_module(f"{__name__}.callbacks.progress_bar")
+        value.own_bar = bar.FederatedProgressBar
+    return value
 
 
 def __dir__() -> list[str]:

@@ -128,6 +128,17 @@ def _explaining(command: Any, kind: type, other: str) -> Any:
     return explained
 
 
+def is_default_bar(callback: Any) -> bool:
+    """Tell whether this is a progress bar as a Trainer makes it, where the user gave none."""
+    kind = type(callback)
+    if kind.__module__.split(".")[0] != NAMESPACE.split(".")[0]:
+        return False
+    if kind.__name__ not in ("TQDMProgressBar", "RichProgressBar"):
+        return False
+    fresh = vars(kind())
+    return all(vars(callback).get(name) == fresh[name] for name in fresh if name != "_trainer")
+
+
 def __getattr__(name: str) -> Any:
     """Lightning's own object of this name, imported at first use."""
     # A script has no use for the command line's parser, which takes its time.

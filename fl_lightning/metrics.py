@@ -13,8 +13,9 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -314,11 +315,11 @@ def _content(path: Path) -> bytes:
     return path.read_bytes()
 
 
-class Metrics(Mapping[str, Column]):
+class Metrics(dict[str, Column]):
     """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``.
 
-    It is nan where nothing was logged.
-    ``pandas.DataFrame(dict(metrics), index=metrics.rounds)`` turns it into a frame.
+    It is nan where nothing was logged. ``pandas.DataFrame(metrics)`` is the table as a frame;
+    :meth:`to_pandas` has the rounds as its index.
     """
 
     def __init__(
@@ -327,12 +328,12 @@ class Metrics(Mapping[str, Column]):
         columns: Mapping[str, Sequence[float]],
         modes: Mapping[str, str] | None = None,
     ) -> None:
+        super().__init__()
         self.rounds = list(rounds)
         self._directions = Directions('Metrics.best: give mode="max" or mode="min"')
         self._directions.record(modes)
-        self._columns: dict[str, Column] = {}
         for name, values in columns.items():
-            self._columns[name] = np.asarray(values, dtype=np.float64)
+            self[name] = np.asarray(values, dtype=np.float64)
 
     @classmethod
     def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
@@ -344,19 +345,23 @@ class Metrics(Mapping[str, Column]):
                 columns[name] = [float(row[name] or math.nan) for row in rows]
         return cls([int(row["round"]) for row in rows], columns, modes)
 
-    def __getitem__(self, name: str) -> Column:
-        if name not in self._columns:
-            raise KeyError(f"no metric {name!r}.{suggest(name, self._columns)}")
-        return self._columns[name]
+    def __missing__(self, name: str) -> Column:
+        raise KeyError(f"no metric {name!r}.{suggest(name, self)}")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
+    def to_pandas(self) -> Any:
+        """The table as a ``pandas.DataFrame``: a row a round, a column a metric.
 
-    def __len__(self) -> int:
-        return len(self._columns)
+        Raises:
+            UserError: pandas is not installed.
+        """
+        try:
+            pandas = import_module("pandas")
+        except ImportError:
+            raise UserError("to_pandas needs pandas: pip install pandas.") from None
+        return pandas.DataFrame(dict(self), index=pandas.Index(self.rounds, name="round"))
 
     def __repr__(self) -> str:
-        return f"Metrics({len(self.rounds)} rounds: {', '.join(self._columns)})"
+        return f"Metrics({len(self.rounds)} rounds: {', '.join(self)})"
 
     def last(self, name: str) -> float:
         """The value logged last; nan where there is none."""
@@ -391,5 +396,5 @@ class Metrics(Mapping[str, Column]):
         return float(np.median(values)) if len(values) else math.nan
 
     def _logged(self, name: str) -> Column:
-        values = self._columns.get(name, np.empty(0))
+        values = self.get(name, np.empty(0))
         return values[~np.isnan(values)]

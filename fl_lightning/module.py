@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -20,7 +20,11 @@ from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
 from fl_lightning.learner.modules import TRANSFER
-from fl_lightning.lightning import LightningOptimizer, explain_to_other_trainers
+from fl_lightning.lightning import (
+    LightningOptimizer,
+    explain_to_other_trainers,
+    is_default_bar,
+)
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
@@ -252,13 +256,24 @@ class FederatedModule(LearnerHooks):
     # Lightning's hooks, in the order of a fit
     # ------------------------------------------------------------------------
 
+    # The bar of a fit whose Trainer has Lightning's default one; None: that one stays.
+    own_bar: ClassVar[Any] = None
+
     def configure_callbacks(self) -> Any:
         # A fit that ended with an exception called no teardown.
         batch_callbacks.give_back(self.trainer)
         # This is the first hook of a fit: we refuse before Lightning does, in terser words.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
+            self._show_own_bar()
         return self.learner.configure_callbacks()
+
+    def _show_own_bar(self) -> None:
+        """Put our bar in the place of Lightning's default one, which counts one batch a round."""
+        callbacks: list[Any] = vars(self.trainer)["callbacks"]
+        for place, callback in enumerate(callbacks):
+            if self.own_bar is not None and is_default_bar(callback):
+                callbacks[place] = self.own_bar()
 
     def setup(self, stage: str) -> None:
         if stage == "fit":

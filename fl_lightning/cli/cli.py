@@ -220,7 +220,7 @@ class CommandCLI(LightningCLI):
                 "false: read objects in the checkpoint too, which can run any code: for files you "
                 "trust.",
             ),
-            "client": (int | None, "Whose personal model to export."),
+            "client": (int | str | None, "Whose personal model to export: number, or name."),
             "monitor": (str | None, "Metric of best.ckpt (default: val/acc)."),
             "monitor_mode": (
                 str | None,

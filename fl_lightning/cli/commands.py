@@ -20,7 +20,7 @@ from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
 from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.cli.run_record import end_killed, killed_before, was_killed
-from fl_lightning.errors import Diverged, UserError
+from fl_lightning.errors import Diverged, UserError, suggest
 from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
@@ -92,11 +92,9 @@ def _export(cli: CommandCLI) -> None:
         raise UserError(
             "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
         )
-    client = cli.config.client
+    client = _client(cli)
     name = "model.pt" if client is None else f"client-{client}.pt"
     path = _output(cli, name)
-    if client is not None:
-        check_client(client, int(cli.datamodule.num_clients))
     checkpoint = AtomicCheckpointIO().load_checkpoint(
         cli.checkpoint, weights_only=cli.config.weights_only
     )
@@ -110,6 +108,27 @@ def _export(cli: CommandCLI) -> None:
     kept = {key: value for key, value in checkpoint.items() if key not in of_run}
     AtomicCheckpointIO().save_checkpoint(kept, path)
     print(f"→ {path}")
+
+
+def _client(cli: CommandCLI) -> int | None:
+    """The number of the client of ``--client``, which may be its name."""
+    given = cli.config.client
+    if given is None:
+        return None
+    data = cli.datamodule
+    number = int(data.num_clients)
+    if isinstance(given, int):
+        check_client(given, number)
+        return given
+    data.setup("fit")
+    names = [str(name) for name in data.client_names]
+    if given not in names:
+        known = f"Accepted: {', '.join(names[:20])}" if names else "These data have no names"
+        raise UserError(
+            f"--client {given}: no client has this name.{suggest(given, names)} {known}, and "
+            f"numbers from 0 to {number - 1}."
+        )
+    return names.index(given)
 
 
 def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) -> Any:

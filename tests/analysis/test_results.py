@@ -28,6 +28,7 @@ from fl_lightning.callbacks.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import LOGGERS
+from fl_lightning.metrics import Metrics
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
@@ -298,3 +299,38 @@ def test_a_real_run_gives_back_its_learner_and_partition(
     assert sorted(indices) == list(range(len(indices))) and len(indices) == sum(data.client_sizes())
     right = [(learner(x).argmax(1) == y).float() for x, y in data.val_dataloader()]
     assert float(torch.cat(right).mean()) == pytest.approx(run.metrics.last("val/acc"), abs=1e-6)
+
+
+def test_metrics_become_a_frame(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text("round,val/acc,train/loss\n0,0.5,1.0\n2,,0.5\n")
+    metrics = Metrics.read(path)
+    assert isinstance(metrics, dict) and list(metrics) == ["val/acc", "train/loss"]
+    with pytest.raises(KeyError, match="Did you mean 'val/acc'"):
+        metrics["val/ac"]
+    pandas = pytest.importorskip("pandas")
+    frame = metrics.to_pandas()
+    assert list(frame.index) == [0, 2] and frame["train/loss"].tolist() == [1.0, 0.5]
+    assert pandas.DataFrame(metrics).shape == (2, 2)
+
+
+def test_a_run_without_a_bar_of_its_own_has_ours(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pytorch_lightning.callbacks import TQDMProgressBar
+
+    from tests.helpers.learners import blobs, federated, trainer
+
+    monkeypatch.chdir(tmp_path)
+    run = trainer(2, enable_progress_bar=True)
+    run.fit(federated(engine="sequential"), blobs())
+    assert isinstance(run.progress_bar_callback, FederatedProgressBar)
+    said = capsys.readouterr()
+    assert "round 2/2" in said.err and "Epoch" not in said.err + said.out
+    own = TQDMProgressBar(refresh_rate=7)
+    run = trainer(1, [own], enable_progress_bar=True)
+    run.fit(federated(engine="sequential"), blobs())
+    assert run.progress_bar_callback is own
+    run = trainer(1)
+    run.fit(federated(engine="sequential"), blobs())
+    assert run.progress_bar_callback is None

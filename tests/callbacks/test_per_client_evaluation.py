@@ -442,6 +442,16 @@ def test_names_of_clients_stand_in_the_last_column(tmp_path: Path) -> None:
         assert names == {"0": "east", "1": "north", "2": "south"}
 
 
+def test_the_present_folder_gets_no_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next run would write over it."""
+    monkeypatch.chdir(tmp_path)
+    evaluation = c.PerClientEvaluation()
+    x, y = blobs_of_names()
+    federation = InMemoryDataModule((x, y), num_clients=3, client_test_fraction=0.3)
+    run(evaluation, federation=federation, settings={"enable_checkpointing": True})
+    assert evaluation.table["loss"] and not list(tmp_path.glob("clients*"))
+
+
 def blobs_of_names() -> tuple[Tensor, Tensor]:
     drawn = torch.Generator().manual_seed(0)
     return torch.randn(60, 20, generator=drawn, dtype=torch.float64), torch.arange(60) % 4

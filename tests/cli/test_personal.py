@@ -128,3 +128,25 @@ def test_kept_parts_and_own_buffers_are_exported(cli: Cli) -> None:
         own[buffer], made.client_state("buffer." + buffer, client)
     )
     assert all("bn" in name or "norm" in name or "running" in name for name in differs), differs
+
+
+def test_a_client_is_exported_by_its_name(cli: Cli) -> None:
+    lines = [f"{name},{k % 5},{k % 2}" for name in ("Aachen", "Bergen") for k in range(12)]
+    (cli.folder / "t.csv").write_text("\n".join(["hospital,age,outcome", *lines]) + "\n")
+    table = ("--data", "FromTable", "--data.path", "t.csv", "--data.client", "hospital")
+    network = ("--model.learner.network", "MLP", "--model.learner.network.sizes", "[1,2]")
+    run = cli(
+        *FIT,
+        *("-c", "method/ditto", "--model.participation", "all", *table),
+        *("--data.target", "outcome", *network, "--model.learner.num_classes", 2),
+        *("--trainer.default_root_dir", "x"),
+    )
+    assert run.returncode == 0, run.stderr
+    assert cli("export", "x", "--client", "Bergen").returncode == 0
+    assert cli("export", "x", "--client", 1, "-o", "one.pt").returncode == 0
+    found = torch.load(cli.folder / "x/client-1.pt", weights_only=True)["state_dict"]
+    one = torch.load(cli.folder / "one.pt", weights_only=True)["state_dict"]
+    assert all(torch.equal(found[name], one[name]) for name in found)
+    refused = cli("export", "x", "--client", "Bergn")
+    assert refused.returncode == 2 and "no client has this name" in refused.stderr
+    assert "Did you mean 'Bergen'" in refused.stderr
