@@ -287,6 +287,10 @@ class FederatedModule(LearnerHooks):
 
     def configure_model(self) -> None:
         super().configure_model()
+        # Lightning converts a module after it has loaded a checkpoint, whose weights would pass
+        # through float32.
+        if self.trainer.precision == "64-true":
+            self.learner.double()
         self.global_model.build()
         if self.trainer.state.fn == "fit":
             self.run.load_start(self.trainer)

@@ -16,6 +16,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
+from fl_lightning import FederatedModule
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import (
     CommunicationLogger,
@@ -244,3 +245,27 @@ def test_rows_reach_who_trains_and_evaluation_is_exact_over_processes(tmp_path: 
             other, theirs = torch.load(tmp_path / f"odd-{world}-{rank}.pt")
             torch.testing.assert_close(other, w, rtol=0, atol=0 if world == 2 else 1e-12)
             assert theirs == pytest.approx(metrics, rel=1e-6)
+
+
+def test_a_run_in_double_precision_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    """The learner is made in float32, as most are, and its checkpoint holds float64."""
+
+    def run(rounds: int, start: Any = None, **arguments: Any) -> FederatedModule:
+        torch.manual_seed(0)
+        module = FederatedModule(Lit(), participation=0.3, seed=1, local_epochs=1, **arguments)
+        keeping = ModelCheckpoint(tmp_path, filename="last", enable_version_counter=False)
+        settings = {"precision": "64-true", "enable_checkpointing": True}
+        trainer(rounds, [keeping], **settings).fit(module, blobs(), ckpt_path=start)
+        return module
+
+    whole = run(4).global_vector.detach().clone()
+    halfway = run(2)
+    assert halfway.global_vector.dtype == torch.float64
+    halfway.export(tmp_path / "model.pt")
+    assert torch.equal(run(4, tmp_path / "last.ckpt").global_vector, whole)
+    stands = run(1, init_from=str(tmp_path / "model.pt"), client_optimizer=standing)
+    assert torch.equal(stands.global_vector, halfway.global_vector)
+
+
+def standing(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
