@@ -72,6 +72,7 @@ class Methods:
         self.callbacks = list(callbacks)
         # Calls a hook in our place: ``(hook, subject, *more)``.
         self.watch: Callable[..., Any] | None = None
+        self._ledger: Ledger | None = None
         names = [type(c).__name__ for c in self.callbacks]
         for name in names:
             if names.count(name) > 1:
@@ -175,6 +176,7 @@ class Methods:
 
     def bind(self, ledger: Ledger) -> None:
         """Let declared state read and write this round's ledger, from here on."""
+        self._ledger = ledger
         self.bind_run(RunBinding(ledger.round.seed, ledger.round.steps_of))
         for callback in self.callbacks:
             callback._bound_ledger = ledger
@@ -189,11 +191,24 @@ class Methods:
         """Call one method's hook.
 
         ``subject``: the clients or the server; it knows from here on whose hook that is.
+
+        Raises:
+            UserError: it has changed a vector of the run in place, or a state of the server in a
+                hook of clients.
         """
         subject._caller = type(getattr(hook, "__self__", hook)).__name__
+        # Vectors of the run are handed out as they are, since copies would cost as much as a step.
+        lent = subject._lent
+        versions = [tensor._version for _, tensor in lent]
         if self.watch is not None:
-            return self.watch(hook, subject, *more)
-        return hook(subject, *more)
+            returned = self.watch(hook, subject, *more)
+        else:
+            returned = hook(subject, *more)
+        if [tensor._version for _, tensor in lent] != versions:
+            raise _changed(hook, lent, versions)
+        if self._ledger is not None and (key := self._ledger.changed_by_clients()):
+            raise _changed_state(hook, key)
+        return returned
 
     def run(self, hook: str, argument: Any) -> None:
         """Call a hook that returns nothing, on every callback that has it."""
@@ -422,6 +437,27 @@ def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[
         if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
             raise UserError(f"{expected}; to client {client} in round {t} it gave {k!r}.")
     return [int(k) for k in steps]
+
+
+def _changed(
+    call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], versions: Sequence[int]
+) -> UserError:
+    pairs = zip(lent, versions, strict=True)
+    name = next(name for (name, tensor), version in pairs if tensor._version != version)
+    return UserError(
+        f"method: {getattr(call, '__qualname__', call)} changed {name} in place, or a view of it. "
+        "It is the run's own, which other clients and methods read, too. Change a copy: "
+        f"own = {name}.clone()."
+    )
+
+
+def _changed_state(call: Callable[..., Any], key: str) -> UserError:
+    return UserError(
+        f"method: {getattr(call, '__qualname__', call)} changed the server's state {key} in place, "
+        "and it takes clients: several of them share that state, and the change would be lost. "
+        "Send what the server needs as an Upload (self.name[clients] = … in on_local_end), and "
+        "change the state in a hook that takes server, such as on_server_update."
+    )
 
 
 def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:

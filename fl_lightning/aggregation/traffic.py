@@ -41,8 +41,9 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     size = group.x.element_size()
     everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
     parameters, number = group.transmitted
-    up = everywhere if parameters is None else parameters
-    up_bytes = up * size if number is None else number
+    # The client has been collected by now, so reading a tensor waits for nothing.
+    up = everywhere if parameters is None else float(parameters)
+    up_bytes = up * size if number is None else float(number)
     for key, value in group.uploads.items():
         if key in counted:
             count = everywhere if counted[key].shape is None else value[0].numel()

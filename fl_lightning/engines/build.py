@@ -15,7 +15,12 @@ from fl_lightning.engines.dry_run import DryRun, tried_apart
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.looks import FirstLook, Looks
 from fl_lightning.engines.plan import EnginePlan
-from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
+from fl_lightning.engines.proof import (
+    FirstSteps,
+    Reason,
+    compare_two_copies,
+    take_first_steps,
+)
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.threads import Threads
@@ -322,6 +327,14 @@ def concurrent(
     return streams, plan
 
 
+def is_proven(copies: LearnerCopies) -> bool:
+    """Tell whether steps on two copies show that clients may train side by side, as auto asks."""
+    try:
+        return compare_two_copies(copies) is None
+    except Exception:  # no step can be tried yet; round 0 will say where it fails
+        return False
+
+
 def stackable(
     copies: LearnerCopies, plan: EnginePlan, one_by_one: Reason | None, note: Tell
 ) -> EnginePlan:
@@ -337,7 +350,7 @@ def stackable(
         number = min(at_once or gigabyte, situation.most_at_once)
         return replace(plan, at_once=number, threads=torch.get_num_threads())
     beside = situation.w.device.type in ("cpu", "cuda") and one_by_one is None
-    instead = "concurrent" if beside else "sequential"
+    instead = "concurrent" if beside and is_proven(copies) else "sequential"
     name = type(situation.learner).__name__
     note(f"engine='stacked' cannot train {name} ({reason}); engine='{instead}' does")
     return replace(plan, engine=instead, why=f"it cannot be stacked: {reason}")

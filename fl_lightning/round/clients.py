@@ -30,6 +30,11 @@ class Clients:
         self.__dict__ = group.attributes
 
     @property
+    def _lent(self) -> list[tuple[str, Tensor]]:
+        """Vectors of the run that hooks get as they are, by the names under which they get them."""
+        return self._group.lent
+
+    @property
     def client_ids(self) -> list[int]:
         """The clients' ids as a list; a local step that reads them is not replayed for others."""
         self._group.looked_up = True
@@ -306,6 +311,23 @@ class Clients:
         # What is logged is what it is now: rows of states may be changed in place afterwards.
         self._group.logs[name] = values.detach().reshape(len(self._group.ids)).clone()
 
-    def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
-        """Say how much each client sends by ``transmit``, in place of D parameters."""
+    def sent(
+        self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None
+    ) -> None:
+        """Say how much each client sends by ``transmit``, in place of D parameters.
+
+        Args:
+            parameters, bytes: one number for each client, or a tensor ``(n, 1)`` or ``(n,)`` with
+                one number per client.
+
+        Raises:
+            ValueError: a tensor of another shape.
+        """
+        n = len(self._group.ids)
+        for name, value in (("parameters", parameters), ("bytes", bytes)):
+            if isinstance(value, Tensor) and value.shape not in ((), (n,), (n, 1)):
+                raise ValueError(
+                    f"clients.sent({name}=…) takes one number for each client, or a tensor "
+                    f"({n}, 1) with one per client; it was given {tuple(value.shape)}"
+                )
         self._group.transmitted = (parameters, bytes)

@@ -49,6 +49,15 @@ class ClientGroup:
         self.models_of = ""  # the callback by whose own models they train; empty: from w
         self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
+        # What belongs to the run, and is handed to hooks as it is.
+        self.lent = [
+            ("clients.w", round.w),
+            ("clients.evaluated", round.evaluated),
+            ("clients.lr", round.rates.lr),
+        ]
+        if round.w0 is not None:
+            self.lent.append(("clients.initial_model", round.w0))
+
         # What hooks read. A local step may read any of these tensors besides x.
         self.start: Tensor | None = None
         self.kept_origin: Tensor | None = None
@@ -66,7 +75,7 @@ class ClientGroup:
         # What hooks gave.
         self.uploads: dict[str, Tensor] = {}
         self.logs: dict[str, Tensor] = {}
-        self.transmitted: tuple[float | None, float | None] = (None, None)
+        self.transmitted: tuple[float | Tensor | None, float | Tensor | None] = (None, None)
 
         # What the engine learns of the hooks on the way.
         self.local_step: InStep | None = None

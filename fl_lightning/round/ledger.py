@@ -61,6 +61,8 @@ class Ledger:
         self._version: int | None = None
         self._initial: dict[str, Tensor] = {}
         self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
+        # Server states that a hook of clients has read, with their counts of changes.
+        self._lent: dict[str, tuple[Tensor, int]] = {}
 
     @property
     def scale(self) -> float:
@@ -101,6 +103,7 @@ class Ledger:
     @contextmanager
     def server_hooks(self) -> Iterator[None]:
         """Within, server hooks get copies of server states, which they may change."""
+        self._lent.clear()
         self._at_server = True
         try:
             yield
@@ -109,6 +112,19 @@ class Ledger:
 
     def server_state(self, key: str, declaration: ServerState) -> Tensor:
         """The present value; in server hooks it is a copy, which the commit makes the state."""
+        value = self._present(key, declaration)
+        if not self._at_server and self._lent.get(key, (None,))[0] is not value:
+            self._lent[key] = value, value._version
+        return value
+
+    def changed_by_clients(self) -> str:
+        """The server state that a hook of clients changed in place; empty: there is none."""
+        for key, (value, version) in list(self._lent.items()):  # threads read states
+            if value._version != version:
+                return key
+        return ""
+
+    def _present(self, key: str, declaration: ServerState) -> Tensor:
         # What a hook assigned comes before what it only read, and both before the round's start.
         if key in self.server:
             return self.server[key]
@@ -147,7 +163,8 @@ class Ledger:
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]:
         """The sum over the clients that finished, and their number."""
         self.refuse_outsiders(f"the sums of {key}")
-        return self._uploaded("sum:" + key, declaration), len(self.finished)
+        # A hook may change what it gets in place, and others read the sum, too.
+        return self._uploaded("sum:" + key, declaration).clone(), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
         """The p_i-weighted mean over the clients that finished."""

@@ -38,6 +38,20 @@ class Server:
         self.logs = ledger.logs
 
     @property
+    def _lent(self) -> list[tuple[str, Tensor]]:
+        """Vectors of the run that hooks get as they are, by the names under which they get them."""
+        lent = [
+            ("server.w", self.w),
+            ("server.w_before", self.w_before),
+            ("server.given", self.given),
+            ("server.evaluated", self.evaluated),
+            ("server.client_lr", self._round.rates.lr),
+        ]
+        if self._round.w0 is not None:
+            lent.append(("server.initial_model", self._round.w0))
+        return lent
+
+    @property
     def round(self) -> int:
         """t = 0, 1, …"""
         return self._round.t
@@ -175,9 +189,18 @@ class Server:
             self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device
         )
 
-    def sent(self, parameters: float | None = None, bytes: float | None = None) -> None:
-        """Say, in ``broadcast``, how much each participant is sent in place of D parameters."""
-        self._ledger.sent = (parameters, bytes)
+    def sent(
+        self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None
+    ) -> None:
+        """Say, in ``broadcast``, how much each participant is sent in place of D parameters.
+
+        Args:
+            parameters, bytes: one number, which may be a tensor.
+        """
+        self._ledger.sent = (
+            None if parameters is None else float(parameters),
+            None if bytes is None else float(bytes),
+        )
 
     def note(self, text: str) -> None:
         """Say something to the user: a warning, once, repeated in the run's card."""

@@ -243,18 +243,20 @@ def test_stacks_hold_a_gigabyte_or_the_rounds_clients(monkeypatch: pytest.Monkey
 
 @pytest.mark.fast
 @pytest.mark.parametrize(
-    ("w", "alone", "instead"),
+    ("w", "alone", "compared", "instead"),
     [
-        (torch.zeros(4), None, "concurrent"),
-        (GPU, None, "concurrent"),
-        (torch.zeros(4), KEEPS, "sequential"),
-        (torch.zeros(4, device="meta"), None, "sequential"),
+        (torch.zeros(4), None, None, "concurrent"),
+        (GPU, None, None, "concurrent"),
+        (torch.zeros(4), KEEPS, None, "sequential"),
+        (torch.zeros(4), None, KEEPS, "sequential"),
+        (torch.zeros(4, device="meta"), None, None, "sequential"),
     ],
 )
 def test_what_cannot_be_stacked_takes_the_next_best(
-    monkeypatch: pytest.MonkeyPatch, w: Any, alone: Any, instead: str
+    monkeypatch: pytest.MonkeyPatch, w: Any, alone: Any, compared: Any, instead: str
 ) -> None:
     said: list[str] = []
+    monkeypatch.setattr(build, "compare_two_copies", lambda _: compared)
     monkeypatch.setattr(fast, "why_not_stacked", lambda _: "it branches")
     plan = build.stackable(copies(w=w), EnginePlan("stacked"), alone, said.append)
     assert plan.engine == instead and plan.why == "it cannot be stacked: it branches"

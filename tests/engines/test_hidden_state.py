@@ -279,3 +279,30 @@ def test_concurrent_by_name_says_what_it_cannot_know() -> None:
     with pytest.warns(UserWarning, match="it is not proven"):
         module = ran(Lit, "concurrent")
     assert any("it is not proven" in note for note in module.notes)
+
+
+class MadeLate(Lit):
+    """A hook at the start of training makes what steps count in, so none can be tried before."""
+
+    def on_train_start(self) -> None:
+        self.seen = torch.zeros(1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        self.seen += 1
+        loss = nn.functional.cross_entropy(self.net(x), y)
+        # A stack cannot take this branch.
+        return loss * (1 + self.seen.item() / 100) if bool(loss > 0) else loss
+
+
+@pytest.mark.filterwarnings("ignore:engine=")
+def test_what_was_not_proven_is_not_handed_from_stacked_to_concurrent() -> None:
+    """Weights would depend on how many workers there are, and counts would be lost."""
+    ends = []
+    for engine in ("auto", "sequential", "stacked"):
+        torch.manual_seed(0)
+        module = federated(MadeLate(), participation="all", engine=engine)
+        trainer(2).fit(module, blobs())
+        assert module.run.plan is not None and module.run.plan.engine == "sequential"
+        ends.append(module.global_vector.detach())
+    assert torch.equal(ends[0], ends[2]) and torch.equal(ends[1], ends[2])

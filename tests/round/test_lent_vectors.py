@@ -1,0 +1,109 @@
+"""What hooks are handed of the run's own vectors is not changed unnoticed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from fl_lightning import ClientState, FederatedCallback, ServerState, Upload, UserError
+from fl_lightning.testing import check_method
+from tests.helpers.learners import blobs, federated, trainer
+
+
+class Changing(FederatedCallback):
+    """Changes something in a hook of clients."""
+
+    first = ClientState(initial="initial_model", synchronised=False)
+    n = ServerState(shape=(2,))
+
+    def __init__(self, change: Callable[[Any, Any], Any], hook: str = "on_local_start") -> None:
+        super().__init__()
+        self._change = change
+        setattr(self, hook, self._called)
+
+    def _called(self, subject: Any, *more: Any) -> None:
+        self._change(self, subject)
+
+
+def twice(callback: Any, clients: Any) -> None:
+    callback.n[0] += 1
+    assert callback.n.shape == (2,)  # read once more
+
+
+OF_CLIENTS: dict[str, Callable[[Any, Any], Any]] = {
+    "clients.w": lambda _, clients: clients.w.sub_(0.1),
+    "clients.evaluated": lambda _, clients: clients.evaluated.view(-1)[:3].zero_(),
+    "clients.initial_model": lambda _, clients: clients.initial_model.mul_(2),
+    "clients.lr": lambda _, clients: clients.lr.mul_(0.5),
+}
+OF_SERVER: dict[str, Callable[[Any, Any], Any]] = {
+    "server.w": lambda _, server: server.w.sub_(0.1),
+    "server.w_before": lambda _, server: server.w_before.sub_(0.1),
+    "server.evaluated": lambda _, server: server.evaluated.sub_(0.1),
+    "server.initial_model": lambda _, server: server.initial_model.mul_(2),
+}
+
+
+def fit(callback: FederatedCallback, **arguments: Any) -> None:
+    trainer(2, [callback]).fit(federated(**arguments), blobs())
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("name", OF_CLIENTS)
+def test_a_vector_that_clients_share_is_not_changed_in_place(name: str, engine: str) -> None:
+    # What is evaluated is w itself here, so either name is right.
+    told = name.replace("evaluated", "(w|evaluated)")
+    with pytest.raises(UserError, match=rf"Changing._called changed {told} in place.*clone\(\)"):
+        fit(Changing(OF_CLIENTS[name]), engine=engine)
+
+
+@pytest.mark.parametrize("hook", ["on_local_step_end", "on_local_end"])
+def test_nor_in_later_hooks(hook: str) -> None:
+    with pytest.raises(UserError, match=r"changed clients.w in place"):
+        fit(Changing(OF_CLIENTS["clients.w"], hook))
+
+
+@pytest.mark.parametrize("hook", ["on_round_start", "on_server_update", "on_round_end"])
+@pytest.mark.parametrize("name", OF_SERVER)
+def test_nor_are_the_server_s(name: str, hook: str) -> None:
+    with pytest.raises(UserError, match=r"Changing._called changed server\.\w+ in place"):
+        fit(Changing(OF_SERVER[name], hook))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("change", [lambda c, _: c.n.add_(1), twice])
+def test_a_server_state_is_not_changed_in_place_by_clients(change: Any, engine: str) -> None:
+    with pytest.raises(UserError, match=r"changed the server's state Changing.n in place.*Upload"):
+        fit(Changing(change), engine=engine)
+
+
+class Summing(FederatedCallback):
+    """Changes the sum that it reads, and reads it again."""
+
+    gone = Upload()
+
+    def on_local_end(self, clients: Any) -> None:
+        self.gone[clients] = clients.x - clients.start
+
+    def on_server_update(self, server: Any) -> None:
+        self.gone.sum().zero_()
+        assert bool(self.gone.sum().any())
+
+
+def test_the_sum_of_an_upload_is_the_hook_s_own() -> None:
+    fit(Summing())
+
+
+class Counting(FederatedCallback):
+    """Counts clients in a state of the server, where it would be lost."""
+
+    n = ServerState(shape=(), synchronised=False)
+
+    def on_local_end(self, clients: Any) -> None:
+        self.n[...] += 1
+
+
+def test_check_refuses_it_too() -> None:
+    assert "changed the server's state Counting.n in place" in str(check_method(Counting))
