@@ -21,6 +21,9 @@ class NotTrueDistillation(FederatedCallback):
 
     The teacher w^t is in evaluation mode; under relaxed initialization too it is w^t, not the
     start.
+    Beside a method that changes the tapped output (LogitCalibration), both logits are what the
+    module itself gives, without that method's margins: the margins correct a client's own cross
+    entropy for its labels, and what the server's model knows of the other classes has none.
     Sent and kept: nothing more than by FedAvg. One gradient and one forward pass a step.
 
     Args:

@@ -391,6 +391,12 @@ def check_optimizer(name: str, optimizer: Any) -> None:
             "gradient a step, such as torch.optim.SGD or torch.optim.Adam."
         )
     for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), Real | torch.Tensor):
+            raise UserError(
+                f"{name}: {kind} has lr={group.get('lr')!r}, and a run sets the learning rate in "
+                "each round, so it needs a number. Give one; transformers' Adafactor takes it as "
+                "Adafactor(params, lr=1e-3, relative_step=False, scale_parameter=False)."
+            )
         if not 0 <= float(group["lr"]) <= LARGEST:
             raise UserError(
                 f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from "

@@ -354,3 +354,29 @@ def test_what_runs_is_told_once_it_has_begun_and_from_then_on() -> None:
     elsewhere.validate(module, blobs(clients=4), verbose=False)  # which has no client 7
     assert module.describe() == told and "3 of 10 clients" in told
     assert torch.equal(module.export(client=7).net[0].weight, weights)
+
+
+class Uncopyable(nn.Linear):
+    """As ema_pytorch's EMA, its `__new__` takes an argument that copies do not give."""
+
+    def __new__(cls, size: int) -> Uncopyable:
+        return super().__new__(cls)
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size, size)
+
+
+class WithUncopyable(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.average = Uncopyable(4).requires_grad_(False)
+
+
+@pytest.mark.filterwarnings("ignore:engine=")
+def test_export_names_the_part_that_cannot_be_copied() -> None:
+    module = FederatedModule(WithUncopyable(), participation=0.3, seed=1)
+    trainer(1).fit(module, blobs(dtype=torch.float32))
+    with pytest.raises(
+        UserError, match=r"WithUncopyable cannot .* its part average \(Uncopyable\)"
+    ):
+        module.export()

@@ -179,7 +179,7 @@ class LocalStep:
             self.methods.call(end, self.clients)
         # `on_train_batch_end` finds the model after the step, as in plain training.
         if self.hooks is not None:
-            self.hooks.batch_end()
+            self.hooks.batch_end(self.model.missing)
         self.group.step_done()
         if self.first:
             self.first = False

@@ -54,6 +54,7 @@ class StepHooks:
         self.of_gradients = [name for name in names if name in OF_GRADIENTS]
         self.before_step = [name for name in names if name in OF_GRADIENTS[-2:]]
         self._batch: tuple[Any, Any, Any] | None = None
+        self._gradient: Any = None  # of the step, for `on_train_batch_end`
 
     @classmethod
     def of(cls, learner: Any, *rest: Any) -> StepHooks | None:
@@ -96,8 +97,12 @@ class StepHooks:
 
     def before_optimizer_step(self, gradient: Any) -> Any:
         """The gradient of the step ``(1, D)``, or one tensor a parameter, as the hooks leave it."""
-        if not self.before_step:
-            return gradient
+        changed = self._after_hooks(gradient) if self.before_step else gradient
+        if "on_train_batch_end" in self.names:
+            self._gradient = changed
+        return changed
+
+    def _after_hooks(self, gradient: Any) -> Any:
         is_vector = isinstance(gradient, Tensor)
         gradients = self.layout.views(gradient.view(-1)) if is_vector else gradient
         try:
@@ -125,11 +130,24 @@ class StepHooks:
             results["loss"] = loss.detach().clone()
             self._batch = (results, batch, index)
 
-    def batch_end(self) -> None:
-        if self._batch is not None:
-            (*arguments,) = self._batch
-            self._batch = None
+    def batch_end(self, missing: Sequence[int]) -> None:
+        """Call ``on_train_batch_end`` with ``.grad`` as the step had it.
+
+        ``missing``: parameters without a gradient, by place.
+        """
+        if self._batch is None:
+            return
+        (*arguments,) = self._batch
+        gradient = self._gradient
+        self._batch = self._gradient = None
+        is_vector = isinstance(gradient, Tensor)
+        gradients = self.layout.views(gradient.view(-1)) if is_vector else gradient
+        try:
+            for j, (parameter, g) in enumerate(zip(self.parameters, gradients, strict=True)):
+                parameter.grad = None if j in missing else g
             self.learner.on_train_batch_end(*arguments)
+        finally:
+            clear(self.parameters)
 
 
 def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:

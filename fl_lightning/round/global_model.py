@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import buffer_values
 from fl_lightning.learner.layout import Layout, flatten, tie, trainable
 from fl_lightning.learner.modules import IN_STEPS, deep_copied, lent_logs, lightning_modules
@@ -236,7 +237,11 @@ class GlobalModel:
             self.move_to(state["w"], state["evaluated"], state["buffers"])
 
     def copied_learner(self) -> Any:
-        """A copy that knows no Trainer and shares no memory."""
+        """A copy that knows no Trainer and shares no memory.
+
+        Raises:
+            UserError: a part of the learner cannot be copied.
+        """
         trainers = {
             id(part._trainer): None
             for part in lightning_modules(self.learner)
@@ -245,7 +250,11 @@ class GlobalModel:
         # What deepcopy finds in its memo it does not copy: a Trainer becomes None, and what an
         # engine lent to the learner for its steps comes over as it is, to be taken away below.
         lent = lent_logs(self.learner)
-        learner = deep_copied(self.learner, {**trainers, **lent})
+        memo = {**trainers, **lent}
+        try:
+            learner = deep_copied(self.learner, dict(memo))
+        except Exception as error:
+            raise _uncopyable(self.learner, memo, error) from error
         for part in learner.modules() if lent else ():
             for name in [n for n in IN_STEPS if id(vars(part).get(n)) in lent]:
                 del part.__dict__[name]
@@ -253,6 +262,22 @@ class GlobalModel:
             for name in IN_STEPS:
                 part.__dict__.pop(name, None)
         return learner
+
+
+def _uncopyable(learner: Any, memo: Mapping[int, Any], error: Exception) -> UserError:
+    part = ""
+    for name, child in learner.named_children():
+        try:
+            deep_copied(child, dict(memo))
+        except Exception:
+            part = f", because its part {name} ({type(child).__name__}) cannot"
+            break
+    return UserError(
+        f"learner {type(learner).__name__} cannot be copied{part} ({type(error).__name__}: "
+        f"{str(error)[:100]}), which export() and a copy of the module need. Give that part a "
+        "__deepcopy__, or save the weights themselves: "
+        "torch.save(module.learner.state_dict(), path)."
+    )
 
 
 def set_buffers(learner: Any, values: Mapping[str, Tensor], as_buffers: tuple[str, ...]) -> None:

@@ -18,7 +18,7 @@ from fl_lightning import callbacks as c
 from fl_lightning.engines.random_state import seed_client
 from fl_lightning.schedules import Steps
 from tests.helpers.federation import Network, fit, network, samples
-from tests.helpers.learners import trainer
+from tests.helpers.learners import blobs, federated, trainer
 
 METHODS: dict[str, Callable[..., Any]] = {
     "mu": c.ModelContrast,
@@ -299,3 +299,33 @@ def test_a_loop_by_hand_around_a_plain_network_agrees(
     matters = rounds > 1 or isinstance(method(), c.NotTrueDistillation)
     away = (plain.global_vector - module.global_vector).abs().max()
     assert bool(away > 1e-4) == matters, "MOON's first round is FedAvg's"
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_fedntd_beside_fedlc_distils_logits_without_margins(order: int) -> None:
+    """By hand: CE(z - m_i, y) + β τ² KL(q̃(z of w) ‖ q̃(z of x))."""
+    data = blobs(clients=2)
+    methods = [c.NotTrueDistillation(0.7, 2.0), c.LogitCalibration(1.5)][::order]
+    module = federated(participation="all", local_epochs=2)
+    start = copy.deepcopy(module.learner)
+    trainer(1, methods).fit(module, data)
+    ends = []
+    for client in range(2):
+        learner = copy.deepcopy(start)
+        optimizer = learner.configure_optimizers()
+        margins = 1.5 * torch.as_tensor(data.client_label_counts(client)).double() ** -0.25
+        for x, y in data.client_batches(client, 0, module.steps(0, client)):
+            z = learner.net(x)
+            others = y[:, None] != torch.arange(4)
+            known, mine = (
+                F.log_softmax(logits[others].view(len(y), 3) / 2.0, 1)
+                for logits in (start.net(x).detach(), z)
+            )
+            apart = (known.exp() * (known - mine)).sum(1).mean()
+            optimizer.zero_grad()
+            (F.cross_entropy(z - margins, y) + 0.7 * 4.0 * apart).backward()
+            optimizer.step()
+        ends.append(nn.utils.parameters_to_vector(learner.parameters()).detach())
+    torch.testing.assert_close(
+        module.global_vector.detach(), torch.stack(ends).mean(0), rtol=1e-10, atol=1e-10
+    )

@@ -5,6 +5,7 @@ Called in each step, or refused by name.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -169,3 +170,50 @@ def test_backward_hooks_of_modules_are_called_in_every_engine(engine: str) -> No
 
 def halved(module: nn.Module, given: Any, grad: Any) -> Any:
     return tuple(None if g is None else 0.5 * g for g in given)
+
+
+class Looking(Lit):
+    """Looks at gradients after the step, as peft's AdaLoRA does, and one weight has none."""
+
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(hidden)
+        self.unused = nn.Parameter(torch.zeros(1))
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        assert self.unused.grad is None
+        self.norms.append(float(sum(p.grad.norm() for p in self.net.parameters())))
+        self.log("train/norm", self.norms[-1])
+
+
+@pytest.mark.filterwarnings("ignore:engine=", "ignore:Looking keeps state")
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("clip", [None, 100.0])
+def test_gradients_are_there_after_the_step_as_in_plain_training(
+    clip: float | None, momentum: float
+) -> None:
+    data = blobs(clients=1)
+    rate = {"client_optimizer": lambda p: torch.optim.SGD(p, 0.1, momentum=momentum)}
+    module = federated(Looking(), participation="all", clip_norm=clip, engine="sequential", **rate)
+    alone = copy.deepcopy(module.learner)
+    trainer(1, limit_val_batches=0).fit(module, data)
+    alone.configure_optimizers = lambda: rate["client_optimizer"](alone.parameters())  # type: ignore[method-assign]
+    plainly(alone, data, 3)
+    assert module.learner.norms[-3:] == pytest.approx(alone.norms)
+    assert all(p.grad is None for p in module.learner.parameters())
+
+
+def test_they_are_there_beside_capture_too() -> None:
+    ends = []
+    for capture in (True, False):
+        torch.manual_seed(0)
+        module = federated(Logging(), engine="concurrent", workers=1, capture=capture)
+        run = trainer(2)
+        run.fit(module, blobs())
+        ends.append(float(run.callback_metrics["train/largest"]))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-12) and ends[0] > 0
+
+
+class Logging(Lit):
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.log("train/largest", self.net[0].weight.grad.abs().max())

@@ -177,3 +177,11 @@ def test_hooks_find_the_optimizer_s_own_attributes() -> None:
     module, run = federated(Reading()), trainer(1)
     run.fit(module, blobs())
     assert float(run.callback_metrics["train/decoupled"]) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("whose", ["client_optimizer", "server_optimizer"])
+def test_an_optimizer_without_a_rate_is_refused(whose: str) -> None:
+    """As transformers' Adafactor, whose rate is None unless one is given."""
+    made = {whose: lambda p: Signs(p, lr=None)}  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=rf"{whose}: Signs has lr=None.*relative_step=False"):
+        trainer(1).fit(federated(**made), blobs())
