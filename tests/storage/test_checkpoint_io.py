@@ -156,3 +156,32 @@ def test_a_trainer_resumes_from_it(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-200])
     with pytest.raises(UserError, match="damaged"):
         fit(4, "last")
+
+
+class Quantised(torch.Tensor):
+    """A tensor in eight bits, as torchao's: a subclass that wraps two tensors."""
+
+    @staticmethod
+    def __new__(cls, values: torch.Tensor, scale: torch.Tensor) -> Quantised:
+        made: Quantised = torch.Tensor._make_wrapper_subclass(cls, values.shape, dtype=scale.dtype)
+        return made
+
+    def __init__(self, values: torch.Tensor, scale: torch.Tensor) -> None:
+        self.values_, self.scale = values, scale
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].values_, args[0].scale)
+        given = [a.values_ * a.scale if isinstance(a, cls) else a for a in args]
+        return func(*given, **(kwargs or {}))
+
+
+def test_tensors_of_a_subclass_that_torch_may_load_are_loaded(tmp_path: Path) -> None:
+    weight = Quantised(torch.tensor([1, -3], dtype=torch.int8), torch.tensor(0.5))
+    path = tmp_path / "last.ckpt"
+    saved = {"state_dict": {"weight": weight}, "pytorch-lightning_version": "2.6.0"}
+    with torch.serialization.safe_globals([Quantised]):
+        AtomicCheckpointIO().save_checkpoint(saved, path)
+        found = AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"]
+    assert type(found) is Quantised and (found + 0).tolist() == [0.5, -1.5]
