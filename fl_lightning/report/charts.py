@@ -57,14 +57,18 @@ def intervals(summary: Summary) -> list[Drawing]:
         shown = difference_unit(summary, panel[0])
         _panel(axes, panel, shown, claimed=bool(summary.verdicts))
         # Without claims every b is the first arm.
-        b = "b" if summary.verdicts else panel[0].claim.b
+        b = "its b" if summary.verdicts else panel[0].claim.b
+        arms = {row.claim.a for row in panel}
+        a = arms.pop() if len(arms) == 1 else "each arm"
+        if summary.verdicts:
+            a = "each claim's a"
         label = {
-            "difference": f"a − {b} in {summary.called(metric)}",
-            "log_ratio": f"log of a / b in {summary.called(metric)}",
+            "difference": f"{a} − {b} in {summary.called(metric)}",
+            "log_ratio": f"log of {a} / {b} in {summary.called(metric)}",
             "number": f"Spearman's ρ, {summary.called(metric)}",
         }[scale]
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[row.claim.score] for row in panel))
-        axes.set_xlabel(f"{label}{', points' * shown.percent} ({scores})")
+        axes.set_xlabel(f"{label}{', percentage points' * shown.percent} ({scores})")
     caption = "Line: mean and its 95 % interval, where there are two pairs or more. "
     caption += "Dots below: one a seed."
     if any(row.percent == 90 for row in rows):

@@ -69,7 +69,8 @@ def parser() -> ArgumentParser:
         "--style",
         choices=("page", "paper"),
         default="page",
-        help="of figures: for a page, or for a column of a paper, in print too (default: page)",
+        help="of figures: for a page, or for a column of a paper, with markers for prints in "
+        "black and white (default: page)",
     )
     made.add_argument(
         "--figures",

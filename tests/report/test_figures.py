@@ -376,3 +376,12 @@ def test_clients_that_were_measured_once_have_no_course_to_draw(tmp_path: Path) 
         path.write_text("".join(line for line in lines if not line.startswith("2,")))
     summary = summarise(find([tmp_path / "s"]))
     assert charts.clients(summary) == [] and summary.arms["a"].fairness
+
+
+def test_the_axis_of_a_difference_names_its_arms(tmp_path: Path) -> None:
+    for arm in ("fedavg", "ours"):
+        for seed in (0, 1):
+            make_run(tmp_path / "s" / arm / f"seed-{seed}", arm, seed, {"val/acc": [0.5, 0.6]})
+    (drawing,) = charts.intervals(summarise(find([tmp_path / "s"])))
+    label = drawing.figure.axes[0].get_xlabel()
+    assert label.startswith("ours − fedavg in val/acc, percentage points"), label
