@@ -39,8 +39,8 @@ class MixedAscent(FederatedCallback):
     two are one.
     Sent: nothing more than by FedAvg. Kept: λ_i by each client; λ by the server, but for
     ``"participants"``. Two gradients a step, whatever α and ρ. Beside a method that compresses
-    updates (SignUpdate) each client also sends x_{i,K} - w, which is counted: λ has to be exact, and
-    the server cannot compute it from what is compressed.
+    updates (SignUpdate) each client also sends x_{i,K} - w, which is counted: λ has to be exact,
+    and the server cannot compute it from what is compressed.
 
     Args:
         penalty: a > 0.

@@ -32,7 +32,7 @@ class Clients:
     @property
     def _lent(self) -> list[tuple[str, Tensor]]:
         """Vectors of the run that hooks get as they are, by the names under which they get them."""
-        return self._group.lent
+        return self._group.round.lent
 
     @property
     def client_ids(self) -> list[int]:

@@ -243,6 +243,16 @@ class Round:
         return torch.promote_types(self.w.dtype, torch.float32)
 
     @cached_property
+    def lent(self) -> list[tuple[str, Tensor]]:
+        """Vectors of the run that hooks of clients get as they are, by what these call them."""
+        lent = [
+            ("clients.w", self.w),
+            ("clients.evaluated", self.evaluated),
+            ("clients.lr", self.rates.lr),
+        ]
+        return lent if self.w0 is None else [*lent, ("clients.initial_model", self.w0)]
+
+    @cached_property
     def averaged(self) -> Tensor | None:
         """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
         return None if self.parts is None else self.parts.averaged(self.t)

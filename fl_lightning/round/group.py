@@ -49,15 +49,6 @@ class ClientGroup:
         self.models_of = ""  # the callback by whose own models they train; empty: from w
         self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
-        # What belongs to the run, and is handed to hooks as it is.
-        self.lent = [
-            ("clients.w", round.w),
-            ("clients.evaluated", round.evaluated),
-            ("clients.lr", round.rates.lr),
-        ]
-        if round.w0 is not None:
-            self.lent.append(("clients.initial_model", round.w0))
-
         # What hooks read. A local step may read any of these tensors besides x.
         self.start: Tensor | None = None
         self.kept_origin: Tensor | None = None

@@ -36,7 +36,8 @@ def sent(form: str, engine: str = "sequential") -> tuple[float, float]:
     run = trainer(2, [Large(form), CommunicationLogger()])
     run.fit(federated(engine=engine), blobs())
     logged = run.callback_metrics
-    return tuple(float(logged[f"communication/up_{unit}"]) for unit in ("parameters", "bytes"))  # type: ignore[return-value]
+    parameters, number = (logged[f"communication/up_{unit}"] for unit in ("parameters", "bytes"))
+    return float(parameters), float(number)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
