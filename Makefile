@@ -122,7 +122,11 @@ docs: .venv/installed-docs  ## the site, in build/site: open build/site/index.ht
 	$(BIN)/python -m sphinx -W --keep-going --quiet -b html docs build/site
 	@echo "build/site/index.html"
 
-gallery: .venv/installed-test  ## run the examples, and keep their pictures for the site (minutes)
+.venv/installed-notebook: .venv/installed-test
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[notebook]'
+	@touch $@
+
+gallery: .venv/installed-notebook  ## run the examples and the notebook, and keep their pictures for the site (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python docs/site/gallery.py
 
 # data from FL_LIGHTNING_DATA, else fetched; beside the committed results, in runs/papers

@@ -26,6 +26,9 @@ def in_notebook() -> bool:
 class CellLine:
     """A file for a bar: its last line stands in the cell's output, drawn anew each time."""
 
+    # By it the bar knows that its blocks can be shown.
+    encoding = "utf-8"
+
     def __init__(self) -> None:
         self._display: Any = sys.modules["IPython.display"].display
         self._shown: Any = None

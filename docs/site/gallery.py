@@ -41,6 +41,9 @@ NAMES = [
 ]
 
 
+NOTEBOOK = "notebook"
+
+
 class Order:
     """The key by which sphinx-gallery sorts."""
 
@@ -69,6 +72,27 @@ def keep(name: str) -> None:
     sentence = done.stdout.splitlines()[-1]
     (KEPT / f"{name}.txt").write_text(sentence + "\n", "utf-8")
     print(f"{name}: {sentence}")
+
+
+def keep_notebook() -> None:
+    """Run docs/notebook.ipynb in an empty folder, and keep it with what its cells show."""
+    import nbformat
+    from nbclient import NotebookClient
+
+    path = KEPT.parent / f"{NOTEBOOK}.ipynb"
+    notebook = nbformat.read(path, as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        resources = {"metadata": {"path": folder}}
+        NotebookClient(notebook, timeout=600, resources=resources).execute()
+    for cell in notebook.cells:
+        # When a cell was run says nothing, and would differ each time.
+        cell.metadata.pop("execution", None)
+        # Lightning's hints and warnings name folders of the machine.
+        outputs = [each for each in cell.get("outputs", []) if each.get("name") != "stderr"]
+        if cell.cell_type == "code":
+            cell.outputs = outputs
+    nbformat.write(notebook, path)
+    print(f"{NOTEBOOK}: {len(notebook.cells)} cells")
 
 
 def put_pictures_in_place(app: Any) -> None:
@@ -111,5 +135,8 @@ def setup(app: Any) -> dict[str, Any]:
 
 if __name__ == "__main__":
     KEPT.mkdir(exist_ok=True)
-    for chosen in sys.argv[1:] or NAMES:
-        keep(chosen)
+    for chosen in sys.argv[1:] or [*NAMES, NOTEBOOK]:
+        if chosen == NOTEBOOK:
+            keep_notebook()
+        else:
+            keep(chosen)
