@@ -8,6 +8,8 @@ Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in Feder
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fl_lightning.callback import (
@@ -32,6 +34,8 @@ class DivergenceLogger(FederatedCallback):
 
     Where a method evaluates another model than w^{t+1} (partial averaging, FedExP), w⁺ is that one
     in the first two. Averages of Lightning's ``WeightAveraging`` have no part in any of the three.
+    Over sites the clients' displacements travel to the server for it. If parts of the model stay at
+    the sites, divergence/all is not logged, nor participants in a round after which some do.
     Sent: nothing that is counted. Kept: last_i by each client and two sums by the server, for
     ``divergence/all``.
 
@@ -85,6 +89,12 @@ class DivergenceLogger(FederatedCallback):
             self.sum_squared += self.change_squared.sum()
 
     def on_round_end(self, server: Server) -> None:
+        server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
+        # Over sites the parts that were not averaged stay there, and w⁺ with them.
+        ledger: Any = self._ledger
+        stays = ledger.rows_elsewhere and ledger.round.parts is not None
+        if stays and server.averaged is not None and not bool(server.averaged.all()):
+            return
         step = server.evaluated.double() - server.given.double()
         mean = self.moved.mean()
         squared = self.moved_squared.mean()
@@ -93,8 +103,7 @@ class DivergenceLogger(FederatedCallback):
         if participants < 100 * torch.finfo(torch.float64).eps * squared:
             participants = torch.zeros_like(participants)
         server.log("divergence/participants", participants)
-        server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
-        if self._every_client(server.num_clients):
+        if self._every_client(server.num_clients) and not stays:
             away = server.evaluated.double() - server.initial_model.double()
             total = self.sum_squared - 2 * ordered_sum(self.sum * away)
             mean = total / server.num_clients + ordered_sum(away**2)

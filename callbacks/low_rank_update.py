@@ -95,11 +95,17 @@ class LowRankUpdate(FederatedCallback):
         self.declare("q", ClientState(lambda w: math.nan, synchronised=False, shape=(0,)))
 
     def on_round_start(self, server: Server) -> None:
-        size = sum(piece.b * piece.rank for piece in pieces(server.layout, self.rank))
+        self._size(server.layout)
+
+    def _size(self, layout: Layout) -> None:
+        """Give ``q`` its length, which is known with the model."""
+        size = sum(piece.b * piece.rank for piece in pieces(layout, self.rank))
         self.declarations()["q"].shape = (size,)
 
     @once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
+        # Sites do not run on_round_start.
+        self._size(clients.layout)
         v = update.double() + self.error[clients]
         layout = pieces(clients.layout, self.rank)
         none = v.new_zeros(len(v), 0)

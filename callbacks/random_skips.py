@@ -105,7 +105,8 @@ class RandomSkips(FederatedCallback):
     )
     h = ClientState(synchronised=False)
     last = ClientState(initial="current_model", synchronised=False)  # x_{i,K}
-    rate = ServerState(shape=(), dtype=torch.float64, synchronised=False)  # η of the last round
+    # η of the last round, which each client knows too.
+    rate = ServerState(sent="known", shape=(), dtype=torch.float64, synchronised=False)
 
     def __init__(self, probability: float = 0.1) -> None:
         super().__init__()

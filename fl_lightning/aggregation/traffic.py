@@ -112,6 +112,8 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         down = round(count[CLIENTS] * each)
         down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
+        if declared.sent == "known":
+            continue
         value = ledger.written_server(key)
         if value is None:  # never written: nothing to send
             continue
@@ -165,7 +167,8 @@ def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
     given = 0 if own_models else vector
     ways = []
     up: list[Declaration] = [*methods.sent_by_clients().values(), *methods.reported().values()]
-    down: list[Declaration] = [*methods.sent_to_clients().values()]
+    sent = methods.sent_to_clients().values()
+    down: list[Declaration] = [state for state in sent if state.sent != "known"]
     for total, declared in ((given, down), (vector, up)):
         for each in declared:
             size = round_vector.element_size()

@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
+from fl_lightning.deploy.site_hooks import check_hooks
 from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Transport
@@ -133,7 +134,6 @@ def number_in(folder: Path, begins: int) -> int:
 _NEED_CLIENTS = {
     "GlobalLossLogger": "the clients' samples",
     "HessianLogger": "the clients' samples",
-    "DivergenceLogger": "the models of clients' layers",
     "ConsensusDistanceLogger": "the models of clients' layers",
     "QuantizedBroadcast": "a message down that sites could decode",
 }
@@ -145,6 +145,7 @@ def refuse_methods(callbacks: list[Any]) -> None:
     Raises:
         UserError: naming one.
     """
+    check_hooks(callbacks)
     names = set[str]()
     for callback in callbacks:
         names |= {kind.__name__ for kind in type(callback).__mro__}

@@ -200,14 +200,15 @@ class ServerState(State):
 
     Args:
         initial: as for :class:`ClientState`.
-        sent: counted as sent to each participant in each round.
+        sent: counted as sent to each participant in each round; ``"known"``: sent to sites, and not
+            counted, since clients could compute it from what they know.
         synchronised: as for :class:`ClientState`.
     """
 
     def __init__(
         self,
         initial: Initial = "zeros",
-        sent: bool = False,
+        sent: bool | str = False,
         synchronised: bool | None = None,
         shape: Shape | None = None,
         dtype: torch.dtype | None = None,

@@ -11,7 +11,7 @@ from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.transport import Transport
 
-# What a run has in any case, and needs the clients' layers.
+# What a run has in any case, and would have more numbers travel than the run itself.
 STAYS_AWAY = ("DivergenceLogger",)
 
 

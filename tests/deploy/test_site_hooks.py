@@ -1,0 +1,59 @@
+"""Methods that sites cannot run are refused when the app is written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as packaged
+from fl_lightning.callback import FederatedCallback, ServerState
+from fl_lightning.deploy.server import refuse_methods
+
+
+class Unsent(FederatedCallback):
+    pull = ServerState()
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return self.pulled(gradient)
+
+    def pulled(self, gradient: Tensor) -> Tensor:
+        return gradient + self.pull
+
+
+class Sent(Unsent):
+    pull = ServerState(sent=True)
+
+
+class Noted(FederatedCallback):
+    factor = 1.0
+
+    def on_round_start(self, server: Any) -> None:
+        self.factor = 0.5
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
+def test_what_clients_hooks_read_has_to_be_at_the_sites() -> None:
+    with pytest.raises(UserError, match=r"Unsent.* pull in on_local_gradient.*sent=True"):
+        refuse_methods([Unsent()])
+    with pytest.raises(UserError, match=r"Noted sets self\.factor in on_round_start.*on_local_gr"):
+        refuse_methods([Noted()])
+    refuse_methods([Sent()])
+
+
+def test_all_packaged_methods_pass_or_are_named() -> None:
+    refused = {"GlobalLossLogger", "HessianLogger", "ConsensusDistanceLogger", "QuantizedBroadcast"}
+    for name in packaged.__all__:
+        kind = getattr(packaged, name)
+        if not isinstance(kind, type) or not issubclass(kind, FederatedCallback):
+            continue
+        try:
+            method = kind()
+        except TypeError:  # it has an argument without a default
+            continue
+        if name not in refused:
+            refuse_methods([method])
