@@ -268,7 +268,7 @@ class Table:
         for k, name in enumerate(names):
             values = self.present(name, ", or leave the column out of data.features")
             try:
-                x[:, k] = np.asarray(values, np.float64)
+                x[:, k] = np.asarray(truths(values), np.float64)
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
                 raise UserError(
@@ -355,6 +355,14 @@ def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]
                 )
 
 
+def truths(values: Sequence[Any]) -> Sequence[Any]:
+    """A column of true and false, as a CSV spells them, as 1 and 0; others as they are."""
+    words = {"true": 1, "false": 0}
+    if not all(isinstance(value, str) and value.strip().lower() in words for value in values):
+        return values
+    return [words[value.strip().lower()] for value in values]
+
+
 def is_missing(value: Any) -> bool:
     if isinstance(value, str):
         return value.strip().lower() in MISSING
@@ -373,7 +381,7 @@ def ordered(values: Sequence[Any]) -> list[Any]:
     """The distinct values, ascending; by number where all are numbers."""
     distinct = set(values)
     if all(is_number(value) for value in distinct):
-        return sorted(distinct, key=float)
+        return sorted(distinct, key=exactly)
     return sorted(distinct, key=str)
 
 
@@ -388,7 +396,7 @@ def told_apart(table: Table, column: str) -> list[Any]:
     spelled: dict[Any, Any] = {}
     # In the order of the rows: that of a set differs from process to process.
     for value in dict.fromkeys(values):
-        first = spelled.setdefault(float(value) if numbers else str(value).strip(), value)
+        first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
         if first != value:
             raise UserError(
                 f"{table.where} has one {'number' if numbers else 'name'} in two ways in column "
@@ -396,6 +404,14 @@ def told_apart(table: Table, column: str) -> list[Any]:
                 f"{table.first + values.index(value)}). Write it in one way."
             )
     return values
+
+
+def exactly(value: Any) -> int | float:
+    """The number that a value stands for: whole ones exactly, however large they are."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return float(value)
 
 
 def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
@@ -425,7 +441,7 @@ def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64
 
 def spellings(name: str) -> list[Any]:
     """What names have in common that differ in spelling alone."""
-    return [name.strip(), float(name)] if is_number(name) else [name.strip()]
+    return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
 
 
 def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
@@ -485,6 +501,7 @@ def read_table(path: Path, separator: str) -> Table:
     """
     if path.suffix == ".parquet":
         with reading(path):
+            refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
             read = parquet().read_table(path)
         columns = {name: read.column(name).to_pylist() for name in read.column_names}
         return _checked(Table(path, columns, 1), read.num_rows)
@@ -497,9 +514,7 @@ def read_table(path: Path, separator: str) -> Table:
         )
     names, *rows = lines
     rows = [row for row in rows if row]
-    twice = [name for name in names if names.count(name) > 1]
-    if twice:
-        raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
+    refuse_two_of_a_name(path, names)
     for place, row in enumerate(rows):
         if len(row) != len(names):
             raise UserError(
@@ -509,6 +524,13 @@ def read_table(path: Path, separator: str) -> Table:
             )
     by_name = zip(*rows, strict=True) if rows else ([] for _ in names)
     return _checked(Table(path, dict(zip(names, by_name, strict=True)), 2), len(rows))
+
+
+def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table with two columns of one name."""
+    twice = [name for name in names if list(names).count(name) > 1]
+    if twice:
+        raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
 
 
 def _checked(table: Table, rows: int) -> Table:
