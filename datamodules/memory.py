@@ -13,7 +13,7 @@ from fl_lightning.errors import UserError
 
 
 class InMemoryDataModule(FederatedDataModule):
-    """Federated data from tensors (or NumPy arrays) in memory.
+    """Federated data from tensors, NumPy arrays, or frames of pandas or polars, in memory.
 
     Args:
         train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used, any

@@ -70,8 +70,11 @@ class TensorSamples:
         std: Sequence[float] = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self.x = torch.as_tensor(x)
-        self.y = torch.as_tensor(y)
+        # Frames and columns of pandas and polars, which torch does not know.
+        self.x, self.y = (
+            torch.as_tensor(each.to_numpy() if hasattr(each, "to_numpy") else each)
+            for each in (x, y)
+        )
         if len(self.x) != len(self.y):
             raise UserError(
                 f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a "

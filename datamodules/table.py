@@ -81,6 +81,12 @@ class FromTable(FederatedDataModule):
         regression: bool = False,
         **arguments: Any,
     ) -> None:
+        if not isinstance(path, (str, Path)):
+            raise UserError(
+                f"FromTable's path is a {type(path).__name__}: give the path of a CSV or Parquet "
+                "file. A frame in memory goes to InMemoryDataModule((df[features], df[target]), "
+                "…), or into a file first: df.to_csv('table.csv', index=False)."
+            )
         if client is not None and partition is not None:
             raise UserError(
                 f"data.client={client!r} says whose each row is, and data.partition splits the "

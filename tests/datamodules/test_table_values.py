@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fl_lightning import UserError
+from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning.datamodules import FromTable
 
 BIG = 2**53
@@ -52,3 +53,26 @@ def test_two_columns_of_one_name_in_parquet_are_told_as_in_csv(tmp_path: Path) -
     pytest.importorskip("pyarrow.parquet").write_table(twice, path)
     with pytest.raises(UserError, match="has two columns 'x': name each once"):
         FromTable(path, target="y", num_clients=2).setup()
+
+
+class Frame:
+    """As much of a frame of pandas or polars as is asked for."""
+
+    def __init__(self, values: Any) -> None:
+        self.values = values
+
+    def to_numpy(self) -> Any:
+        return np.asarray(self.values)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+
+def test_frames_are_taken_in_memory_and_named_as_a_path() -> None:
+    given: Any = (Frame([[1.0, 2.0], [3.0, 4.0]]), Frame([0, 1]))
+    data = InMemoryDataModule(given, num_clients=2)
+    data.setup()
+    assert data.client_sizes().tolist() == [1, 1] and data.num_classes == 2
+    frame: Any = Frame([[1.0]])
+    with pytest.raises(UserError, match=r"path is a Frame.*InMemoryDataModule\(\(df"):
+        FromTable(frame, target="y")
