@@ -17,7 +17,8 @@ from fl_lightning.engines.client_trainer import View
 from fl_lightning.errors import UserError
 
 OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # these callbacks know what they get
-BASES = {"Callback", "LambdaCallback", "FederatedCallback"}  # others derive their own from these
+# Others derive their own from these.
+BASES = {"Callback", "Given", "LambdaCallback", "FederatedCallback"}
 START = "on_train_batch_start"
 END = "on_train_batch_end"
 BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}  # which argument it is, behind self
