@@ -47,6 +47,26 @@ _MODULES = {
 }
 
 
+# OpenMP, which PyTorch loads, binds the whole process to one core where one of these is set.
+_BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
+
+
+def _keep_cores() -> None:
+    """Before PyTorch is imported, see that OpenMP does not bind this process to one core.
+
+    Clients that train side by side, and the runs of a sweep, would all share that core.
+    """
+    bound = [name for name in _BINDING if os.environ.get(name, "false").lower() != "false"]
+    for name in bound:
+        del os.environ[name]
+    if bound:
+        print(
+            f"fl-lightning: note: {' and '.join(bound)} would bind this process, and with it all "
+            "its workers, to one core. It is not used here; `taskset` chooses the cores of a run.",
+            file=sys.stderr,
+        )
+
+
 def usage() -> str:
     """The help of the whole command line."""
     lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
@@ -131,7 +151,12 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         else:
             _show(_configs(rest))
         return 0
+    _keep_cores()
     if command in _MODULES:
+        if command == "sweep" and "OMP_WAIT_POLICY" not in os.environ:
+            # Workers get their cores after OpenMP has started, so it cannot know how few they are.
+            # A run that keeps the threads it began with would wait in a loop on its one core.
+            os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         if command in ("analyse", "deploy"):
             sys.path.insert(0, os.getcwd())
         return int(import_module(_MODULES[command]).main(rest))

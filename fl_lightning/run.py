@@ -32,6 +32,7 @@ from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.devices import prepare_process
+from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.methods import Methods, reads_outputs
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
@@ -75,6 +76,7 @@ class FederatedRun:
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
         self.evaluate: Evaluate | None = None  # behind clients.evaluate
+        self.cores = 1  # that this process has for itself
         # The modes of the module and its parts while training, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
@@ -101,6 +103,9 @@ class FederatedRun:
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
         use_atomic_checkpoints(trainer)
         self.folder.claim(trainer, begins=False)
+        self.cores = cores_of_each()
+        if lowered := limit_threads(self.cores):
+            self.note(lowered)
 
     def seed(self, trainer: Any) -> int:
         """The seed from which all random numbers follow; ``trainer`` None: outside of a fit."""
@@ -343,7 +348,7 @@ class FederatedRun:
         )
         situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
-        situation = replace(situation, keeps_loss=keeps_loss)
+        situation = replace(situation, keeps_loss=keeps_loss, usable_cores=self.cores)
         earlier = self.plan
         if self.resumed_from is not None:
             earlier = EnginePlan.from_dict(self.resumed_from["engine"] or {})

@@ -73,6 +73,8 @@ def choose(
         decision = Decision(held)
         if held.server_threads not in (0, torch.get_num_threads()):
             torch.set_num_threads(held.server_threads)
+        if max(held.threads, held.server_threads) > situation.usable_cores:
+            note(more_threads(max(held.threads, held.server_threads), situation.usable_cores))
     else:
         decision = decided(copies, () if held is None else held.as_buffers)
     plan = replace(decision.plan, server_threads=torch.get_num_threads())
@@ -105,6 +107,15 @@ def choose(
     if situation.engine == "debug":
         return Debug(copies.on_learner(), plan.threads), plan
     return Sequential(copies.on_learner(), plan.threads), plan
+
+
+def more_threads(threads: int, cores: int) -> str:
+    """What a user should know of a run that began where there were more cores."""
+    return (
+        f"this run began with {threads} threads within an operation, and this process has {cores} "
+        f"{'core' if cores == 1 else 'cores'} for itself. It keeps {threads}, because another "
+        "number gives other bits; rounds take longer than with as many threads as cores"
+    )
 
 
 def kept_outside(learner: str, what: str) -> str:

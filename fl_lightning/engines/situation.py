@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -24,7 +23,6 @@ from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable
 from fl_lightning.learner.modules import TRANSFER, overrides
 from fl_lightning.lightning import Precision
-from fl_lightning.machine.processes import usable_cores
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
@@ -43,8 +41,7 @@ class Situation:
         engine, workers, capture, clients_at_once: as the user gave them.
         w: the server's model ``(D,)``.
         optimizer: of the clients, over the learner's parameters.
-        rank, world_size, processes_here: this process's number; how many processes the run has, and
-            how many of them are on this machine.
+        rank, world_size: this process's number, and how many processes the run has.
         broadcast: gives rank 0's value in every process.
         forward_context: around each forward pass.
         convert: ``(learner, batch) -> batch``; None: as it is.
@@ -57,6 +54,7 @@ class Situation:
         rounds: how many the run has; -1: no end.
         skips_nonfinite: whether clients whose model is not finite are left out, and the run goes
             on.
+        usable_cores: how many cores this process has for itself.
     """
 
     engine: str
@@ -71,7 +69,6 @@ class Situation:
     cohort: Cohort
     rank: int
     world_size: int
-    processes_here: int
     broadcast: Callable[[Any], Any]
     forward_context: Callable[[], AbstractContextManager[Any]]
     convert: Convert | None
@@ -82,11 +79,7 @@ class Situation:
     looking: tuple[Any, ...] = ()
     rounds: int = -1
     skips_nonfinite: bool = False
-
-    @property
-    def usable_cores(self) -> int:
-        """This process's share of the machine's cores; the run's others there have theirs."""
-        return max(1, usable_cores() // self.processes_here)
+    usable_cores: int = 1
 
     @property
     def most_at_once(self) -> int:
@@ -170,7 +163,6 @@ def situation_of(
         cohort=cohort,
         rank=trainer.global_rank,
         world_size=trainer.world_size,
-        processes_here=int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or int(trainer.num_devices),
         broadcast=trainer.strategy.broadcast,
         forward_context=forward_context(trainer, model.w.device),
         convert=conversion(trainer, model.learner, trainer.datamodule),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -19,6 +20,44 @@ def usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def cores_of_each() -> int:
+    """How many cores each of the run's processes on this machine may use for itself, at least one.
+
+    Processes with the same cores share them. A launcher may also have given each process its own
+    cores, which are then not shared. Every process of the run has to call this.
+    """
+    if not hasattr(os, "sched_getaffinity"):
+        local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))
+        return max(1, usable_cores() // int(local))
+    machine = socket.gethostname()
+    mine = os.sched_getaffinity(0)
+    everyone = gathered((machine, mine))
+    sharing = [cores for name, cores in everyone if name == machine and cores & mine]
+    return max(1, len(mine) // len(sharing))
+
+
+def limit_threads(cores: int) -> str:
+    """Let PyTorch use at most as many threads within an operation as ``cores``.
+
+    More threads than cores wait for each other in a loop that keeps the core busy: a round of small
+    steps then takes hundreds of times as long.
+
+    Returns:
+        What was changed, as a note; empty if nothing had to be changed.
+    """
+    threads = torch.get_num_threads()
+    if threads <= cores:
+        return ""
+    torch.set_num_threads(cores)
+    given = os.environ.get("OMP_NUM_THREADS")
+    why = f" (OMP_NUM_THREADS={given})" if given else ""
+    return (
+        f"PyTorch would use {threads} threads within an operation{why}, but this process has "
+        f"{cores} {'core' if cores == 1 else 'cores'} for itself, so it uses {cores}. More threads "
+        "than cores wait for each other, which can slow a run down hundreds of times."
+    )
 
 
 def default_timeout() -> timedelta:

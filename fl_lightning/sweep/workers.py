@@ -241,18 +241,18 @@ def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) ->
 
 
 def _share_threads(number: int) -> None:
-    """Use as many threads within an operation as cores.
-
-    Where OMP_NUM_THREADS is set it holds, as it does for ``fit``.
-    """
-    if os.environ.get("OMP_NUM_THREADS"):
-        return
-    # These are for the processes that the run starts itself.
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ.setdefault(name, str(number))
+    """Use as many threads within an operation as cores, or fewer where OMP_NUM_THREADS says so."""
     import torch
 
-    torch.set_num_threads(number)
+    from fl_lightning.machine.processes import limit_threads
+
+    if not os.environ.get("OMP_NUM_THREADS"):
+        torch.set_num_threads(number)
+    elif lowered := limit_threads(number):
+        print(f"note: {lowered}")
+    # For the processes that the run starts itself.
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(torch.get_num_threads())
 
 
 def _answers(question: Callable[[Any], Any], about: Sequence[Any], at_once: int = 1) -> list[Any]:
