@@ -88,19 +88,26 @@ class Planted:
         self.all = sorted(
             c for c in wanted if not any(c.startswith(other + "/") for other in wanted)
         )
-        self.tests, self.functions = prepare(self.all)
+        collected, self.functions = prepare(self.all)
+        self.tests = collected.collected
+        self.whole = collected.whole  # those that only `make test-all` runs
         self.uses: Uses = {}
         self.failing: list[str] = []  # tests, without a fault
         self.now: list[str] = []  # the checks that faults meet
         # what caught mutants of a function
         self.catchers: dict[Function, Counter[str]] = defaultdict(Counter)
 
-    def see(self, file: str, own: bool) -> None:
+    def see(self, file: str, own: bool, fast: bool = False) -> None:
         """Run the file's own tests, or all that it is checked by, where they were not yet, to know
-        what they call."""
+        what they call.
+
+        ``fast``: only those of the fast tier.
+        """
         began = time.monotonic()
         self.now = self.checks[file][:1] if own else self.checks[file]
         mine = [test for test in self.tests if any(within(test, check) for check in self.now)]
+        if fast:
+            mine = [test for test in mine if test not in self.whole]
         self.tests = [test for test in self.tests if test not in mine]
         self.uses |= measured(self.functions, self.checks, mine)
         self.failing += [test for test in mine if test not in self.uses]
@@ -234,26 +241,41 @@ def show(mutant: Mutant, what: str) -> None:
 def missed(faults: list[Fault], planted: Planted) -> int:
     """How many faults of the list no test sees, and how often one fails without them.
 
-    Each is shown.
+    The fast tier's tests meet all faults first, then the others those that are left. Each fault is
+    shown with what caught it, and how many each tier catches.
     """
-    number, catchers = 0, set[str]()
-    for file in dict.fromkeys(fault.edits[0][0] for fault in faults):
-        alive = {f.name: f for f in faults if f.edits[0][0] == file}
-        for own in (True, False):
-            if alive:
-                planted.see(file, own)
-            for name, caught in in_children(
-                [(n, partial(planted.by_fault, f)) for n, f in alive.items()]
-            ):
-                if caught:
-                    print(f"  {name} → {caught}", flush=True)
-                if caught in planted.uses or caught.startswith((ENDLESS, DIED)):
-                    catchers |= {caught.removeprefix(ENDLESS)} & planted.uses.keys()
-                    del alive[name]
-        for name in alive:
-            print(f"  {name} → NOT CAUGHT", flush=True)
-        number += len(alive)
-    return number + planted.false_alarm(catchers)
+    alive: dict[str, dict[str, Fault]] = {}
+    for fault in faults:
+        alive.setdefault(fault.edits[0][0], {})[fault.name] = fault
+    catchers: set[str] = set()
+    for tier in ("fast", "whole"):
+        for file, mine in alive.items():
+            for own in (True, False):
+                if mine:
+                    planted.see(file, own, fast=tier == "fast")
+                catchers |= caught_of(mine, planted)
+        left = [name for mine in alive.values() for name in mine]
+        tests = "make test" if tier == "fast" else "make test-all"
+        print(f"{tests}: {len(faults) - len(left)} of {len(faults)} faults caught", flush=True)
+    for name in left:
+        print(f"  {name} → NOT CAUGHT", flush=True)
+    return len(left) + planted.false_alarm(catchers)
+
+
+def caught_of(alive: dict[str, Fault], planted: Planted) -> set[str]:
+    """Plant one file's faults, and take those that are caught out of ``alive``.
+
+    Gives the tests that caught them.
+    """
+    catchers: set[str] = set()
+    jobs = [(name, partial(planted.by_fault, fault)) for name, fault in alive.items()]
+    for name, caught in in_children(jobs):
+        if caught:
+            print(f"  {name} → {caught}", flush=True)
+        if caught in planted.uses or caught.startswith((ENDLESS, DIED)):
+            catchers |= {caught.removeprefix(ENDLESS)} & planted.uses.keys()
+            del alive[name]
+    return catchers
 
 
 def main(names: list[str]) -> int:

@@ -72,9 +72,11 @@ class Recorder:
         self.uses: Uses = {}
         self.failed: list[str] = []
         self.collected: list[str] = []
+        self.whole: set[str] = set()
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
         self.collected = [item.nodeid for item in session.items]
+        self.whole = {item.nodeid for item in session.items if item.get_closest_marker("whole")}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Any:
@@ -149,10 +151,10 @@ def run_tests(selected: list[str], *options: str, known: Uses | None = None) -> 
     return recorder
 
 
-def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionType]]]:
+def prepare(checks: list[str]) -> tuple[Recorder, dict[Function, list[FunctionType]]]:
     """Import all that the checks need, here and once.
 
-    Gives their tests, and the package's functions.
+    Gives the recorder that has collected their tests, and the package's functions.
     """
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     plain = [Phase.explicit, Phase.generate]  # a failure is a failure: no search for the smallest
@@ -171,7 +173,7 @@ def prepare(checks: list[str]) -> tuple[list[str], dict[Function, list[FunctionT
             functions.setdefault((file, found.__code__.co_firstlineno), []).append(found)
     os.register_at_fork(after_in_parent=lambda: CALLED.add(FORKED))
     gc.freeze()  # children share this memory, which their collections would copy
-    return recorder.collected, functions
+    return recorder, functions
 
 
 def outer_codes(tree: ast.Module | str) -> dict[int, CodeType]:
