@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
+.PHONY: help demo test test-rest test-all test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -56,7 +56,13 @@ demo: .venv/installed  ## three methods, five seeds each, on skewed digits: a re
 # one process more than cores (tests/conftest.py), each test on one thread; one that runs out takes over some of another's
 SIDE_BY_SIDE := --numprocesses logical --dist worksteal
 
-test: .venv/installed-test  ## the whole test suite
+test: .venv/installed-test  ## the fast tier of the tests, minutes (tests/tiers.py says which)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "not whole"
+
+test-rest: .venv/installed-test  ## the tests that `make test` leaves out
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m whole
+
+test-all: .venv/installed-test  ## every test, half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # of an extra that `test` lacks: what it needs in other versions lies here, in front of .venv's packages
@@ -102,9 +108,10 @@ public: $(PUBLIC)/installed  ## learners and data of public packages, in an envi
 	  OMP_NUM_THREADS=1 $(PUBLIC)/bin/python -m pytest -q -W ignore $$file || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-check: .venv/installed-dev  ## lint, formatting, types
+check: .venv/installed-dev  ## lint, formatting, types, the order of imports
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tests.lint
 	$(BIN)/mypy
 
 format: .venv/installed-dev  ## put the code in form

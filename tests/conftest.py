@@ -24,6 +24,7 @@ if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
 from fl_lightning.engines.door import why_closed  # noqa: E402
 from fl_lightning.machine.processes import usable_cores  # noqa: E402
 from tests.helpers.zygote import Cli, Zygote, remember_packages  # noqa: E402
+from tests.tiers import WHOLE, tier  # noqa: E402
 
 torch.set_num_threads(1)
 
@@ -52,9 +53,14 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the parametrized cases of the fast ways, and skip these where they are switched off."""
+    """Mark the whole tier and the parametrized cases of the fast ways.
+
+    The latter are skipped where these are switched off.
+    """
     closed = why_closed()
     for item in items:
+        if tier(item.nodeid, item.get_closest_marker("slow") is not None) == WHOLE:
+            item.add_marker(WHOLE)
         given = vars(item).get("callspec")
         params = {} if given is None else given.params
         if params.get("capture") is True or any(map(asks_for_a_fast_way, params.values())):

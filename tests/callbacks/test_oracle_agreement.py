@@ -121,8 +121,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("weighting", ENGINES)
 @pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("weighting", ENGINES)
 def test_method_agrees_with_the_oracle(name: str, weighting: str) -> None:
     agree(*both(settings(weighting, **METHODS[name]), **ENGINES[weighting]))
 
