@@ -213,7 +213,7 @@ def breaches_of_direction() -> Iterator[str]:
         for other in sorted(others):
             if top(other) == top(name):
                 continue
-            if LEVEL[top(other)] > LEVEL[top(name)]:
+            if LEVEL.get(top(other), 0) > LEVEL.get(top(name), 0):
                 yield f"{name}: imports {other}, which stands above it"
             elif top(name) not in workbench and top(other) in above:
                 yield f"{name}: imports {other}, which is of a higher storey"
