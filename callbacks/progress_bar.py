@@ -56,8 +56,8 @@ class FederatedProgressBar(ProgressBar):
     takes the place of ``val/acc``.
 
     On a terminal and in a notebook it is redrawn at most ten times a second; elsewhere (a file, a
-    pipe) about twenty plain lines are printed in a run. After the fit, the closing table and the run's warnings
-    follow.
+    pipe) about twenty plain lines are printed in a run. After the fit, the closing table and the
+    run's warnings follow.
     """
 
     def __init__(self) -> None:

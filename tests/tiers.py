@@ -40,8 +40,8 @@ def tier(test: str, slow: bool) -> str:
 
     >>> tier("tests/engines/test_every_method.py::test_x", slow=False)
     'whole'
-    >>> tier("tests/test_loop.py::test_x", slow=False), tier("tests/test_loop.py::test_x", slow=True)
-    ('fast', 'whole')
+    >>> [tier("tests/test_loop.py::test_x", slow) for slow in (False, True)]
+    ['fast', 'whole']
     """
     matching = [place for place in TIERS if test.startswith(place)]
     if not matching:
