@@ -17,7 +17,7 @@ class InMemoryDataModule(FederatedDataModule):
 
     Args:
         train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used, any
-            other dtype stays; whole numbers y become int64.
+            other dtype stays, and a frame's float64 becomes float32; whole numbers y become int64.
         test, val: ``(x, y)``; without ``val`` the test set is validated on.
         clients: one array of positions in the training data for each client; any sequence, lazy
             ones too.

@@ -20,7 +20,7 @@ import torch
 import torch.multiprocessing
 from numpy.typing import NDArray
 from torch._utils import ExceptionWrapper
-from torch.utils.data import _utils
+from torch.utils.data import _utils, default_collate
 
 from fl_lightning.datamodules.own_generators import generators_of, seed_all
 from fl_lightning.errors import UserError
@@ -44,8 +44,27 @@ class Reading:
     def __call__(self, index: NDArray[np.int64]) -> Any:
         positions = index.tolist()
         if self.fetch == "sample":
-            return self.collate([self.dataset[i] for i in positions])
+            return self._batch([self.dataset[i] for i in positions])
         return self.collate(self.dataset[positions if self.fetch == "list" else positions[0]])
+
+    def _batch(self, samples: list[Any]) -> Any:
+        """The samples as a batch.
+
+        Raises:
+            UserError: torch's ``default_collate`` was to stack what cannot be stacked.
+        """
+        try:
+            return self.collate(samples)
+        except (TypeError, RuntimeError) as error:
+            if self.collate is not default_collate:
+                raise
+            raise UserError(
+                f"The data's samples cannot be stacked into a batch: "
+                f"{str(error)[:200]}. Give the data set a transform that makes a tensor of the "
+                "same shape of each sample (for images such as ImageFolder(folder, "
+                "transform=torchvision.transforms.ToTensor())), or the data module "
+                "collate=…, a function that makes a batch of a list of samples."
+            ) from error
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
 
+from fl_lightning.datamodules.frames import as_tensor
 from fl_lightning.datamodules.own_generators import ONE_AT_A_TIME, generators_of, seed_all
 from fl_lightning.datamodules.reading import AheadReader, Reading, Workers
 from fl_lightning.engines.random_state import random_state_kept
@@ -70,11 +71,8 @@ class TensorSamples:
         std: Sequence[float] = (),
         transform: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        # Frames and columns of pandas and polars, which torch does not know.
-        self.x, self.y = (
-            torch.as_tensor(each.to_numpy() if hasattr(each, "to_numpy") else each)
-            for each in (x, y)
-        )
+        self.x = as_tensor(x, "x")
+        self.y = as_tensor(y, "y")
         if len(self.x) != len(self.y):
             raise UserError(
                 f"The data have {len(self.x)} inputs x but {len(self.y)} labels y: give one a "

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fl_lightning.checks import number
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
+from fl_lightning.datamodules.frames import columns_of_frame, located
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
@@ -33,24 +34,24 @@ MANY_CLASSES = 50
 
 
 class FromTable(FederatedDataModule):
-    """Federated data from a CSV or Parquet file: a row is a sample.
+    """Federated data from a CSV or Parquet file, or a frame in memory: a row is a sample.
 
     x ``(N, features)`` are numbers, float32. y ``(N,)`` are classes 0, 1, … in the order of the
     target's values, by number where all are numbers; a target with fractions is a float32 number,
     as is any with ``regression``. Nothing is scaled.
 
     Args:
-        path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow). The
-            first line of a CSV names its columns.
+        path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow), or
+            a frame of pandas or polars. The first line of a CSV names its columns.
         target: the column to predict.
         client: the column that names the clients, each of which is then one; in ascending order,
             their names are ``client_names``. None: rows are split by ``partition``.
         features: the columns of x, in this order; None: all but ``target`` and ``client``, in the
             file's, and a column that is a row index (without a name, as ``df.to_csv`` writes it) is
             refused.
-        test: another file, or the share of rows that is held out to test on: the same rows whatever
-            the seed. Where these name their ``client`` too, they are its own test set besides, and
-            rows of others are tested on in common alone.
+        test: another file or frame, or the share of rows that is held out to test on: the same rows
+            whatever the seed. Where these name their ``client`` too, they are its own test set
+            besides, and rows of others are tested on in common alone.
         num_clients, partition: how to split; without meaning where ``client`` names a column.
         separator: between a CSV's columns.
         classes: the target's values, in the order of their numbers; None: those of the training
@@ -69,11 +70,11 @@ class FromTable(FederatedDataModule):
 
     def __init__(
         self,
-        path: str | Path,
+        path: str | Path | Any,
         target: str,
         client: str | None = None,
         features: Sequence[str] | None = None,
-        test: float | str | Path | None = None,
+        test: float | str | Path | Any = None,
         num_clients: int | None = None,
         partition: Partition | None = None,
         separator: str = ",",
@@ -81,12 +82,6 @@ class FromTable(FederatedDataModule):
         regression: bool = False,
         **arguments: Any,
     ) -> None:
-        if not isinstance(path, (str, Path)):
-            raise UserError(
-                f"FromTable's path is a {type(path).__name__}: give the path of a CSV or Parquet "
-                "file. A frame in memory goes to InMemoryDataModule((df[features], df[target]), "
-                "…), or into a file first: df.to_csv('table.csv', index=False)."
-            )
         if client is not None and partition is not None:
             raise UserError(
                 f"data.client={client!r} says whose each row is, and data.partition splits the "
@@ -106,8 +101,10 @@ class FromTable(FederatedDataModule):
             num_clients = None
         if isinstance(test, (int, float)):
             number("data.test", test, above=0, below=1, beside="a file")
+        elif test is not None:
+            located("test", test)
         super().__init__(num_clients=num_clients, partition=partition, **arguments)
-        self.path = Path(path).expanduser()
+        self.path = located("path", path)
         self.target = target
         self.client = client
         self.features = None if features is None else list(features)
@@ -156,13 +153,13 @@ class FromTable(FederatedDataModule):
         others = [name for name in (self.target, self.client) if name is not None]
         features = self.features
         if features is None:
-            features = all_but(self.path, table.columns, others)
+            features = all_but(table.path, table.columns, others)
         given: dict[str, Iterable[str]] = {
             "target": [self.target],
             "client": others[1:],
             "features": features,
         }
-        require(self.path, table.columns, given)
+        require(table.path, table.columns, given)
         if not features:
             raise nothing_to_learn_from(table.where, others)
         x = table.numbers(features)
@@ -185,7 +182,7 @@ class FromTable(FederatedDataModule):
             return
         self.train_set = TensorSamples(x, y)
         if self.test is not None:
-            other = read_table(Path(self.test).expanduser(), self.separator)
+            other = read_table(located("test", self.test), self.separator)
             require(other.path, other.columns, {"target": [self.target], "features": features})
             held = other.numbers(features)
             self.test_set = TensorSamples(held, coded(other, self.target, classes))
@@ -499,12 +496,19 @@ def columns_of(path: Path, separator: str) -> list[str]:
         return next(csv.reader(file, delimiter=separator), [])
 
 
-def read_table(path: Path, separator: str) -> Table:
-    """All of a table.
+def read_table(path: Path | Any, separator: str) -> Table:
+    """All of a table, of a file or a frame.
 
     Raises:
         UserError: it is not there, has no rows, or rows of other lengths.
     """
+    if not isinstance(path, Path):
+        read = columns_of_frame(path)
+        path = Path(f"<{type(path).__name__}>")
+        refuse_two_of_a_name(path, [name for name, _ in read])
+        return _checked(
+            Table(path, dict(read), 1), max((len(values) for _, values in read), default=0)
+        )
     if path.suffix == ".parquet":
         with reading(path):
             refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)

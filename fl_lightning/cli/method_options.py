@@ -39,7 +39,7 @@ def names_of_ours() -> dict[str, str]:
 
 
 def full_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """``class_path: MLP`` → ours, where torchvision has an MLP too."""
+    """``class_path: MLP`` or ``network: MLP`` → ours, where torchvision has an MLP too."""
     ours = names_of_ours()
 
     def walk(node: Any) -> Any:
@@ -50,7 +50,7 @@ def full_paths(config: dict[str, Any]) -> dict[str, Any]:
         return node
 
     def completed(key: Any, value: Any) -> Any:
-        if key == "class_path" and isinstance(value, str):
+        if key in ("class_path", "learner", "network") and isinstance(value, str):
             return ours.get(value, value)
         return walk(value)
 

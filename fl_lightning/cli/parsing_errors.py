@@ -351,6 +351,11 @@ class Refusal:
             spaced = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", typed)
             if option == self.option and typed.startswith("{") and spaced != typed:
                 return f": {typed!r} lacks a blank after each colon. Give {spaced!r}."
+        # Of an argument of a class, jsonargparse may give the whole class as the value.
+        name = re.escape(self.option.rpartition(".")[2])
+        inner = re.search(rf"'{name}': '([^']*)'", value)
+        if inner is not None and value.startswith("{'class_path': "):
+            value = inner[1]
         expected = " or ".join(dict.fromkeys(types)) or line or self.leaf
         return f": {value!r} is not accepted; expected {expected}."
 

@@ -357,7 +357,8 @@ class RunCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         improved = self._improved(trainer)
-        trainer.save_checkpoint(self.folder / "last.ckpt")
+        # As by default; what is not said, Lightning logs in every round.
+        trainer.save_checkpoint(self.folder / "last.ckpt", weights_only=False)
         if trainer.is_global_zero:
             self.run.write_config()
         if improved:

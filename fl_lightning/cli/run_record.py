@@ -37,6 +37,10 @@ def config_hash(config: Mapping[str, Any]) -> str:
     trainer = dict(config.get("trainer") or {})
     trainer.pop("default_root_dir", None)
     kept = {**config, "trainer": trainer}
+    # A run from Python has the module's seed in both places.
+    model = config.get("model") or {}
+    if model.get("seed") is not None and model["seed"] == config.get("seed_everything"):
+        kept["model"] = {**model, "seed": None}
     for key in ("seed_everything", "ckpt_path"):
         kept.pop(key, None)
     text = json.dumps(kept, sort_keys=True, default=str)

@@ -10,9 +10,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import fl_lightning.datamodules
 import fl_lightning.models
@@ -392,3 +394,40 @@ def test_datasets_by_their_classes(cli: Cli) -> None:
     run = cli("fit", "-c", "base", *OF_FOUR, *one, "my_sets.unsaid")
     assert run.returncode == 2 and run.stderr.count("NoneType") == 0
     assert "data.train: my_sets.unsaid is no subclass of Dataset. Give one, or a f" in run.stderr
+    (cli.folder / "clients.yaml").write_text(
+        "data: {class_path: FromDatasets, init_args: {clients: my_sets.make}}"
+    )
+    run = cli("fit", "-c", "base", "-c", "clients.yaml", *OF_FOUR)
+    assert "data.clients: 'my_sets.make' is not accepted; expected a list" in run.stderr
+
+
+def test_images_of_torchvision_and_the_network_that_it_has_too(cli: Cli) -> None:
+
+    for kind in ("cat", "dog"):
+        (cli.folder / "images" / kind).mkdir(parents=True)
+        for number in range(6):
+            pixels = np.full((4, 4, 3), 20 * number, np.uint8)
+            Image.fromarray(pixels).save(cli.folder / "images" / kind / f"{number}.png")
+    config = (
+        "data:\n  class_path: FromDatasets\n  init_args:\n    clients:\n"
+        "    - class_path: torchvision.datasets.ImageFolder\n"
+        "      init_args: {root: images TRANSFORM}\n"
+        "model: {participation: all, learner: {class_path: ImageClassifier, init_args:\n"
+        "  {network: {class_path: MLP, init_args: {sizes: [48, 2]}}, num_classes: 2}}}\n"
+    )
+    transform = ", transform: {class_path: torchvision.transforms.ToTensor}"
+    (cli.folder / "a.yaml").write_text(config.replace("TRANSFORM", transform))
+    one = ("--trainer.max_epochs", "1")
+    # torchvision is imported for the data, and its MLP is no network of ours.
+    short = ("--model.learner.network", "MLP", "--model.learner.network.sizes", "[48, 2]")
+    for more in ((), short):
+        run = cli("fit", "-c", "base", "-c", "a.yaml", *one, *more)
+        assert run.returncode == 0, run.stderr
+    shorter = config.replace("{class_path: MLP, init_args: {sizes: [48, 2]}}", "MLP")
+    (cli.folder / "b.yaml").write_text(shorter.replace("TRANSFORM", transform))
+    run = cli("fit", "-c", "base", "-c", "b.yaml", *one)
+    assert "Multiple subclasses" not in run.stderr
+    (cli.folder / "c.yaml").write_text(config.replace(" TRANSFORM", ""))
+    run = cli("fit", "-c", "base", "-c", "c.yaml", *one)
+    assert run.returncode == 2 and "Traceback" not in run.stderr
+    assert "The data's samples cannot be stacked into a batch" in run.stderr

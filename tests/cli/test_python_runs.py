@@ -60,8 +60,8 @@ def test_all_settings_are_known_and_commands_take_the_folder(cli: Cli) -> None:
     assert more.returncode == 2 and "Go on with it there: trainer.fit(" in more.stderr
 
 
-def lit(folder: Path, rounds: int, **fit: Any) -> Any:
-    module = federated(engine="sequential")
+def lit(folder: Path, rounds: int, seed: int = 1, **fit: Any) -> Any:
+    module = federated(engine="sequential", seed=seed)
     kept = RunFolder(folder, arm="mine")
     run = trainer(rounds, [ControlVariates(), kept], enable_checkpointing=True)
     run.fit(module, blobs(), **fit)
@@ -89,6 +89,19 @@ def test_what_cannot_be_known_is_left_out_and_said(
         _ = run.data
     assert len(load(tmp_path / "a", learner=Lit(), data=blobs()).partition) == 10
     assert main(["report", str(tmp_path / "a"), "--figures", "none"]) == 0
+
+
+def test_runs_that_differ_in_their_seed_are_of_one_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        lit(tmp_path / "a", 2, seed=1)
+    assert "weights_only" not in caplog.text
+    lit(tmp_path / "b", 2, seed=2)
+    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert main(["report", *runs, "--figures", "none", "--out", str(tmp_path / "out")]) == 0
+    assert "differ in their config" not in capsys.readouterr().err
+    assert "differ in their config" not in (tmp_path / "out/report.md").read_text()
 
 
 def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) -> None:

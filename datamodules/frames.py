@@ -1,0 +1,69 @@
+"""Frames of pandas and polars, which are known by what they have: neither is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+
+
+def is_frame(value: Any) -> bool:
+    """Tell whether something has columns by name, whose values can be listed."""
+    return hasattr(value, "columns") and hasattr(value, "to_numpy")
+
+
+def located(option: str, given: Any) -> Path | Any:
+    """A table's path, or the frame that was given in its place.
+
+    Raises:
+        UserError: it is neither.
+    """
+    if not isinstance(given, str | Path) and not is_frame(given):
+        raise UserError(
+            f"data.{option} is of type {type(given).__name__}: give the path of a CSV or Parquet "
+            "file, or a frame of pandas or polars. Arrays go to InMemoryDataModule((x, y), …)."
+        )
+    return given if is_frame(given) else Path(given).expanduser()
+
+
+def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
+    """Each column's name and values, in order; a value that is missing is None."""
+    columns = []
+    for place, name in enumerate(frame.columns):
+        # By its place, as pandas lets two columns have one name.
+        column = frame.iloc[:, place] if hasattr(frame, "iloc") else frame[name]
+        values = column.to_list()
+        if hasattr(column, "isna"):
+            # pandas' NA is neither equal to itself nor unequal.
+            gone = column.isna()
+            values = [None if lost else value for value, lost in zip(values, gone, strict=True)]
+        columns.append((str(name), values))
+    return columns
+
+
+def as_tensor(values: Any, what: str) -> Tensor:
+    """A tensor of tensors, arrays or frames; fractions of a frame become float32.
+
+    Raises:
+        UserError: a frame has what is no number; ``what`` names it.
+    """
+    if not hasattr(values, "to_numpy"):
+        return torch.as_tensor(values)
+    array = values.to_numpy()
+    if array.dtype.kind not in "biuf":
+        try:
+            array = array.astype(np.float32)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{what} is a {type(values).__name__} with values that are no numbers "
+                f"({str(error)[:200]}): make numbers of them, leave the column out, or give the "
+                "whole frame to FromTable(df, target=…), which numbers a target's classes."
+            ) from None
+    # A frame's numbers are float64 whether or not anybody chose it, and a network's are float32.
+    # A copy, as a frame may hand out memory that must not be written to.
+    return torch.tensor(array, dtype=torch.float32 if array.dtype == np.float64 else None)
