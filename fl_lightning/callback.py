@@ -292,7 +292,7 @@ class FederatedCallback(Given, pl.Callback):
     _bound_ledger: Staging | None
     _bound_run: RunBinding | None
 
-    def __new__(cls, *args: object, **kwargs: object) -> Self:
+    def __new__(cls, /, *args: object, **kwargs: object) -> Self:
         # A subclass may assign or declare before it calls, or forgets, `super().__init__()`.
         self: Self = super().__new__(cls, *args, **kwargs)
         self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)

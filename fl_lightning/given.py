@@ -22,7 +22,7 @@ class Given:
 
     _made_with: tuple[dict[str, Any], list[str]]
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+    def __new__(cls, /, *arguments: Any, **named: Any) -> Any:
         made = super().__new__(cls)
         try:
             bound = inspect.signature(cls.__init__).bind(made, *arguments, **named)
@@ -30,10 +30,15 @@ class Given:
             return made
         values = dict(list(bound.arguments.items())[1:])
         kinds = inspect.signature(cls.__init__).parameters
+        unnamed = []
         for name in list(values):
             if kinds[name].kind is inspect.Parameter.VAR_KEYWORD:
                 values |= values.pop(name)
-        object.__setattr__(made, "_made_with", _each(values))
+            elif kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
+                # A config names each argument, and these have no name.
+                unnamed += [f"*{name}"] if values.pop(name) else []
+        known, unknown = _each(values)
+        object.__setattr__(made, "_made_with", (known, [*unknown, *unnamed]))
         return made
 
 
@@ -44,7 +49,7 @@ def _each(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in values.items():
         try:
             known[name] = described(value)
-        except NotKnown:
+        except (NotKnown, RecursionError):  # a list may hold itself
             unknown.append(name)
     return known, unknown
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torchmetrics import Metric
 
 from fl_lightning.aggregation import metric_states, server_update, traffic
 from fl_lightning.aggregation.contributions import Contributions
@@ -74,6 +75,7 @@ class FederatedLoop:
     latest: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
     rows_elsewhere: bool = False
+    logged_metrics: Sequence[Metric] = ()
 
     def run_round(self, t: int) -> RoundMetrics:
         """Run round t, which is committed when this returns, and return its metrics."""
@@ -346,6 +348,7 @@ class FederatedLoop:
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
+        self.logged_metrics = metric_states.logged_in(self.model.learner, ledger.metrics)
         logged["cost/gradients"] = traffic.gradients(ledger)
         logged["cost/forwards"] = traffic.forwards(ledger)
         logged["client_lr"] = float(ledger.round.rates.lr)

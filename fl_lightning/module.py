@@ -349,6 +349,11 @@ class FederatedModule(LearnerHooks):
         self.trainer.should_stop |= any(gathered(self.stop_requested))
         return self.run.outputs()
 
+    def on_train_epoch_end(self) -> None:
+        self.learner.on_train_epoch_end()
+        # As Lightning resets what steps logged: a later validation or test begins with none of it.
+        self.run.reset_metrics()
+
     def on_validation_start(self) -> None:
         if self.run.reporter is not None:
             self.run.reporter.validation_starts()

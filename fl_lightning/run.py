@@ -410,6 +410,11 @@ class FederatedRun:
         loss = None if self.loop is None else self.loop.loss
         return None if loss is None else {"loss": torch.tensor(loss)}
 
+    def reset_metrics(self) -> None:
+        """Reset the learner's metrics that steps of the latest round logged."""
+        for metric in self.loop.logged_metrics if self.loop is not None else ():
+            metric.reset()
+
     def save(self, saved: dict[str, Any], trainer: Any) -> None:
         """Add the run's part to a checkpoint; before training there is no state to add."""
         checkpoint.with_hyper_parameters(saved, self.model)

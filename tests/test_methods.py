@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning import ClientState, FederatedCallback, Upload, UserError
+from fl_lightning import ClientState, FederatedCallback, Scratch, Upload, UserError
 from fl_lightning.callbacks import (
     ControlVariates,
     DivergenceLogger,
+    ProximalTerm,
     RelaxedInitialization,
     SharpnessAwareMinimization,
 )
@@ -170,6 +171,55 @@ def test_a_gradient_may_be_changed_in_place_or_returned() -> None:
         trainer(2, methods).fit(module, blobs())
     assert torch.equal(one.global_vector, other.global_vector)
     assert not torch.equal(one.global_vector, plain.global_vector)
+
+
+class OwnMomentum(FederatedCallback):
+    """Returns rows that it keeps."""
+
+    v = ClientState(synchronised=False)
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self.moved)
+
+    def moved(self, clients: Any, gradient: Tensor) -> Tensor:
+        self.v[clients] = 0.9 * self.v[clients] + gradient
+        return self.v[clients]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("hook", ["on_loss_gradient", "on_local_gradient"])
+def test_rows_that_a_hook_returns_are_not_changed_by_the_next(hook: str, engine: str) -> None:
+    class Pulled(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+            return gradient + 0.5 * (clients.x - clients.w)
+
+    modules = []
+    for pull in (ProximalTerm(0.5), Pulled()):
+        modules.append(federated(engine=engine))
+        trainer(2, [OwnMomentum(hook), pull]).fit(modules[-1], blobs())
+    one, other = modules
+    torch.testing.assert_close(one.global_vector, other.global_vector, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_a_full_gradient_at_the_start_moves_no_start(engine: str) -> None:
+    class Looking(FederatedCallback):
+        moves_start = False
+        at_start = Scratch()
+
+        def on_local_start(self, clients: Any) -> None:
+            self.at_start[clients] = clients.full_gradient(clients.x)
+
+        def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+            return gradient + 0.1 * self.at_start[clients]
+
+    module = federated(engine=engine)
+    trainer(1, [Looking()]).fit(module, blobs())
+    Looking.moves_start = True
+    other = federated(engine="sequential")
+    trainer(1, [Looking()]).fit(other, blobs())
+    torch.testing.assert_close(module.global_vector, other.global_vector, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(

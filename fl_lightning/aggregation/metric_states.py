@@ -221,6 +221,15 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
     return {name: float(value_of(metrics[j])) for name, j in names.items()}
 
 
+def logged_in(learner: nn.Module, of_clients: dict[int, MetricStates]) -> list[Metric]:
+    """The learner's metrics that clients' steps logged."""
+    metrics = metrics_of(learner)
+    places: set[int] = set()
+    for own in of_clients.values():
+        places.update(own.names.values())
+    return [metrics[j] for j in sorted(places)]
+
+
 def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
     """One state of several clients by the metric's own reduction.
 

@@ -165,10 +165,7 @@ class LocalStep:
             self.optimizer.step_each(gradient, self.model.missing)
         else:
             # Mixing takes the loss gradient alone; corrections add to whatever came of that.
-            if self.mix is not None:
-                gradient = self.methods.gradient(self.mix, self.clients, gradient)
-            for correct in self.corrections:
-                gradient = self.methods.gradient(correct, self.clients, gradient)
+            gradient = self.changed(gradient)
             # Clipping comes last: it limits the step that is taken, corrections included.
             if self.limit is not None:
                 gradient = self.clip(gradient)
@@ -184,6 +181,18 @@ class LocalStep:
         if self.first:
             self.first = False
             self.remembers = self.group.gradients_a_step > 1
+
+    def changed(self, gradient: Tensor) -> Tensor:
+        """The gradient as the methods leave it, one after the other."""
+        hooks = [] if self.mix is None else [self.mix]
+        hooks += self.corrections
+        for hook in hooks:
+            given = gradient
+            gradient = self.methods.gradient(hook, self.clients, given)
+            # What a hook returns may be rows that it keeps, and the next may change what it gets.
+            if gradient is not given and hook is not hooks[-1]:
+                gradient = gradient.clone()
+        return gradient
 
     def remember(self) -> None:
         """Remember generators and buffers as the step begins, for gradients at other points."""

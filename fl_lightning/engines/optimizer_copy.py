@@ -68,8 +68,18 @@ def check_alone(optimizer: Optimizer) -> None:
     """Refuse a client optimizer of which no client could have a copy.
 
     Raises:
-        UserError: it holds another optimizer, a module or a random generator.
+        UserError: it holds another optimizer, a module or a random generator, or hooks of its
+            steps, which may act on what is not the client's.
     """
+    kind = type(optimizer).__name__
+    for name in ("step_pre_hook", "step_post_hook"):
+        if getattr(optimizer, f"_optimizer_{name}s", None):
+            raise UserError(
+                f"client_optimizer: {kind} has hooks of its steps (register_{name}). Each client "
+                "steps with a copy, often over one vector of all parameters, which does not call "
+                "them. Remove them; the learner's on_before_optimizer_step sees the gradients of "
+                "each step, its on_train_batch_end the model after it."
+            )
     for name, value in own_attributes(optimizer).items():
         for held in inside(value, DEPTH):
             for what, kinds in FOREIGN.items():

@@ -146,7 +146,8 @@ class Worker:
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
                 seed_client(work.seed, group.round.t, client, "full")
-            copy.x.copy_(at)
+            # `data` counts no change of x, which is as it was in the end.
+            copy.x.data.copy_(at)
             try:
                 for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
                     # Every batch is seen from the same buffers: the objective is one function.
@@ -154,7 +155,7 @@ class Worker:
                     share = number / group.round.sizes[client]
                     total += copy.gradient(batch, step, log=False) * share
             finally:
-                copy.x.copy_(point)
+                copy.x.data.copy_(point)
                 copy.g.copy_(gradient)
                 copy.load_buffers(buffers)
                 present.begin(work.data, who, steps)

@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 import torch
 import yaml
 
-from fl_lightning import FederatedModule, RunFolder, load
+from fl_lightning import FederatedCallback, FederatedModule, RunFolder, load
 from fl_lightning.__main__ import main
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 from fl_lightning.datamodules import Digits, Dirichlet
@@ -102,6 +102,29 @@ def test_runs_that_differ_in_their_seed_are_of_one_config(
     assert main(["report", *runs, "--figures", "none", "--out", str(tmp_path / "out")]) == 0
     assert "differ in their config" not in capsys.readouterr().err
     assert "differ in their config" not in (tmp_path / "out/report.md").read_text()
+
+
+class Odd(FederatedCallback):
+    """Has an argument called cls, arguments without a name, and one that holds itself."""
+
+    def __init__(self, cls: int, *others: int, held: Any = None) -> None:
+        super().__init__()
+
+
+def test_arguments_of_any_name_are_taken_and_those_without_one_are_left_out(
+    tmp_path: Path,
+) -> None:
+    round_list: list[Any] = []
+    round_list.append(round_list)
+    for j, (method, unknown) in enumerate(
+        [(Odd(cls=1), []), (Odd(1, 2), ["*others"]), (Odd(1, held=round_list), ["held"])]
+    ):
+        folder = tmp_path / str(j)
+        run = trainer(1, [method, RunFolder(folder)], enable_checkpointing=True)
+        run.fit(federated(), blobs())
+        left_out = json.loads((folder / "run.json").read_text())["unknown"]
+        assert [name.split(".")[-1] for name in left_out if "data" not in name] == unknown
+        assert "cls: 1" in (folder / "config.yaml").read_text()
 
 
 def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) -> None:

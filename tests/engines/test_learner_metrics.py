@@ -135,6 +135,32 @@ def test_gradients_that_are_no_steps_are_not_counted(method: Any) -> None:
     assert all(found[name] == expected[name] for name in ("label", "accuracy", "auroc"))
 
 
+class Shared(Lit):
+    """One metric for all its steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.accuracy = torchmetrics.Accuracy(**FOUR)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.accuracy(self.net(batch[0]).detach(), batch[1])
+        self.log("train/acc", self.accuracy)
+        return super().training_step(batch, batch_idx)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.accuracy(self.net(batch[0]), batch[1])
+        self.log("test/acc", self.accuracy)
+
+
+def test_what_steps_logged_is_in_no_later_test() -> None:
+    module, data = federated(Shared()), blobs()
+    run = trainer(1, limit_val_batches=0)
+    run.fit(module, data)
+    (after_fit,) = run.test(module, data, verbose=False)
+    (again,) = run.test(module, data, verbose=False)
+    assert after_fit == again
+
+
 def on_ranks(folder: Path, learner: type[Lit], rank: int, world: int) -> None:
     settings = {"devices": world, "strategy": "federated"} if world > 1 else {}
     found = of_a_round(learner, settings=settings, engine="sequential")

@@ -160,6 +160,19 @@ def test_an_optimizer_that_clients_would_share_is_refused(optimizer: Any, told: 
         trainer(1).fit(federated(client_optimizer=optimizer), blobs())
 
 
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+@pytest.mark.parametrize("when", ["pre", "post"])
+def test_hooks_of_an_optimizer_s_steps_are_refused(kind: Any, when: str) -> None:
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        made = kind(parameters, lr=0.1)
+        getattr(made, f"register_step_{when}_hook")(lambda optimizer, args, kwargs: None)
+        return made
+
+    told = rf"{kind.__name__} has hooks of its steps \(register_step_{when}_hook\)"
+    with pytest.raises(UserError, match=told):
+        trainer(1).fit(federated(client_optimizer=optimizer), blobs())
+
+
 class Reading(Lit):
     """Its hook reads an attribute of its optimizer."""
 
