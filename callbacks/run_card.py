@@ -131,7 +131,8 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
     parameters = metrics.last("communication/total_parameters")
     nbytes = metrics.last("communication/total_bytes")
     if not math.isnan(parameters):
-        rows.append(("communicated", f"{_short(parameters)} parameters, {_short(nbytes)}B"))
+        sent = f"{_short(parameters, ' ')}parameters, {_short(nbytes)}B"
+        rows.append(("communicated", sent))
     rows.append(("results in", str(folder)))
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows.append(("curves", f"tensorboard --logdir {folder}"))
@@ -150,11 +151,11 @@ def _csv(trainer: pl.Trainer) -> Path | None:
     return next((path for path in paths if path.exists()), None)
 
 
-def _short(count: float) -> str:
-    """1234567 → "1.23 M"."""
+def _short(count: float, after: str = "") -> str:
+    """1234567 → "1.23 M"; ``after`` follows the factor, where there is one."""
     for factor, unit in [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]:
         if count >= factor:
-            return f"{count / factor:.3g} {unit}"
+            return f"{count / factor:.3g} {unit}{after}"
     return f"{count:.0f} "
 
 

@@ -29,6 +29,9 @@ class Indices(Sequence[Any]):
     def __init__(self, datamodule: Any) -> None:
         self._datamodule = datamodule
 
+    def __repr__(self) -> str:
+        return f"Indices({len(self)} clients, {sum(map(len, self))} samples)"
+
     def __len__(self) -> int:
         return int(self._datamodule.num_clients)
 

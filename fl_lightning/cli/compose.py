@@ -464,11 +464,17 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
             lacking.append(str(path))
     if lacking:
         checkpoint = prepared.run / "checkpoints" / "last.ckpt"
+        instead = f"trainer.{command}(module, data, ckpt_path={str(checkpoint)!r})"
+        if command == "export":
+            # A Trainer has no such method.
+            instead = (
+                f"load({str(prepared.run)!r}).learner has the global weights, and after "
+                "trainer.fit module.export(client=3) has what client 3 uses"
+            )
         raise UserError(
             f"{command} {prepared.run}: this run was made in Python, and its config.yaml lacks "
             f"{', '.join(lacking)}, which only the program knows. Give it by options or by a "
-            f"config (-c FILE); or call it in Python: trainer.{command}(module, data, "
-            f"ckpt_path={str(checkpoint)!r})."
+            f"config (-c FILE); or, in Python: {instead}."
         )
 
 

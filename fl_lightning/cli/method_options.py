@@ -105,7 +105,7 @@ def method_class(item: Any) -> type[FederatedCallback]:
         if path.lower() in configs:
             problem = f"no class of this name; it is a config: -c method/{path.lower()}"
         hint = suggest(path, known)
-        if not hint:
+        if not hint and path.lower() not in configs:
             hint = suggest(path.lower(), configs).replace("'", "-c method/", 1).replace("'", "")
         raise UserError(f"method: {path!r}: {problem}.{hint} {accepted}")
     return cls

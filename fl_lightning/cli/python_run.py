@@ -164,6 +164,14 @@ class RunFolder(Checkpoint):
         self._run.on_exception(trainer, pl_module, exception)
         if self._record is not None:
             self._record.on_exception(trainer, pl_module, exception)
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self.last:
+            # Lightning ends the program, and says no more than that it was interrupted.
+            print(
+                f"stopped after {trainer.current_epoch} of {trainer.max_epochs} rounds; this goes "
+                "on: trainer.fit(module, data, "
+                f"ckpt_path=RunFolder({str(self.folder)!r}).last)",
+                flush=True,
+            )
 
 
 def _writes(trainer: pl.Trainer) -> bool:

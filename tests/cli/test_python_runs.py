@@ -80,6 +80,9 @@ def test_what_cannot_be_known_is_left_out_and_said(
     assert main(["test", str(tmp_path / "a")]) == 2
     said = capsys.readouterr().err
     assert "made in Python" in said and "lacks data.train" in said and "trainer.test(" in said
+    assert main(["export", str(tmp_path / "a")]) == 2
+    said = capsys.readouterr().err
+    assert "trainer.export" not in said and ").learner has the global weights" in said
     run = load(tmp_path / "a")
     assert run.metrics["val/acc"].shape == (2,)
     found = load(tmp_path / "a", learner=Lit().double()).learner
@@ -87,7 +90,8 @@ def test_what_cannot_be_known_is_left_out_and_said(
     assert torch.equal(run.learner.net[0].weight, found.net[0].weight.float())
     with pytest.raises(UserError, match=r"load\(.*data=…\)"):
         _ = run.data
-    assert len(load(tmp_path / "a", learner=Lit(), data=blobs()).partition) == 10
+    partition = load(tmp_path / "a", learner=Lit(), data=blobs()).partition
+    assert len(partition) == 10 and repr(partition).startswith("Indices(10 clients, ")
     assert main(["report", str(tmp_path / "a"), "--figures", "none"]) == 0
 
 
@@ -155,3 +159,23 @@ def test_one_trainer_fits_twice_and_an_error_is_recorded(tmp_path: Path) -> None
     with pytest.raises(RuntimeError, match="no"):
         broken.fit(federated(Fails(), engine="sequential"), blobs())
     assert json.loads((tmp_path / "b/run.json").read_text())["status"] == "failed"
+
+
+def test_an_interrupted_run_says_what_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupts(pl.Callback):
+        def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            if trainer.current_epoch == 2:
+                raise KeyboardInterrupt
+
+    folder = tmp_path / "a"
+    callbacks = [ControlVariates(), RunFolder(folder), Interrupts()]
+    run = trainer(5, callbacks, enable_checkpointing=True)
+    with pytest.raises((SystemExit, KeyboardInterrupt)):
+        run.fit(federated(engine="sequential"), blobs())
+    said = capsys.readouterr().out
+    assert "stopped after 2 of 5 rounds; this goes on: trainer.fit(module, data, " in said
+    assert f"ckpt_path=RunFolder({str(folder)!r}).last)" in said
+    assert lit(folder, 3, ckpt_path=RunFolder(folder).last) is not None
+    assert len(load(folder).metrics["val/acc"]) == 3
