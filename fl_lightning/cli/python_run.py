@@ -57,7 +57,7 @@ class RunFolder(Checkpoint):
         self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
         self._card: RunCard | None = None
         self._record: RunRecord | None = None
-        self._begun = False
+        self._begun: tuple[object, object] = (None, None)  # the Trainer and module of a fit here
 
     @property
     def last(self) -> str | None:
@@ -102,13 +102,17 @@ class RunFolder(Checkpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _writes(trainer):
-            self._refuse_other_run(trainer.ckpt_path)
+            self._refuse_other_run(trainer, pl_module)
             self._checkpoint.on_fit_start(trainer, pl_module)
 
-    def _refuse_other_run(self, given: str | os.PathLike[str] | None) -> None:
+    def _refuse_other_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        given = trainer.ckpt_path
         own = [path.resolve() for path in run_folder.checkpoints(self.folder)]
-        goes_on = self._begun or (given is not None and Path(given).resolve() in own)
+        begun, module = self._begun
+        goes_on = begun is trainer and module is pl_module
+        goes_on = goes_on or (given is not None and Path(given).resolve() in own)
         if run_folder.holds_run(self.folder) and not goes_on:
+            self._card = self._record = None  # the error is none of the run that is there
             where = repr(str(self.folder))
             raise UserError(
                 f"RunFolder({where}): this folder already holds a run, which is left as it is. Go "
@@ -125,7 +129,7 @@ class RunFolder(Checkpoint):
         path = self.folder / "metrics.csv"
         trainer.loggers = [each for each in trainer.loggers if getattr(each, "path", 0) != path]
         self._run.on_train_start(trainer, pl_module)
-        self._begun = True
+        self._begun = (trainer, pl_module)
         callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
         if not any(isinstance(callback, RunCard) for callback in callbacks):
             self._card = RunCard()

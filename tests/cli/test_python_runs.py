@@ -141,6 +141,16 @@ def test_a_folder_that_holds_a_run_is_gone_on_with_or_refused(tmp_path: Path) ->
     assert len(load(tmp_path / "a").metrics["val/acc"]) == 4
 
 
+def test_one_callback_does_not_put_a_second_run_over_the_first(tmp_path: Path) -> None:
+    kept = RunFolder(tmp_path / "a")
+    trainer(2, [kept], enable_checkpointing=True).fit(federated(), blobs())
+    for seed in (1, 2):
+        with pytest.raises(UserError, match="already holds a run"):
+            trainer(1, [kept], enable_checkpointing=True).fit(federated(seed=seed), blobs())
+    assert json.loads((tmp_path / "a/run.json").read_text())["status"] == "done"
+    assert len(load(tmp_path / "a").metrics["val/acc"]) == 2
+
+
 def test_one_trainer_fits_twice_and_an_error_is_recorded(tmp_path: Path) -> None:
     module = federated(engine="sequential")
     run = trainer(1, [RunFolder(tmp_path / "a")], enable_checkpointing=True)
