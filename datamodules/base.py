@@ -450,6 +450,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             batches = data.batches(indices, len(indices), source, self._bias(client))
         return next(iter(list(self._transfer.batches(batches, device))))
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether processes read training batches ahead (``num_workers``)."""
+        return isinstance(self._train, DatasetSamples) and self._train.reads_ahead
+
     def _draws(self, purpose: str, *counters: int) -> Callable[[int], int]:
         """Seeds of what processes that read ahead draw in the k-th batch."""
         return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))

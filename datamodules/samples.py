@@ -206,6 +206,11 @@ class DatasetSamples:
     def __len__(self) -> int:
         return len(self.read.dataset)
 
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether processes of its own read batches ahead."""
+        return self._ahead is not None
+
     def each(
         self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int], device: torch.device
     ) -> Iterator[Batch]:

@@ -18,7 +18,7 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import all_finite
-from fl_lightning.machine.processes import gathered
+from fl_lightning.machine.processes import gathered, processor_seconds
 from fl_lightning.methods import Methods, checked_choice, checked_rows
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
@@ -80,7 +80,7 @@ class FederatedLoop:
     def run_round(self, t: int) -> RoundMetrics:
         """Run round t, which is committed when this returns, and return its metrics."""
         start = time.perf_counter()
-        start_cpu = time.process_time()
+        start_cpu = processor_seconds()
         # Until the step nothing of the run changes: clients' rows and server states are staged in
         # the ledger, so an exception needs no undoing.
         ledger = self.begin(t)
@@ -115,7 +115,7 @@ class FederatedLoop:
             metrics["time/round"] = time.perf_counter() - start
             # On a GPU a processor's seconds say little.
             if self.model.w.device.type == "cpu":
-                metrics["time/cpu"] = sum(gathered(time.process_time() - start_cpu))
+                metrics["time/cpu"] = sum(gathered(processor_seconds() - start_cpu))
             self.report(metrics, t)
             chosen = self.latest[1] if self.methods.owner("select") else None
             versions = self.versions(ledger, server)
@@ -245,7 +245,7 @@ class FederatedLoop:
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
         for trained, group in self.by_version(round, ledger, leaves):
             with ledger.clients_at(trained.t):
-                self.engine.train(trained, group, contributions.add, one_more)
+                self.engine.train(trained, group, contributions, one_more)
         sums, diverged = contributions.total()
         self.buffers.name_kept(contributions.changed, self.note)
         return sums, diverged

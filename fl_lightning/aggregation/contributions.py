@@ -97,7 +97,7 @@ class Contributions:
         self._sum = TreeSum(leaves)
         self._lock = threading.Lock()
 
-    def add(self, leaf: int, group: ClientGroup | Brought) -> None:
+    def __call__(self, leaf: int, group: ClientGroup | Brought) -> None:
         """Add what one client contributes, a group of one or what it brought; stage its rows."""
         home = group if isinstance(group, Brought) else self.brought(group)
         client = home.client

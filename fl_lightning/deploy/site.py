@@ -18,6 +18,7 @@ from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post, words
 from fl_lightning.description import version_of
+from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.lightning import pl
@@ -88,6 +89,9 @@ class Site(FederatedLoop):
         own_data: bool,
     ) -> None:
         vars(self).update(vars(loop))
+        # What a client sends is packed here, where its codes are, and not in processes of its own.
+        if isinstance(self.engine, Forked):
+            self.engine = self.engine.one_after_the_other()
         self.trainer = trainer
         self.module = trainer.lightning_module
         self.post = post

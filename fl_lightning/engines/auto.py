@@ -15,12 +15,15 @@ import torch
 
 from fl_lightning.engines.door import fast_ways, why_closed
 from fl_lightning.engines.dry_run import step_seconds
+from fl_lightning.engines.forked import why_not_forked
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
 from fl_lightning.engines.situation import LearnerCopies
 
 # A round's local work that is not worth threads.
 TINY_SECONDS = 0.02
+# A round's local work that is not worth forking processes.
+FORK_SECONDS = 0.2
 # A step that is not captured and takes less is mostly Python, which one thread runs at a time.
 PYTHON_SECONDS = 0.002
 
@@ -51,7 +54,23 @@ class Known:
     @cached_property
     def shown_by_two_copies(self) -> Reason | None:
         """Why steps on two copies rule out training side by side; None: they allow it."""
-        return compare_two_copies(self.copies)
+        first = self.shown_by_first_steps
+        return compare_two_copies(self.copies, "" if first is None else first.text)
+
+    @property
+    def draws(self) -> bool:
+        """Whether steps or data draw random numbers, and nothing else stands against workers."""
+        return self.shown_by_two_copies is not None and self.shown_by_two_copies.draws
+
+    @cached_property
+    def not_forked(self) -> str:
+        """Why workers cannot be processes that are forked from the run; empty if they can."""
+        return why_not_forked(self.situation)
+
+    @property
+    def worth_processes(self) -> bool:
+        """Whether a round's local steps take long enough that forking for them pays."""
+        return self.wanted > 1 and self.seconds >= FORK_SECONDS and not self.not_forked
 
     @cached_property
     def milliseconds(self) -> float:
@@ -59,9 +78,13 @@ class Known:
         return 1000 * step_seconds(self.copies)
 
     @property
+    def seconds(self) -> float:
+        """How long a round's local steps take, one after the other on one thread."""
+        return sum(self.situation.lengths()) * self.milliseconds / 1000
+
+    @property
     def tiny(self) -> bool:
-        seconds = sum(self.situation.lengths()) * self.milliseconds / 1000
-        return seconds < TINY_SECONDS
+        return self.seconds < TINY_SECONDS
 
     @cached_property
     def not_captured(self) -> str:
@@ -82,6 +105,7 @@ class Row:
         threads: of a client: ``"one"``, or ``"all"`` that the process has. On one thread clients
             leave the same bits in both engines.
         reason: for the run's card; in braces what was found out.
+        processes: whether workers are forked processes.
     """
 
     when: str
@@ -89,6 +113,7 @@ class Row:
     engine: str
     threads: str
     reason: str
+    processes: bool = False
 
 
 TABLE = (
@@ -115,17 +140,39 @@ TABLE = (
     ),
     Row(
         "a first step shows that clients share something",
-        lambda known: known.shown_by_first_steps is not None,
+        lambda known: stands_against(known.shown_by_first_steps),
         "sequential",
         "all",
         "{known.shown_by_first_steps.text}, so clients train one after the other",
     ),
     Row(
         "a client's steps on two copies show that clients share something",
-        lambda known: known.shown_by_two_copies is not None,
+        lambda known: stands_against(known.shown_by_two_copies),
         "sequential",
         "all",
         "{known.shown_by_two_copies.text}, so clients train one after the other",
+    ),
+    Row(
+        "clients draw random numbers, and processes cannot be forked",
+        lambda known: known.draws and bool(known.not_forked),
+        "sequential",
+        "all",
+        "{known.shown_by_two_copies.text}, and {known.not_forked}",
+    ),
+    Row(
+        "clients draw random numbers, and there is one worker or less than 200 ms of a round",
+        lambda known: known.draws and not known.worth_processes,
+        "sequential",
+        "one",
+        "a step of {known.milliseconds:.3g} ms, {known.wanted} at a time, is not worth processes",
+    ),
+    Row(
+        "clients draw random numbers",
+        lambda known: known.draws,
+        "concurrent",
+        "one",
+        "{known.shown_by_two_copies.text}, and each process has its own generators",
+        processes=True,
     ),
     Row(
         "the device is a GPU, and streams are switched off",
@@ -156,6 +203,14 @@ TABLE = (
         "one at a time, as asked or one core",
     ),
     Row(
+        "a step is not captured and takes less than 2 ms, and a round 200 ms or more",
+        lambda known: known.waits_for_python and known.worth_processes,
+        "concurrent",
+        "one",
+        "threads would wait for Python's lock, and each process has its own",
+        processes=True,
+    ),
+    Row(
         "a step is not captured and takes less than 2 ms",
         lambda known: known.waits_for_python,
         "sequential",
@@ -179,6 +234,11 @@ TABLE = (
 )
 
 
+def stands_against(reason: Reason | None) -> bool:
+    """Whether clients have to train one after the other, in processes of their own too."""
+    return reason is not None and not reason.draws
+
+
 def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, Reason | None]:
     """The plan by the first row that holds, and why clients have to train one after the other."""
     known = Known(copies, first_steps)
@@ -199,6 +259,8 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
     if row.engine == "sequential":
         return plan, one_by_one
     workers = known.wanted if known.device == "cpu" else 0
+    if row.processes:
+        return replace(plan, workers=workers, processes=True), one_by_one
     captured = not known.not_captured
     plan = replace(plan, workers=workers, captured=captured, not_captured=known.not_captured)
     return plan, one_by_one

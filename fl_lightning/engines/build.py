@@ -13,6 +13,7 @@ from fl_lightning.engines.debug import Debug
 from fl_lightning.engines.door import fast_ways, refused, why_closed
 from fl_lightning.engines.dry_run import DryRun, tried_apart
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.forked import Forked, why_not_forked
 from fl_lightning.engines.looks import FirstLook, Looks
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import (
@@ -95,7 +96,9 @@ def choose(
             )
             return made, plan
     elif plan.engine == "concurrent" and situation.engine == "concurrent" and not resumed:
-        check_beside(situation, one_by_one, note)
+        plan = beside(situation, plan, one_by_one, note)
+    if plan.engine == "concurrent" and plan.processes:
+        return in_processes(copies, plan, note)
     if plan.engine == "concurrent":
         return concurrent(copies, plan, note, uncaptured)
     if one_by_one is not None and one_by_one.keeps:
@@ -279,13 +282,22 @@ def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
     return Decision(replace(plan, as_buffers=copies.as_buffers), one_by_one)
 
 
-def check_beside(situation: Situation, one_by_one: Reason | None, note: Tell) -> None:
-    """Refuse what first steps showed not to work side by side; say what they cannot show.
+def beside(
+    situation: Situation, plan: EnginePlan, one_by_one: Reason | None, note: Tell
+) -> EnginePlan:
+    """The plan of an engine that was asked for: in processes, where clients draw random numbers.
+
+    What first steps showed not to work side by side is refused; what they cannot show is said.
 
     Raises:
         UserError: with the reason, and the way out.
     """
     name = type(situation.learner).__name__
+    if one_by_one is not None and one_by_one.draws:
+        reason = why_not_forked(situation)
+        if not reason:
+            return replace(plan, processes=True)
+        one_by_one = replace(one_by_one, text=f"{one_by_one.text}, and {reason}")
     if one_by_one is not None:
         way_out = ", or keep such state in a buffer" if one_by_one.keeps else ""
         raise UserError(
@@ -300,6 +312,20 @@ def check_beside(situation: Situation, one_by_one: Reason | None, note: Tell) ->
         "it; state that it keeps outside its buffers (an own generator, a counter) would make "
         "results depend on chance"
     )
+    return plan
+
+
+def in_processes(copies: LearnerCopies, plan: EnginePlan, note: Tell) -> tuple[Engine, EnginePlan]:
+    """Clients side by side in forked processes; one after the other where none can be forked."""
+    situation = copies.situation
+    wanted = plan.workers if situation.workers == "auto" else int(situation.workers)
+    number = min(wanted or situation.most_beside, situation.most_at_once)
+    plan = replace(plan, workers=number, threads=1)
+    worker = copies.on_learner()
+    if reason := why_not_forked(situation):
+        note(f"clients train one after the other, to the same bits, because {reason}")
+        return Sequential(worker, plan.threads), plan
+    return Forked(worker, number, note), plan
 
 
 def concurrent(

@@ -6,6 +6,7 @@ import copy
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,14 +27,24 @@ TIMED = 3
 
 
 class DryRun:
-    """Trains clients in the j-th copy of the learner for trials; the run stays as it is."""
+    """Trains clients in the j-th copy of the learner for trials; the run stays as it is.
 
-    def __init__(self, copies: LearnerCopies, j: int = 0, recorder: Recorder | None = None) -> None:
+    ``draws``: the process's random generators are seeded for each client, as in a round.
+    """
+
+    def __init__(
+        self,
+        copies: LearnerCopies,
+        j: int = 0,
+        recorder: Recorder | None = None,
+        draws: bool = False,
+    ) -> None:
         self.copies = copies
         self.situation = copies.situation
         self.copy, optimizer = copies.for_trials(j + 1)[j]
         stream = None if recorder is None else recorder.stream
-        self.worker = Worker(copies.trial_work, self.copy, optimizer, recorder, stream)
+        work = replace(copies.trial_work, draws=draws)
+        self.worker = Worker(work, self.copy, optimizer, recorder, stream)
         self.buffers = buffer_values(self.situation.learner, copies.as_buffers)
 
     def run(self, client: int, steps: int) -> list[Tensor]:

@@ -8,7 +8,15 @@ from typing import Any
 
 AS_BEFORE = "as when the run began"
 # What a resumed run goes on with, beside the names of the parameters that are buffers to it.
-RESUMED = ("engine", "workers", "at_once", "threads", "server_threads", "channels_last")
+RESUMED = (
+    "engine",
+    "workers",
+    "processes",
+    "at_once",
+    "threads",
+    "server_threads",
+    "channels_last",
+)
 
 
 @dataclass(frozen=True)
@@ -19,6 +27,7 @@ class EnginePlan:
         engine: ``"sequential"``, ``"concurrent"`` or ``"stacked"``.
         why: the reason, for a reader.
         workers: clients side by side in a process; 0: as many as there is room for.
+        processes: whether workers are forked processes, not threads or streams.
         at_once: how many clients the stacked engine stacks; 0: as many as fit into a gigabyte.
         threads: intra-op threads for a client; ``server_threads``: for everything else.
         captured: whether local steps are recorded and replayed; ``not_captured``: why not.
@@ -29,6 +38,7 @@ class EnginePlan:
     engine: str
     why: str = ""
     workers: int = 0
+    processes: bool = False
     at_once: int = 0
     threads: int = 1
     server_threads: int = 1
@@ -62,8 +72,11 @@ class EnginePlan:
             "server_threads": str(self.server_threads),
         }
         if self.engine == "concurrent":
-            entries["workers"] = str(self.workers)
-            entries["capture"] = "yes" if self.captured else f"no: {self.not_captured}"
+            entries["workers"] = (
+                f"{self.workers} processes" if self.processes else str(self.workers)
+            )
+            if not self.processes:
+                entries["capture"] = "yes" if self.captured else f"no: {self.not_captured}"
         if self.engine == "stacked":
             entries["clients"] = str(self.at_once)
         if self.channels_last:
@@ -73,4 +86,6 @@ class EnginePlan:
         return {**entries, "why": self.why}
 
     def __str__(self) -> str:
-        return f"{self.engine} × {self.workers}" if self.engine == "concurrent" else self.engine
+        if self.engine != "concurrent":
+            return self.engine
+        return f"concurrent × {self.workers}" + (" processes" if self.processes else "")

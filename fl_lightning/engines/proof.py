@@ -41,6 +41,7 @@ BETWEEN = (
     *("on_validation_", "on_test_", "on_predict_", "validation_", "test_", "predict_"),
 )
 DRAWS = "its training_step draws random numbers (dropout, say)"
+READS = "its data set draws random numbers when a batch is read"
 UNSEEDED = (
     "the data give another batch when the same one is read again: they draw from something that "
     "the run cannot seed, so a resumed run does not have the bits of one that was never "
@@ -56,12 +57,15 @@ class Reason:
 
     Args:
         keeps: the learner keeps something from client to client, which a buffer could hold.
+        draws: steps or data draw random numbers, and nothing else was found: each process has its
+            own generators, so in processes of their own clients may train side by side.
         note: what the user should know even where clients do not train side by side.
     """
 
     text: str
     keeps: bool = False
     note: str = ""
+    draws: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,9 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
         return FirstSteps(untried=f"{name} cannot be copied ({type(error).__name__}: {error})")
     before = RandomState(situation.w)
     batch = first_batch(copies, client)
-    if before.drawn_since():
-        return FirstSteps(Reason("its data set draws random numbers when a batch is read"))
+    drawn = READS if before.drawn_since() else ""
+    # What is read again is the same batch if it draws from the same state.
+    before.restore()
     if not same_batch(batch, first_batch(copies, client)):
         text = "its data set gives another batch when the same one is read again"
         return FirstSteps(Reason(text, note=UNSEEDED))
@@ -114,7 +119,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
                 written = frozen_that_changed(situation.learner, trial.copy.learner)
                 copies.treat_as_buffers(tuple(dict.fromkeys((*copies.as_buffers, *written))))
                 trial = DryRun(copies)
-            one_by_one = what_first_steps_keep(trial, before)
+            one_by_one = what_first_steps_keep(trial, before, drawn)
     except UserError:
         raise
     except Exception as error:
@@ -148,16 +153,22 @@ def first_batch(copies: LearnerCopies, client: int) -> Any:
     return next(iter(list(batches)))
 
 
-def what_first_steps_keep(trial: DryRun, before: RandomState) -> Reason | None:
-    """Take a client's first step before and after another client's, and compare."""
+def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Reason | None:
+    """Take a client's first step before and after another client's, and compare.
+
+    ``drawn``: what is known to draw random numbers; empty: nothing so far.
+    """
+    if drawn:
+        trial = DryRun(trial.copies, draws=True)
     ids = trial.situation.cohort.tried(0)
     at_first = Attributes(trial.copy.learner)
     bits = trial.run(ids[0], 1)
     after_one = Attributes(trial.copy.learner)
     trial.run(ids[-1], 1)
     bits_again = trial.run(ids[0], 1)
-    if before.drawn_since():
-        return Reason(DRAWS)
+    if not drawn and before.drawn_since():
+        before.restore()
+        return what_first_steps_keep(trial, before, DRAWS)
     kept = after_one.changed(Attributes(trial.copy.learner))
     kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
     if kept:
@@ -165,16 +176,19 @@ def what_first_steps_keep(trial: DryRun, before: RandomState) -> Reason | None:
     # On a GPU kernels need not repeat, and so bits alone prove nothing against the learner.
     if not trial.situation.w.is_cuda and not same(bits, bits_again):
         return Reason("a client's step leaves other bits when another client comes first", True)
-    return None
+    return Reason(drawn, draws=True) if drawn else None
 
 
-def compare_two_copies(copies: LearnerCopies) -> Reason | None:
-    """Why steps on two copies rule out training side by side; None: they allow it."""
+def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
+    """Why steps on two copies rule out training side by side; None: they allow it.
+
+    ``drawn``: what is known to draw random numbers; empty: nothing so far.
+    """
     situation = copies.situation
     ids = situation.cohort.tried(0)
     steps = min(situation.cohort.steps(ids[0]), PROOF_STEPS)
     before = RandomState(situation.w)
-    one = DryRun(copies, 0)
+    one = DryRun(copies, 0, draws=bool(drawn))
     at_first = Attributes(one.copy.learner)
     trials = [one]
     try:
@@ -186,15 +200,16 @@ def compare_two_copies(copies: LearnerCopies) -> Reason | None:
             if late := late - set(copies.as_buffers):
                 return Reason(f"its training_step changes {min(late)}, but not from the start")
             # The second copy shares frozen parameters with the learner, so it comes after that.
-            two = DryRun(copies, 1)
+            two = DryRun(copies, 1, draws=bool(drawn))
             trials.append(two)
             two.run(ids[-1], 1)
             # What happens late in a client's round happens to the one with most steps, if at all.
             largest = situation.largest()
             two.run(largest, min(situation.cohort.steps(largest), PROOF_STEPS))
             second = two.run(ids[0], steps)
-        if before.drawn_since():
-            return Reason(DRAWS)
+        if not drawn and before.drawn_since():
+            before.restore()
+            return compare_two_copies(copies, DRAWS)
         kept = set(after_one.changed(Attributes(two.copy.learner))) & set(changed)
         kept.update(read_between_rounds(one.copy.learner, changed))
         if kept:
@@ -202,7 +217,7 @@ def compare_two_copies(copies: LearnerCopies) -> Reason | None:
         if not same(first, second):
             text = "a client's steps leave other bits when another client comes first"
             return Reason(text, keeps=True)
-        return None
+        return Reason(drawn, draws=True) if drawn else None
     finally:
         before.restore()
         for trial in trials:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
 from typing import Any
 
 import torch
@@ -13,6 +15,17 @@ from torch import Tensor
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
+# As prctl.h has it.
+PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Be killed when the process ``parent`` ends, however it does."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The parent may have ended before this process asked to follow it.
+    if os.getppid() != parent:
+        os._exit(137)
 
 
 def keep_memory() -> None:

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+
+if sys.platform == "linux":
+    import resource
 
 T = TypeVar("T")
 
@@ -36,6 +41,15 @@ def cores_of_each() -> int:
     everyone = gathered((machine, mine))
     sharing = [cores for name, cores in everyone if name == machine and cores & mine]
     return max(1, len(mine) // len(sharing))
+
+
+def processor_seconds() -> float:
+    """Seconds of the processor that this process and those that it has waited for have used."""
+    used = time.process_time()
+    if sys.platform == "linux":
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        used += children.ru_utime + children.ru_stime
+    return used
 
 
 def limit_threads(cores: int) -> str:

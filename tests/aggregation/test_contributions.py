@@ -152,7 +152,7 @@ def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributio
         group.buffers = {"running_mean": torch.full((3,), float(client))}
         for name, value in marks.items() if client == 5 else ():
             setattr(group, name, value)
-        contributions.add(leaf, group)
+        contributions(leaf, group)
     return contributions, contributions.total()[0]
 
 

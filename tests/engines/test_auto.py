@@ -33,12 +33,14 @@ def copies(**given: Any) -> Any:
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What was found out: by default nothing that speaks against side by side."""
-    found = SimpleNamespace(seconds=0.05, uncaptured="", one_by_one=None, closed="")
+    found = SimpleNamespace(seconds=0.05, uncaptured="", one_by_one=None)
+    found.closed = found.not_forked = ""
     ways = SimpleNamespace(why_not_captured=lambda _: found.uncaptured)
     monkeypatch.setattr(auto, "step_seconds", lambda _: found.seconds)
-    monkeypatch.setattr(auto, "compare_two_copies", lambda _: found.one_by_one)
+    monkeypatch.setattr(auto, "compare_two_copies", lambda *_: found.one_by_one)
     monkeypatch.setattr(auto, "why_closed", lambda: found.closed)
     monkeypatch.setattr(auto, "fast_ways", lambda: ways)
+    monkeypatch.setattr(auto, "why_not_forked", lambda _: found.not_forked)
     return found
 
 
@@ -53,11 +55,11 @@ def decided(first_steps: FirstSteps | None = None, **given: Any) -> tuple[int, A
 
 def test_side_by_side_where_nothing_speaks_against_it(found: Any) -> None:
     row, plan, alone = decided()
-    assert (row, plan.workers, plan.captured, plan.not_captured) == (11, 4, True, "")
+    assert (row, plan.workers, plan.captured, plan.not_captured) == (15, 4, True, "")
     assert alone is None and "50 ms" in plan.why
     found.uncaptured = "it branches"
     row, plan, _ = decided()
-    assert (row, plan.captured, plan.not_captured) == (12, False, "it branches")
+    assert (row, plan.captured, plan.not_captured) == (16, False, "it branches")
 
 
 @pytest.mark.parametrize(
@@ -74,7 +76,7 @@ def test_as_many_workers_as_asked_for_or_cores_or_clients(
     found: Any, given: dict[str, Any], workers: int
 ) -> None:
     row, plan, _ = decided(**given)
-    assert (row, plan.workers) == (11 if workers > 1 else 9, workers)
+    assert (row, plan.workers) == (15 if workers > 1 else 12, workers)
 
 
 @pytest.mark.parametrize("asked", ["auto", 2])
@@ -91,10 +93,10 @@ def test_other_devices_train_one_client_after_the_other(found: Any) -> None:
 def test_a_gpu_takes_streams_also_for_one_client_and_short_steps(found: Any) -> None:
     found.seconds = 0.0
     row, plan, _ = decided(w=GPU, most_at_once=1)
-    assert row == 7 and plan.captured
+    assert row == 10 and plan.captured
     found.closed = "they are switched off"
     row, plan, _ = decided(w=GPU)
-    assert row == 6 and "they are switched off" in plan.why
+    assert row == 9 and "they are switched off" in plan.why
 
 
 def test_what_could_not_be_tried_or_is_not_proven_trains_one_by_one(found: Any) -> None:
@@ -110,12 +112,12 @@ def test_what_could_not_be_tried_or_is_not_proven_trains_one_by_one(found: Any) 
 
 def test_a_round_that_is_over_soon_is_not_worth_threads(found: Any) -> None:
     found.seconds = 0.0041  # of five steps, so just not too short
-    assert decided()[0] == 11
+    assert decided()[0] == 15
     found.seconds = 0.0039
-    assert decided()[0] == 8
+    assert decided()[0] == 11
 
 
-@pytest.mark.parametrize(("seconds", "row"), [(0.0019, 10), (0.0021, 12)])
+@pytest.mark.parametrize(("seconds", "row"), [(0.0019, 14), (0.0021, 16)])
 def test_short_steps_of_python_are_taken_in_order(found: Any, seconds: float, row: int) -> None:
     found.uncaptured = "it branches"
     found.seconds = seconds
@@ -123,6 +125,31 @@ def test_short_steps_of_python_are_taken_in_order(found: Any, seconds: float, ro
     found.uncaptured = ""
     found.closed = "they are switched off"
     assert decided(lengths=lambda: [100])[0] == row
+
+
+def test_a_long_round_of_short_steps_takes_processes(found: Any) -> None:
+    found.uncaptured = "it branches"
+    found.seconds = 0.0019
+    row, plan, _ = decided(lengths=lambda: [106])
+    assert (row, plan.workers, plan.processes) == (13, 4, True)
+    found.not_forked = "a file is open"
+    assert decided(lengths=lambda: [106])[0] == 14
+
+
+def test_clients_that_draw_train_in_processes(found: Any) -> None:
+    draws = Reason("it draws", draws=True)
+    found.one_by_one = draws
+    row, plan, alone = decided(FirstSteps(draws))
+    assert (row, plan.workers, plan.processes, alone) == (8, 4, True, draws)
+    assert plan.why.endswith("it draws, and each process has its own generators")
+    assert decided(FirstSteps(draws), workers=1)[0] == 7
+    found.seconds = 0.0399  # of five steps, so just too short
+    assert decided(FirstSteps(draws))[0] == 7
+    found.not_forked = "a file is open"
+    row, plan, _ = decided(FirstSteps(draws))
+    assert row == 6 and plan.why.endswith("it draws, and a file is open")
+    found.one_by_one = KEEPS
+    assert decided(FirstSteps(draws))[0] == 5
 
 
 def test_what_fails_in_a_trial_is_left_to_the_first_round(
@@ -135,8 +162,9 @@ def test_what_fails_in_a_trial_is_left_to_the_first_round(
 
 def test_timings_choose_only_among_ways_with_the_same_bits(found: Any) -> None:
     for found.uncaptured in ("", "it branches"):
-        for found.seconds in (0.0, 0.001, 0.0021, 1.0):
-            assert decided()[1].threads == 1
+        for found.one_by_one in (None, Reason("it draws", draws=True)):
+            for found.seconds in (0.0, 0.001, 0.0021, 1.0):
+                assert decided()[1].threads == 1
 
 
 def test_the_table_in_the_docs_is_the_table() -> None:

@@ -274,7 +274,7 @@ def test_what_stands_against_side_by_side_is_refused_with_a_way_out(
     alone: Reason, way_out: bool
 ) -> None:
     with pytest.raises(UserError, match=r"engine='concurrent' cannot train Linear") as caught:
-        build.check_beside(copies().situation, alone, pytest.fail)
+        build.beside(copies().situation, EnginePlan("concurrent"), alone, pytest.fail)
     assert ("keep such state in a buffer" in str(caught.value)) == way_out
 
 

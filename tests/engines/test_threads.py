@@ -20,7 +20,6 @@ from fl_lightning.callbacks import (
     RelaxedInitialization,
     SharpnessAwareMinimization,
 )
-from fl_lightning.errors import UserError
 from tests.helpers.learners import (
     Dropping,
     Lit,
@@ -158,7 +157,7 @@ def test_interrupting_a_round_stops_its_threads() -> None:
 
 
 @pytest.mark.parametrize("kind", ["learner", "data"])
-def test_random_numbers_of_the_process_go_one_client_after_the_other(kind: str) -> None:
+def test_random_numbers_of_the_process_are_drawn_by_one_client_at_a_time(kind: str) -> None:
     data = blobs()
     if kind == "data":
         data._transform = lambda x: x + 0.01 * torch.randn(x.shape, dtype=x.dtype)
@@ -166,14 +165,14 @@ def test_random_numbers_of_the_process_go_one_client_after_the_other(kind: str) 
     module = seeded(learner, workers=2)
     state = torch.get_rng_state()
     trainer(1).fit(module, data)
-    assert (
-        module.engine_facts["engine"] == "sequential"
-        and "draws random numbers" in module.engine_facts["why"]
-    )
+    assert module.engine_facts["engine"] == "sequential"
+    assert "clients draw random numbers" in module.engine_facts["why"]
     # validation reads the data too
     assert kind == "data" or torch.equal(state, torch.get_rng_state())
-    with pytest.raises(UserError, match=r"engine='concurrent'.*draws random numbers"):
-        trainer(1).fit(seeded(learner, engine="concurrent"), data)
+    beside = seeded(learner, engine="concurrent", workers=2)
+    trainer(1).fit(beside, data)
+    assert beside.engine_facts["workers"] == "2 processes"
+    assert torch.equal(beside.global_vector, module.global_vector)
 
 
 def test_attributes_that_hooks_set_reach_the_copies() -> None:

@@ -1,0 +1,350 @@
+"""``concurrent`` in processes: clients side by side in workers that are forked from the run.
+
+Each worker trains one client at a time on one intra-op thread, in its own copy of the learner that
+the fork made, with its own random generators. So clients may draw random numbers, and leave the
+bits of the sequential engine on one thread, whatever the number of workers.
+
+Workers live for one round. What the round needs (the model, the data, clients' rows) is in their
+memory without being copied or pickled; only what a client brings home is sent back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import pickle
+import signal
+import stat
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from io import BytesIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.engines.engine import Collect, intra_op_threads
+from fl_lightning.engines.random_state import random_state_kept
+from fl_lightning.engines.sequential import Sequential
+from fl_lightning.engines.situation import Situation
+from fl_lightning.engines.threads import largest_first
+from fl_lightning.engines.worker import Worker
+from fl_lightning.machine.devices import end_with_parent
+from fl_lightning.round.context import Round
+
+# A worker that uses no processor for so many seconds, while a client is its task, does not go on.
+STUCK = 300.0
+LOOK = 5.0  # seconds between two looks at what workers use
+# So many clients are a worker's at a time: the next one begins while the last one's is received.
+AHEAD = 2
+
+Leaf = tuple[int, int]  # position in the sum, client
+
+
+class WorkerEnded(RuntimeError):
+    """A worker process ended, or stopped going on, before its client was trained."""
+
+
+@dataclass
+class Child:
+    """A worker process, as its parent knows it."""
+
+    pid: int
+    connection: Connection
+    tasks: deque[Leaf] = field(default_factory=deque)
+    used: float = 0.0  # seconds of the processor, when it was looked at last
+    since: float = 0.0  # when that was another number
+
+
+class Forked:
+    """Trains a round's clients in ``number`` processes that are forked from this one.
+
+    Args:
+        worker: trains in the learner itself: in each process this is another copy of it.
+        number: of processes, at most one a client.
+        note: takes what the user should know.
+    """
+
+    def __init__(self, worker: Worker, number: int, note: Callable[[str], None]) -> None:
+        self.worker = worker
+        self.number = number
+        self._note = note
+        self._children: list[Child] = []
+        self._told = False  # of a client that failed in a worker and not in the run itself
+
+    def train(
+        self,
+        round: Round,
+        leaves: list[tuple[int, int]],
+        collect: Collect,
+        tell: Callable[[], None],
+    ) -> None:
+        # It also says what a client brings home, without adding it.
+        assert isinstance(collect, Contributions)
+        waiting = deque(largest_first(round, leaves))
+        try:
+            for _ in range(min(self.number, len(leaves))):
+                self._children.append(self._forked(round, collect))
+            for _ in range(AHEAD):
+                for child in self._children:
+                    self._hand_out(child, waiting)
+            while busy := [child for child in self._children if child.tasks]:
+                for child in self._ready(busy):
+                    self._take(child, round, collect)
+                    self._hand_out(child, waiting)
+                    tell()
+            for child in self._children:
+                child.connection.send(None)
+                os.waitpid(child.pid, 0)
+            self._children = []
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """End the workers that still run."""
+        for child in self._children:
+            with suppress(ProcessLookupError):
+                os.kill(child.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(child.pid, 0)
+            child.connection.close()
+        self._children = []
+
+    def one_after_the_other(self) -> Sequential:
+        """The engine that leaves the same bits without processes."""
+        return Sequential(self.worker, threads=1)
+
+    def _forked(self, round: Round, collect: Contributions) -> Child:
+        ours, theirs = Pipe()
+        parent = os.getpid()
+        # What is still in these buffers would be written by each process.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Python warns of threads that the fork does not have, which a client does not need.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            pid = os.fork()
+        if pid:
+            theirs.close()
+            return Child(pid, ours, since=time.monotonic())
+        # Nothing of this process may run on in the worker: neither an exception nor an exit hook.
+        try:
+            ours.close()
+            for other in self._children:
+                other.connection.close()
+            end_with_parent(parent)
+            self._serve(round, theirs, collect)
+        except BaseException:
+            os._exit(1)
+        finally:
+            os._exit(0)
+
+    def _serve(self, round: Round, connection: Connection, collect: Contributions) -> None:
+        """In a worker: train the clients that are handed out, until there are no more."""
+        # A Ctrl-C or a job's end is for the run, which lets its workers finish or ends them.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        # What is there now is the parent's: to look at it would copy its memory.
+        gc.freeze()
+        torch.set_num_threads(1)
+        with torch.no_grad(), self.worker.copy.tied(round.evaluated):
+            while (client := connection.recv()) is not None:
+                answer: Any
+                with warnings.catch_warnings(record=True) as told:
+                    try:
+                        answer = collect.brought(self.worker.train(round, client))
+                    except Exception as error:
+                        answer = Failed(f"{type(error).__name__}: {error}")
+                texts = [(str(w.message), w.category, w.filename, w.lineno) for w in told]
+                sys.stdout.flush()
+                sys.stderr.flush()
+                send(connection, (answer, texts, collect.changed))
+
+    def _hand_out(self, child: Child, waiting: deque[Leaf]) -> None:
+        if waiting:
+            leaf = waiting.popleft()
+            child.tasks.append(leaf)
+            with suppress(BrokenPipeError):  # it has ended, which is told where it is read
+                child.connection.send(leaf[1])
+
+    def _ready(self, busy: list[Child]) -> list[Child]:
+        """The workers that have something to say; waits for the first one."""
+        by_connection = {child.connection: child for child in busy}
+        while True:
+            ready = wait(list(by_connection), timeout=LOOK)
+            if ready:
+                return [by_connection[connection] for connection in ready]  # type: ignore[index]
+            for child in busy:
+                self._check_goes_on(child)
+
+    def _check_goes_on(self, child: Child) -> None:
+        used = seconds_used(child.pid)
+        now = time.monotonic()
+        if used is None or used != child.used:
+            child.used = used or 0.0
+            child.since = now
+        elif now - child.since > STUCK:
+            raise WorkerEnded(
+                f"the worker process of client {child.tasks[0][1]} has not used the processor for "
+                f"{STUCK:.0f} s: something in the learner, the data or a callback waits for a "
+                "thread or a lock that a forked process does not have. Use --model.engine "
+                "sequential, in which clients train one after the other in the run's own process."
+            )
+
+    def _take(self, child: Child, round: Round, collect: Contributions) -> None:
+        """Take what a client brings home from its worker."""
+        (leaf, client) = child.tasks[0]
+        try:
+            answer, told, changed = received(child.connection)
+        except (EOFError, ConnectionResetError):
+            self._children.remove(child)
+            raise WorkerEnded(how_it_ended(child.pid, client, round.t)) from None
+        child.tasks.popleft()
+        child.since = time.monotonic()
+        for text, category, file, line in told:
+            registry = sys.modules[__name__].__dict__.setdefault("__warningregistry__", {})
+            warnings.warn_explicit(text, category, file, line, registry=registry)
+        if isinstance(answer, Failed):
+            self._train_here(round, leaf, client, collect)
+            # It went well here: something of the learner or the data cannot be used after a fork.
+            if not self._told:
+                self._told = True
+                self._note(
+                    f"client {client} failed in a worker process in round {round.t} "
+                    f"({answer.text}), and trained in the run's own process after that. If that "
+                    "happens to many clients, engine='sequential' is quicker"
+                )
+            return
+        collect.changed |= changed
+        collect(leaf, answer)
+
+    def _train_here(self, round: Round, leaf: int, client: int, collect: Contributions) -> None:
+        """Train in this process a client that failed in a worker: its error is met here, whole."""
+        copy = self.worker.copy
+        with (
+            torch.no_grad(),
+            intra_op_threads(1),
+            copy.tied(round.evaluated),
+            random_state_kept(copy.x),
+        ):
+            try:
+                collect(leaf, self.worker.train(round, client))
+            finally:
+                copy.load_buffers(round.buffers)
+
+
+def why_not_forked(situation: Situation) -> str:
+    """Why workers cannot be processes that are forked from the run; empty if they can."""
+    if sys.platform != "linux":
+        return f"processes are forked on Linux, and this is {sys.platform}"
+    if situation.w.device.type != "cpu" or torch.cuda.is_initialized():
+        return "a process that uses a GPU cannot be forked"
+    if getattr(situation.work.data, "reads_ahead", False):
+        return "the data are read ahead by processes of their own (num_workers)"
+    if files := open_files():
+        return (
+            f"{files[0]} is open for reading, and processes that are forked would read it at one "
+            "common position"
+        )
+    return ""
+
+
+def open_files() -> list[str]:
+    """The regular files that this process has open for reading only.
+
+    A forked process shares their positions: what one reads, another one misses.
+    """
+    names = []
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            mode = os.stat(f"/proc/self/fd/{descriptor}").st_mode
+            flags = fcntl.fcntl(int(descriptor), fcntl.F_GETFL)
+            name = os.readlink(f"/proc/self/fd/{descriptor}")
+        except OSError:
+            continue  # the listing's own descriptor, which is closed again
+        # What is written too is a log or a lock; a deleted file is a program's own.
+        only_read = flags & os.O_ACCMODE == os.O_RDONLY and not name.endswith(" (deleted)")
+        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2:
+            names.append(name)
+    return names
+
+
+@dataclass(frozen=True)
+class Failed:
+    """A worker's client raised an exception."""
+
+    text: str
+
+
+def how_it_ended(pid: int, client: int, t: int) -> str:
+    """What a user should know of a worker that ended in round t while it trained a client."""
+    status = os.waitpid(pid, 0)[1]
+    number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    how = f"was ended by {signal.Signals(number).name}" if number else "ended"
+    memory = ""
+    if number == signal.SIGKILL:
+        memory = ", perhaps because the machine ran out of memory: try fewer --model.workers"
+    return (
+        f"the worker process that trained client {client} in round {t} {how}{memory}. Nothing of "
+        "the round was kept; the run goes on from its last checkpoint."
+    )
+
+
+def seconds_used(pid: int) -> float | None:
+    """Seconds of the processor that a process has used; None where the system does not tell."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+class _Pickler(pickle.Pickler):
+    """Hands the memory of tensors over beside the pickle, which would copy it twice."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is not Tensor or obj.layout != torch.strided or obj.is_quantized:
+            return NotImplemented
+        flat = obj.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        memory: Any = flat.numpy()
+        return _tensor, (pickle.PickleBuffer(memory), obj.dtype, tuple(obj.shape))
+
+
+def _tensor(memory: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not memory:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+def send(connection: Connection, value: Any) -> None:
+    """Send a value whose tensors' memory follows it."""
+    buffers: list[pickle.PickleBuffer] = []
+    head = BytesIO()
+    _Pickler(head, protocol=5, buffer_callback=buffers.append).dump(value)
+    raw = [buffer.raw() for buffer in buffers]
+    connection.send([len(part) for part in raw])
+    connection.send_bytes(head.getbuffer())
+    for part in raw:
+        if len(part):
+            connection.send_bytes(part)
+
+
+def received(connection: Connection) -> Any:
+    """What :func:`send` sent from the other end; tensors have memory of their own."""
+    sizes = connection.recv()
+    head = connection.recv_bytes()
+    buffers = [bytearray(size) for size in sizes]
+    for buffer in buffers:
+        if buffer:
+            connection.recv_bytes_into(buffer)
+    return pickle.loads(head, buffers=buffers)
