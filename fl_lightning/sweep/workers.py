@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -27,8 +26,6 @@ from fl_lightning.sweep.grid import PlannedRun
 if TYPE_CHECKING:
     from fl_lightning.cli.cli import CommandCLI
 
-# As prctl.h has it.
-_PR_SET_PDEATHSIG = 1
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # A server of forks would not inherit the sweep's lock, which its last worker gives back.
 _FORK = multiprocessing.get_context("fork")
@@ -204,16 +201,10 @@ def _to_build(run: PlannedRun) -> list[str]:
 # --------------------------------------------------------------------------- forking
 
 
-def _end_with(parent: int) -> None:
-    """Be killed when the parent ends, however it does; a run goes on from its last checkpoint."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # The parent may have ended before this process asked to follow it.
-    if os.getppid() != parent:
-        os._exit(137)
-
-
 def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) -> None:
-    _end_with(parent)
+    from fl_lightning.machine.devices import end_with_parent
+
+    end_with_parent(parent)
     # A Ctrl-C is for the sweep, which tells its workers.
     os.setsid()
     # The sweep's own handlers are inherited by the fork.
@@ -267,7 +258,9 @@ def _answers(question: Callable[[Any], Any], about: Sequence[Any], at_once: int 
 
 def _begin_helper(parent: int) -> None:
     """Close this forked process's ears and mouth: what is built may ask and print."""
-    _end_with(parent)
+    from fl_lightning.machine.devices import end_with_parent
+
+    end_with_parent(parent)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nowhere, descriptor)
