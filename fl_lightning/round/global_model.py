@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import buffer_values
@@ -143,7 +143,12 @@ class GlobalModel:
         if vector is None and self._evaluated is None:
             return
         self._evaluated = vector
-        tie([p for _, p in trainable(self.learner)], self.layout.views(self.evaluated.detach()))
+        tie(self._laid_out(self.learner), self.layout.views(self.evaluated.detach()))
+
+    def _laid_out(self, learner: nn.Module) -> list[nn.Parameter]:
+        """The learner's parameters that the vector holds, which a step may have left frozen."""
+        named = dict(learner.named_parameters())
+        return [named[name] for name in self.layout]
 
     def buffers(self) -> dict[str, Tensor]:
         """Copies of the learner's buffers by name."""
@@ -191,8 +196,8 @@ class GlobalModel:
         """
         learner = self.copied_learner()
         weights, buffers = (self.evaluated.detach(), {}) if model is None else model
-        parameters = [p for _, p in trainable(learner)]
-        tie(parameters, [view.clone() for view in self.layout.views(weights)])
+        views = [view.clone() for view in self.layout.views(weights)]
+        tie(self._laid_out(learner), views)
         set_buffers(learner, buffers, self.as_buffers)
         if path is None:
             return learner

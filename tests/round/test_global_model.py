@@ -34,6 +34,18 @@ def test_frozen_parameters_are_outside_and_never_change() -> None:
     assert torch.equal(module.export().net[0].weight, before)
 
 
+def test_a_learner_whose_last_step_froze_a_layer_is_exported() -> None:
+    class Alternating(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.net[0].requires_grad_(batch_idx % 2 == 0)
+            return super().training_step(batch, batch_idx)
+
+    module = federated(Alternating(), engine="sequential", local_steps=2)
+    trainer(1).fit(module, blobs())
+    weights = torch.cat([p.detach().view(-1) for p in module.export().parameters()])
+    assert torch.equal(weights, module.global_vector)
+
+
 def test_checkpoints_load_as_the_learner_itself(tmp_path: Any) -> None:
     module = FederatedModule(Lit(hidden=6), participation=0.3, seed=1)
     run = trainer(2, default_root_dir=tmp_path, enable_checkpointing=True)
