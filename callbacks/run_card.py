@@ -112,6 +112,10 @@ class Tally:
         return Metrics(self._rounds, columns, modes)
 
 
+# Bytes of clients' rows on disk from which on the closing table names them.
+ROOM = 10**7
+
+
 def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
     """The results of a run as (label, value), where they were logged; its notes come last."""
     folder = Path(trainer.default_root_dir)
@@ -134,6 +138,9 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
         sent = f"{_short(parameters, ' ')}parameters, {_short(nbytes)}B"
         rows.append(("communicated", sent))
     rows.append(("results in", str(folder)))
+    nbytes = sum(path.stat().st_size for path in (folder / "state").glob("rows-*.safetensors"))
+    if nbytes >= ROOM:
+        rows.append(("clients' rows", f"{_short(nbytes)}B in {folder / 'state'}, to go on from"))
     if any(isinstance(logger, TensorBoardLogger) for logger in trainer.loggers):
         rows.append(("curves", f"tensorboard --logdir {folder}"))
     return rows + [("note", note) for note in getattr(trainer.lightning_module, "notes", [])]

@@ -148,6 +148,18 @@ def test_plain_lines_and_the_closing_table(tmp_path: Path, capsys: Any, csv: boo
     ]
 
 
+@pytest.mark.parametrize("size", [9_999_999, 12_300_000])
+def test_the_closing_table_names_much_room_that_clients_rows_take(
+    tmp_path: Path, capsys: Any, size: int
+) -> None:
+    (tmp_path / "state").mkdir()
+    (tmp_path / "state" / "rows-000000000.safetensors").write_bytes(bytes(size))
+    trainer_in(tmp_path, 2, FederatedProgressBar()).fit(Rounds(), Data())
+    named = f"clients' rows 12.3 MB in {tmp_path / 'state'}, to go on from"
+    said = " ".join(capsys.readouterr().out.split())
+    assert (named in said) == (size > 10**7)
+
+
 class StopAfterTwo(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.should_stop = trainer.current_epoch == 1
