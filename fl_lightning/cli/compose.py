@@ -21,7 +21,6 @@ import yaml
 
 from fl_lightning.cli.plugins import config_folders
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.metrics import read_record
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -447,6 +446,9 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
     """Refuse the folder of a run from Python where this command needs what its config lacks."""
     if prepared.run is None:
         return
+    # It brings numpy, which a typing error need not wait for.
+    from fl_lightning.metrics import read_record
+
     unknown = read_record(prepared.run).get("unknown")
     if not isinstance(unknown, list):
         return

@@ -271,11 +271,18 @@ def open_files() -> list[str]:
             name = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
             continue  # the listing's own descriptor, which is closed again
-        # What is written too is a log or a lock; a deleted file is a program's own.
-        only_read = flags & os.O_ACCMODE == os.O_RDONLY and not name.endswith(" (deleted)")
-        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2:
+        # What is written too is a log or a lock.
+        only_read = flags & os.O_ACCMODE == os.O_RDONLY
+        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2 and not _of_a_program(name):
             names.append(name)
     return names
+
+
+def _of_a_program(name: str) -> bool:
+    """Tell whether an open file is a font, of an installed package, or deleted: not data."""
+    python = tuple(os.path.join(prefix, "lib", "") for prefix in (sys.prefix, sys.base_prefix))
+    installed = "-packages/" in name or name.startswith(python)
+    return installed or name.endswith((" (deleted)", ".ttf", ".ttc", ".otf", ".afm", ".pfb"))
 
 
 @dataclass(frozen=True)

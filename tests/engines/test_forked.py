@@ -267,3 +267,13 @@ def on_ranks(folder: Path, rank: int, world: int) -> None:
     assert module.run.plan is not None and module.run.plan.processes
     if rank == 0:
         torch.save(module.export().state_dict(), folder / f"{world}.pt")
+
+
+def test_files_of_installed_packages_are_no_data() -> None:
+    """A figure that was drawn leaves its font open."""
+    import matplotlib
+
+    font = Path(matplotlib.get_data_path()) / "fonts" / "ttf" / "DejaVuSans.ttf"
+    with font.open("rb"), Path(os.__file__).open("rb"):
+        module, _ = ran("concurrent", rounds=1, workers=2)
+    assert module.engine_facts["workers"] == "2 processes"
