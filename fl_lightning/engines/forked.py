@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -79,6 +79,7 @@ class Forked:
         self.number = number
         self._note = note
         self._children: list[Child] = []
+        self._alone = False  # whether a method keeps something that a worker would lose
         self._told = False  # of a client that failed in a worker and not in the run itself
 
     def train(
@@ -88,20 +89,29 @@ class Forked:
         collect: Collect,
         tell: Callable[[], None],
     ) -> None:
+        if self._alone:
+            self.one_after_the_other().train(round, leaves, collect, tell)
+            return
         # It also says what a client brings home, without adding it.
         assert isinstance(collect, Contributions)
         waiting = deque(largest_first(round, leaves))
         try:
             for _ in range(min(self.number, len(leaves))):
                 self._children.append(self._forked(round, collect))
-            for _ in range(AHEAD):
-                for child in self._children:
-                    self._hand_out(child, waiting)
+            self._hand_out(waiting)
             while busy := [child for child in self._children if child.tasks]:
                 for child in self._ready(busy):
                     self._take(child, round, collect)
-                    self._hand_out(child, waiting)
+                    if self._alone:
+                        break
+                    self._hand_out(waiting)
                     tell()
+                if self._alone:
+                    left = [leaf for child in self._children for leaf in child.tasks]
+                    self.close()
+                    for leaf, client in [*left, *waiting]:
+                        self._train_here(round, leaf, client, collect)
+                        tell()
             for child in self._children:
                 child.connection.send(None)
                 os.waitpid(child.pid, 0)
@@ -156,6 +166,8 @@ class Forked:
         # What is there now is the parent's: to look at it would copy its memory.
         gc.freeze()
         torch.set_num_threads(1)
+        methods = self.worker.work.methods.callbacks
+        before = attributes_of(methods)
         with torch.no_grad(), self.worker.copy.tied(round.evaluated):
             while (client := connection.recv()) is not None:
                 answer: Any
@@ -164,17 +176,25 @@ class Forked:
                         answer = collect.brought(self.worker.train(round, client))
                     except Exception as error:
                         answer = Failed(f"{type(error).__name__}: {error}")
+                after = attributes_of(methods)
+                changed = [name for name in after if after[name] != before.get(name)]
+                if changed and not isinstance(answer, Failed):
+                    answer = Keeps(changed[0])
                 texts = [(str(w.message), w.category, w.filename, w.lineno) for w in told]
                 sys.stdout.flush()
                 sys.stderr.flush()
                 send(connection, (answer, texts, collect.changed))
 
-    def _hand_out(self, child: Child, waiting: deque[Leaf]) -> None:
-        if waiting:
-            leaf = waiting.popleft()
-            child.tasks.append(leaf)
-            with suppress(BrokenPipeError):  # it has ended, which is told where it is read
-                child.connection.send(leaf[1])
+    def _hand_out(self, waiting: deque[Leaf]) -> None:
+        """Give each idle worker a client, and a second one while there are many."""
+        for tasks in range(AHEAD):
+            for child in self._children:
+                if len(child.tasks) > tasks or len(waiting) <= tasks * self.number:
+                    continue
+                leaf = waiting.popleft()
+                child.tasks.append(leaf)
+                with suppress(BrokenPipeError):  # it has ended, which is told where it is read
+                    child.connection.send(leaf[1])
 
     def _ready(self, busy: list[Child]) -> list[Child]:
         """The workers that have something to say; waits for the first one."""
@@ -208,8 +228,17 @@ class Forked:
         except (EOFError, ConnectionResetError):
             self._children.remove(child)
             raise WorkerEnded(how_it_ended(child.pid, client, round.t)) from None
-        child.tasks.popleft()
         child.since = time.monotonic()
+        if isinstance(answer, Keeps):
+            self._alone = True
+            self._note(
+                f"{answer.name} is changed in a hook that takes clients, and a worker process "
+                "would lose the change. So clients train one after the other in the run's own "
+                "process, to the same bits. Declare such a value (ClientState, Upload, "
+                "clients.log) to train in processes"
+            )
+            return
+        child.tasks.popleft()
         for text, category, file, line in told:
             registry = sys.modules[__name__].__dict__.setdefault("__warningregistry__", {})
             warnings.warn_explicit(text, category, file, line, registry=registry)
@@ -283,6 +312,27 @@ def _of_a_program(name: str) -> bool:
     python = tuple(os.path.join(prefix, "lib", "") for prefix in (sys.prefix, sys.base_prefix))
     installed = "-packages/" in name or name.startswith(python)
     return installed or name.endswith((" (deleted)", ".ttf", ".ttc", ".otf", ".afm", ".pfb"))
+
+
+@dataclass(frozen=True)
+class Keeps:
+    """A method's attribute that a hook of clients changed, by its name."""
+
+    name: str
+
+
+def attributes_of(methods: Iterable[object]) -> dict[str, tuple[int, int]]:
+    """What tells whether an attribute of a method is another one, or longer, or changed."""
+    facts = {}
+    for method in methods:
+        for name, value in vars(method).items():
+            size = 0
+            if isinstance(value, Tensor):
+                size = value._version
+            elif isinstance(value, (list, dict, set, deque)):
+                size = len(value)
+            facts[f"{type(method).__name__}.{name}"] = (id(value), size)
+    return facts
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
@@ -21,7 +22,17 @@ from fl_lightning.cli.compose import merge, packaged, read
 from fl_lightning.cli.method_options import full_paths
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdam
-from tests.helpers.agreement import CLIPPED, SINGLE, Case, EveryHook, Run, near, same_bits, trained
+from tests.helpers.agreement import (
+    CLIPPED,
+    SINGLE,
+    Case,
+    EveryHook,
+    Logged,
+    Run,
+    near,
+    same_bits,
+    trained,
+)
 from tests.helpers.compositions import METHODS, methods, server, settings
 
 
@@ -127,6 +138,22 @@ def test_packaged_methods_with_clipping(name: str) -> None:
         run = trained(make(), "stacked", clients_at_once=at_once, **CLIPPED)
         assert stacks(run, make())
         near(run, reference)
+
+
+class Drawing(Logged):
+    """Draws a random number in each step, so that it trains in processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()).double())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_packaged_methods_in_worker_processes(name: str) -> None:
+    reference = trained(CASES[name](), "sequential", learner=Drawing)
+    run = trained(CASES[name](), "concurrent", learner=Drawing, workers=2)
+    assert run.module.engine_facts["workers"] == "2 processes"
+    assert not any("in the run's own process" in note for note in run.module.notes)
+    same_bits(run, reference)
 
 
 @pytest.mark.fast

@@ -194,6 +194,31 @@ def test_a_worker_that_waits_for_what_it_does_not_have_is_ended(
     assert not children()
 
 
+@pytest.mark.parametrize("kept", ["list", "number"])
+def test_what_a_method_keeps_in_an_attribute_is_not_lost(kept: str) -> None:
+    """It should be declared; until it is, clients train in the run's own process."""
+
+    class Keeping(FederatedCallback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms: list[float] = []
+            self.total = 0.0
+
+        def on_local_end(self, clients: Any) -> None:
+            norm = float(clients.norm(clients.x))
+            if kept == "list":
+                self.norms.append(norm)
+            else:
+                self.total += norm
+
+    beside, reference = Keeping(), Keeping()
+    require_same(
+        ran("concurrent", callbacks=[beside], workers=2), ran("sequential", callbacks=[reference])
+    )
+    assert sorted(beside.norms) == sorted(reference.norms)
+    assert beside.total == pytest.approx(reference.total, rel=1e-12)
+
+
 def test_an_interrupted_round_ends_its_workers() -> None:
     class Interrupt(FederatedCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, done: int, total: int) -> None:
