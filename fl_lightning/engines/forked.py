@@ -107,9 +107,11 @@ class Forked:
                     self._hand_out(waiting)
                     tell()
                 if self._alone:
-                    left = [leaf for child in self._children for leaf in child.tasks]
+                    left = list(waiting)
+                    for child in self._children:
+                        left.extend(child.tasks)
                     self.close()
-                    for leaf, client in [*left, *waiting]:
+                    for leaf, client in left:
                         self._train_here(round, leaf, client, collect)
                         tell()
             for child in self._children:
