@@ -349,7 +349,7 @@ class Metrics(dict[str, Column]):
         raise KeyError(f"no metric {name!r}.{suggest(name, self)}")
 
     def to_pandas(self) -> Any:
-        """The table as a ``pandas.DataFrame``: a row a round, a column a metric.
+        """The table as a ``pandas.DataFrame``: one row per round, one column per metric.
 
         Raises:
             UserError: pandas is not installed.

@@ -29,7 +29,7 @@ _OF_TRAINER = ("max_epochs", "min_epochs", "check_val_every_n_epoch", "precision
 class PythonConfig:
     """The config of the run that ``trainer`` fits now.
 
-    ``unknown``: the keys whose values are known to the program alone.
+    ``unknown``: the keys whose values only the program knows.
     """
 
     def __init__(self, trainer: pl.Trainer, module: Any, folder: str) -> None:

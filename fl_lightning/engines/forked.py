@@ -89,6 +89,13 @@ class Forked:
         collect: Collect,
         tell: Callable[[], None],
     ) -> None:
+        # A data set may have opened a file since the engine was chosen, in validation, say.
+        if not self._alone and (files := open_files()):
+            self._alone = True
+            self._note(
+                f"clients train one after the other from round {round.t} on, to the same bits, "
+                f"because {files[0]} is open for reading now"
+            )
         if self._alone:
             self.one_after_the_other().train(round, leaves, collect, tell)
             return
@@ -165,7 +172,7 @@ class Forked:
         # A Ctrl-C or a job's end is for the run, which lets its workers finish or ends them.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        # What is there now is the parent's: to look at it would copy its memory.
+        # The collector would copy the memory of every object that it visits.
         gc.freeze()
         torch.set_num_threads(1)
         methods = self.worker.work.methods.callbacks

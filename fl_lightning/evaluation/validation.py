@@ -123,7 +123,7 @@ class EpochLogs:
         self._metrics: dict[tuple[str, str], Metric] = {}
 
     def batch_starts(self, batch: Any, samples: int) -> None:
-        """Weigh means by this batch from here on; None: there is no batch."""
+        """Weigh means by this batch from here on. None means that no batch is present."""
         self._batch = batch
         self._samples = samples
         self._size = None

@@ -302,3 +302,18 @@ def test_files_of_installed_packages_are_no_data() -> None:
     with font.open("rb"), Path(os.__file__).open("rb"):
         module, _ = ran("concurrent", rounds=1, workers=2)
     assert module.engine_facts["workers"] == "2 processes"
+
+
+def test_a_file_that_is_opened_between_rounds_is_not_shared(tmp_path: Path) -> None:
+    (tmp_path / "samples.bin").write_bytes(b"1234")
+    opened: list[Any] = []
+
+    class Opening(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            if not opened:
+                opened.append((tmp_path / "samples.bin").open("rb"))
+
+    module, logged = ran("concurrent", callbacks=[Opening()], workers=2)
+    opened[0].close()
+    require_same((module, logged), ran("sequential"))
+    assert any("from round 1 on" in note and "samples.bin" in note for note in module.notes)
