@@ -4,77 +4,72 @@ other."""
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Subset
 
-from benchmarks.workloads import LR, Workload
+from benchmarks.workloads import LR, Pictures, Workload, loss_of
 
 Arrays = tuple[Tensor, Tensor]
 
 
-def prepared(work: Workload, device: str) -> Callable[[], float]:
+def prepared(work: Workload, device: str, readers: int = 0) -> Callable[[], float]:
     """A workload's round, which gives its mean loss.
 
     FedAvg's work stands for methods that the loop does not have.
+
+    Args:
+        readers: processes of torch's DataLoader, where samples are files.
     """
     torch.manual_seed(0)
-    loop = Bare(
-        work.others().to(device), work.epochs, work.batch_size, LR, work.weight_decay,
-        "ControlVariates" in work.methods, work.registered,
-    )  # fmt: skip
-    x, y = (array.to(device) for array in work.arrays())
-    clients = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
-    return lambda: loop.round(clients)
+    loop = Bare(work, device, readers)
+    return lambda: loop.round(loop.clients)
 
 
 class Bare:
-    """Trains ``clients`` (their tensors x, y) from the global model, and averages them.
+    """Trains clients from the global model, and averages them.
 
-    Args:
-        scaffold: with control variates of Option II.
+    With control variates of Option II where the workload's method is SCAFFOLD.
     """
 
-    def __init__(
-        self,
-        network: nn.Module,
-        epochs: int,
-        batch_size: int,
-        lr: float = 0.1,
-        weight_decay: float = 0.0,
-        scaffold: bool = False,
-        registered: int = 100,
-    ) -> None:
-        self.network, self.epochs, self.batch_size = network, epochs, batch_size
-        self.lr, self.weight_decay, self.scaffold, self.registered = (
-            lr,
-            weight_decay,
-            scaffold,
-            registered,
-        )
-        self.c = [torch.zeros_like(p) for p in network.parameters()]
+    def __init__(self, work: Workload, device: str = "cpu", readers: int = 0) -> None:
+        self.work = work
+        self.readers = readers
+        self.network = work.others().to(device)
+        self.scaffold = "ControlVariates" in work.methods
+        self.clients: list[Any]
+        if work.pictures:
+            pictures = Pictures(*work.arrays())
+            ends = np.cumsum([0, *work.sizes()])
+            self.clients = [Subset(pictures, range(a, b)) for a, b in pairwise(ends.tolist())]
+        else:
+            self.clients = [(x.to(device), y.to(device)) for x, y in work.parts()]
+        self.c = [torch.zeros_like(p) for p in self.network.parameters()]
         self.c_i: dict[int, list[Tensor]] = {}
 
-    def round(self, clients: Sequence[Arrays]) -> float:
+    def round(self, clients: Sequence[Any]) -> float:
         """One round; returns the mean loss over clients and steps."""
         w = [p.detach().clone() for p in self.network.parameters()]
         total, moved = [torch.zeros_like(p) for p in w], [torch.zeros_like(p) for p in w]
         losses: list[Tensor] = []
-        for client, (x, y) in enumerate(clients):
+        for client, samples in enumerate(clients):
             model = copy.deepcopy(self.network)
             with torch.no_grad():
                 for p, value in zip(model.parameters(), w, strict=True):
                     p.copy_(value)
             c_i = self.c_i.get(client, [torch.zeros_like(p) for p in w])
             correction = [a - b for a, b in zip(self.c, c_i, strict=True)]
-            steps = self.train(model, x, y, correction, losses)
+            steps = self.train(model, samples, correction, losses)
             with torch.no_grad():
                 for t, p in zip(total, model.parameters(), strict=True):
                     t += p / len(clients)
                 if self.scaffold:
-                    scale = 1 / (self.lr * steps)
+                    scale = 1 / (LR * steps)
                     trained = list(model.parameters())
                     new = [
                         ci - c + scale * (before - after)
@@ -87,20 +82,27 @@ class Bare:
             for p, t in zip(self.network.parameters(), total, strict=True):
                 p.copy_(t)
             for c, m in zip(self.c, moved, strict=True):
-                c += len(clients) / self.registered * m
+                c += len(clients) / self.work.registered * m
         return float(torch.stack(losses).mean())
 
+    def epoch(self, samples: Any) -> Iterator[Arrays]:
+        size = self.work.batch_size
+        if self.work.pictures:
+            yield from DataLoader(samples, size, shuffle=True, num_workers=self.readers)
+            return
+        x, y = samples
+        for chosen in torch.randperm(len(x)).split(size):
+            yield x[chosen], y[chosen]
+
     def train(
-        self, model: nn.Module, x: Tensor, y: Tensor, correction: list[Tensor], losses: list[Tensor]
+        self, model: nn.Module, samples: Any, correction: list[Tensor], losses: list[Tensor]
     ) -> int:
-        optimizer = torch.optim.SGD(model.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        optimizer = self.work.optimizer(model.parameters())
         steps = 0
-        for _ in range(self.epochs):
-            order = torch.randperm(len(x))
-            for start in range(0, len(x), self.batch_size):
-                chosen = order[start : start + self.batch_size]
+        for _ in range(self.work.epochs):
+            for x, y in self.epoch(samples):
                 optimizer.zero_grad()
-                loss = self.loss(model, x[chosen], y[chosen])
+                loss = self.loss(model, x, y)
                 loss.backward()
                 if self.scaffold:
                     for p, add in zip(model.parameters(), correction, strict=True):
@@ -113,4 +115,4 @@ class Bare:
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """What a step minimises."""
-        return cross_entropy(model(x), y)
+        return loss_of(model(x), y)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity, logsigmoid
 
 from benchmarks.bare import Bare
-from benchmarks.workloads import LR, WORKLOADS, Ours
+from benchmarks.workloads import WORKLOADS, Ours
 from fl_lightning.callbacks import ModelContrast
 
 
@@ -36,12 +36,12 @@ class BareMoon(Bare):
     """MOON as one would write it: two teachers in evaluation mode, without a graph."""
 
     def train(
-        self, model: nn.Module, x: Tensor, y: Tensor, correction: list[Tensor], losses: list[Tensor]
+        self, model: nn.Module, samples: Any, correction: list[Tensor], losses: list[Tensor]
     ) -> int:
         # In a client's first round both are the server's model.
         self.teachers = [copy.deepcopy(model).eval(), copy.deepcopy(model).eval()]
         self.features = [Features(network) for network in (model, *self.teachers)]
-        return super().train(model, x, y, correction, losses)
+        return super().train(model, samples, correction, losses)
 
     def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         loss = super().loss(model, x, y)
@@ -61,14 +61,12 @@ def main() -> None:
     # Two clients of one epoch: the ratio is of steps, and the whole takes a minute or two.
     work = replace(WORKLOADS["W2"], clients=2, registered=2, epochs=1)
     ours = Ours(work, given.engine, [ModelContrast()])
-    x, y = work.arrays()
-    clients = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
     torch.manual_seed(0)
-    bare = BareMoon(work.others(), work.epochs, work.batch_size, LR, work.weight_decay)
+    bare = BareMoon(work)
     pairs = []
     for repetition in range(given.repetitions + 1):
         began = time.perf_counter()
-        bare.round(clients)
+        bare.round(bare.clients)
         theirs = time.perf_counter() - began
         # The first round has all that is done once a run.
         if repetition:

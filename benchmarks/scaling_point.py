@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 
 from benchmarks.scaling import Configuration
-from benchmarks.workloads import Learner, quiet_trainer
+from benchmarks.workloads import LR, Learner, quiet_trainer
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.datamodules import Dirichlet
@@ -100,7 +101,8 @@ def measure(wanted: Configuration, folder: Path) -> None:
     data = InMemoryDataModule(
         (x, y), partition=partition, num_clients=wanted.clients, batch_size=10
     )
-    learner = Learner(MLP([64, max(1, round((wanted.parameters - 10) / 75)), 10]), 0.0)
+    network = MLP([64, max(1, round((wanted.parameters - 10) / 75)), 10])
+    learner = Learner(network, partial(torch.optim.SGD, lr=LR))
     kind = FromFew if wanted.returning else FederatedModule
     module = kind(
         learner, participation=wanted.participants, local_epochs=1, seed=1, engine="sequential"

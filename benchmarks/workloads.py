@@ -6,51 +6,81 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from io import BytesIO
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
 import torch
+from PIL import Image
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import Dataset, Subset
+from torchvision.transforms import (
+    Compose,
+    Normalize,
+    RandomHorizontalFlip,
+    RandomResizedCrop,
+    ToTensor,
+)
+from torchvision.transforms.functional import to_pil_image
 
+from benchmarks.networks import (
+    CHARACTERS,
+    CharacterLSTM,
+    Decoder,
+    HandwritingConvolutions,
+    Series,
+    SmallConvolutions,
+    SmallTransformer,
+    adapted_decoder,
+)
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.models import MLP, LeNet, ResNet18GN
+from fl_lightning.datamodules import FromDatasets
+from fl_lightning.models import MLP, LeNet, ResNet18GN, ResNet20
 
 LR = 0.1
 FEDSMOO = ("GlobalSharpnessAwareMinimization", "DynamicRegularization")
 
 
-class SmallConvolutions(nn.Sequential):
-    """pfl's CIFAR-10 benchmark: two 3x3 convolutions (32, 64), pooling, 128 units."""
+OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
-    def __init__(self) -> None:
-        super().__init__(
-            nn.Conv2d(3, 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(64 * 14 * 14, 128),
-            nn.ReLU(),
-            nn.Linear(128, 10),
+
+def loss_of(outputs: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy over classes ``(…, C)``, at each position of a text."""
+    return cross_entropy(outputs.flatten(0, -2), y.flatten())
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """JPEG files in memory, which PIL decodes, crops and flips at random when they are read."""
+
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self.targets = y
+        self.files = [self._encoded(picture) for picture in x]
+        self.transform = Compose(
+            [
+                RandomResizedCrop(32),
+                RandomHorizontalFlip(),
+                ToTensor(),
+                Normalize((0.5, 0.5, 0.5), (0.25, 0.25, 0.25)),
+            ]
         )
 
+    @staticmethod
+    def _encoded(picture: Tensor) -> bytes:
+        file = BytesIO()
+        to_pil_image(picture.sigmoid()).resize((128, 128)).save(file, "JPEG")
+        return file.getvalue()
 
-class SmallTransformer(nn.Sequential):
-    """Two encoder layers of width 32 over 16 positions, without dropout."""
+    def __len__(self) -> int:
+        return len(self.files)
 
-    def __init__(self) -> None:
-        layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True)
-        super().__init__(
-            nn.Linear(16, 32),
-            nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
-            nn.Flatten(),
-            nn.Linear(16 * 32, 10),
-        )
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        picture = Image.open(BytesIO(self.files[i]))
+        return self.transform(picture), int(self.targets[i])
 
 
 @dataclass(frozen=True)
@@ -58,8 +88,8 @@ class Workload:
     """One line of the table."""
 
     network: Callable[[], nn.Module]
-    shape: tuple[int, ...]
-    samples: int
+    shape: tuple[int, ...]  # of a sample; of a text: its length
+    samples: int  # of a client; of the largest one where sizes differ
     epochs: int
     batch_size: int
     clients: int = 10
@@ -67,6 +97,12 @@ class Workload:
     weight_decay: float = 1e-3
     methods: tuple[str, ...] = ()
     usual: Callable[[], nn.Module] | None = None
+    classes: int = 10
+    text: bool = False  # the targets are the next characters
+    pictures: bool = False  # files, which PIL decodes
+    adam: bool = False
+    # The smallest client has 1 / spread of the samples of the largest one.
+    spread: int = 1
 
     @property
     def others(self) -> Callable[[], nn.Module]:
@@ -76,12 +112,48 @@ class Workload:
         """
         return self.usual or self.network
 
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        trained = [p for p in parameters if p.requires_grad]
+        if self.adam:
+            return torch.optim.Adam(trained, lr=LR / 100)
+        return torch.optim.SGD(trained, lr=LR, weight_decay=self.weight_decay)
+
+    def sizes(self) -> list[int]:
+        """Samples of each participant: from ``samples`` down to ``samples / spread``."""
+        smallest = self.samples // self.spread
+        step = (self.samples - smallest) / max(1, self.clients - 1)
+        return [round(self.samples - step * i) for i in range(self.clients)]
+
     def arrays(self) -> tuple[Tensor, Tensor]:
-        """Samples of ten noisy patterns, for the participants alone, client after client."""
+        """Samples of noisy patterns, for the participants alone, client after client."""
         draw = torch.Generator().manual_seed(1)
-        patterns = torch.randn(10, *self.shape, generator=draw)
-        y = torch.randint(0, 10, (self.clients * self.samples,), generator=draw)
+        total = sum(self.sizes())
+        if self.text:
+            # A text in which the next character depends on the one before, most of the time.
+            text = torch.randint(0, CHARACTERS, (total, self.shape[0] + 1), generator=draw)
+            for k in range(self.shape[0]):
+                follows = torch.rand(total, generator=draw) < 0.7
+                text[:, k + 1] = torch.where(follows, (text[:, k] * 7 + 3) % 90, text[:, k + 1])
+            return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+        patterns = torch.randn(self.classes, *self.shape, generator=draw)
+        y = torch.randint(0, self.classes, (total,), generator=draw)
         return 0.3 * patterns[y] + torch.randn(len(y), *self.shape, generator=draw), y
+
+    def parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Each participant's samples."""
+        x, y = self.arrays()
+        return list(zip(x.split(self.sizes()), y.split(self.sizes()), strict=True))
+
+    def data(self) -> Any:
+        """Our data module: the participants' samples, again and again over all clients."""
+        ends = np.cumsum([0, *self.sizes()])
+        own = [np.arange(a, b) for a, b in pairwise(ends)]
+        registered = [own[i % self.clients] for i in range(self.registered)]
+        if self.pictures:
+            pictures = Pictures(*self.arrays())
+            clients = [Subset(pictures, index.tolist()) for index in registered]
+            return FromDatasets(clients=clients, batch_size=self.batch_size)
+        return InMemoryDataModule(self.arrays(), clients=registered, batch_size=self.batch_size)
 
 
 WORKLOADS = {
@@ -104,22 +176,35 @@ WORKLOADS = {
         SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0
     ),
     "W6": Workload(SmallTransformer, (16, 16), 200, 2, 20),
+    "X6": Workload(CharacterLSTM, (80,), 20, 1, 10, text=True),
+    "X7": Workload(Decoder, (64,), 48, 1, 16, clients=8, text=True),
+    "X8": Workload(lambda: ResNet20(10), (3, 32, 32), 64, 1, 32, adam=True),
+    "X9": Workload(SmallConvolutions, (3, 32, 32), 60, 2, 20, pictures=True),
+    "X10": Workload(Series, (9, 128), 160, 2, 16, spread=8),
+    "X11": Workload(adapted_decoder, (64,), 48, 1, 16, clients=8, text=True),
+    "F1": Workload(HandwritingConvolutions, (1, 28, 28), 220, 1, 20, registered=3400, classes=62),
+    "F2": Workload(
+        HandwritingConvolutions, (1, 28, 28), 100, 5, 50, clients=100, registered=100, classes=62
+    ),
 }
 
 
 class Learner(pl.LightningModule):
-    def __init__(self, network: nn.Module, weight_decay: float) -> None:
+    """A network with a loss and an optimizer."""
+
+    def __init__(self, network: nn.Module, optimizer: OptimizerOf) -> None:
         super().__init__()
-        self.network, self.weight_decay = network, weight_decay
+        self.network = network
+        self.optimizer = optimizer
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
-        loss = cross_entropy(self.network(x), y)
+        loss = loss_of(self.network(x), y)
         self.log("train/loss", loss)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=LR, weight_decay=self.weight_decay)
+        return self.optimizer(self.parameters())
 
 
 class Ours:
@@ -140,19 +225,16 @@ class Ours:
     ) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(threads)
-        x, y = work.arrays()
-        own = [np.arange(i * work.samples, (i + 1) * work.samples) for i in range(work.clients)]
-        registered = [own[i % work.clients] for i in range(work.registered)]
         self.threads = threads
         self.module = FederatedModule(
-            Learner(work.network(), work.weight_decay),
+            Learner(work.network(), work.optimizer),
             participation=work.clients,
             local_epochs=work.epochs,
             engine=engine,
             seed=1,
             **more,
         )
-        self.data = InMemoryDataModule((x, y), clients=registered, batch_size=work.batch_size)
+        self.data = work.data()
         self.trainer = quiet_trainer(
             1, list(methods), accelerator=accelerator, devices=1, precision=precision
         )

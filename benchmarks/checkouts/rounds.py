@@ -17,7 +17,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
@@ -89,10 +88,8 @@ def workload(
             [],
         )
     work = WORKLOADS[name]
-    own = [np.arange(i * work.samples, (i + 1) * work.samples) for i in range(work.clients)]
-    registered = [own[i % work.clients] for i in range(work.registered)]
-    data = InMemoryDataModule(work.arrays(), clients=registered, batch_size=work.batch_size)
-    learner = Learner(work.network(), work.weight_decay)
+    data = work.data()
+    learner = Learner(work.network(), work.optimizer)
     module = FederatedModule(
         learner, participation=work.clients, local_epochs=work.epochs, seed=1, **engine
     )

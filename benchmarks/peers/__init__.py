@@ -1,6 +1,6 @@
 """Other systems doing the same rounds (extra ``bench``), each in processes of its own.
 
-A peer is a function ``play(work, processes, rounds)`` in a module of its name: it prepares the
+A peer is a function ``play(work, peer, rounds)`` in a module of its name: it prepares the
 workload and calls ``rounds`` with a function that does one round and gives the mean training loss
 over its local steps. Imports, data, processes and compilation are before the first round, or in it;
 seconds are taken around that function alone.
@@ -34,12 +34,13 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of the table: a module here, intra-op threads of each process, and processes that train
-    together."""
+    """A row of the table: a module here, intra-op threads of each process, processes that train
+    together, and processes that read files."""
 
     module: str
     threads: int = 1
     processes: int = 1
+    readers: int = 0
 
 
 PEERS = {
@@ -134,7 +135,7 @@ def _serve(connection: Connection, peer: Peer, workload: str, rank: int, address
 
     try:
         importlib.import_module(f"benchmarks.peers.{peer.module}").play(
-            WORKLOADS[workload], peer.processes, rounds
+            WORKLOADS[workload], peer, rounds
         )
     except ImportError as error:
         connection.send(f"not installed ({error})")

@@ -6,9 +6,9 @@ A run's settings of the process are not its.
 from __future__ import annotations
 
 from benchmarks.bare import prepared
-from benchmarks.peers import Rounds
+from benchmarks.peers import Peer, Rounds
 from benchmarks.workloads import Workload
 
 
-def play(work: Workload, processes: int, rounds: Rounds) -> None:
-    rounds(prepared(work, "cpu"))
+def play(work: Workload, peer: Peer, rounds: Rounds) -> None:
+    rounds(prepared(work, "cpu", peer.readers))

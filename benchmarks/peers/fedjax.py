@@ -16,7 +16,7 @@ from fedjax.algorithms import fed_avg
 from jax import lax
 from jax import numpy as jnp
 
-from benchmarks.peers import Missing, Rounds
+from benchmarks.peers import Missing, Peer, Rounds
 from benchmarks.workloads import LR, SmallConvolutions, Workload
 from fl_lightning.models import MLP, LeNet
 
@@ -67,22 +67,20 @@ NETWORKS: dict[type, Callable[[Parameters, Any], Any]] = {
 LAYOUTS = {1: (0,), 2: (1, 0), 4: (2, 3, 1, 0)}
 
 
-def play(work: Workload, processes: int, rounds: Rounds) -> None:
+def play(work: Workload, peer: Peer, rounds: Rounds) -> None:
     if work.methods:
         raise Missing(f"it has no {' + '.join(work.methods)}")
     torch.manual_seed(0)
     network = work.others()
-    if type(network) not in NETWORKS:
+    if type(network) not in NETWORKS or work.adam:
         raise Missing(f"{type(network).__name__} is not written in jax")
     forward = NETWORKS[type(network)]
     start = {
         k: jnp.asarray(v.permute(LAYOUTS[v.dim()]).numpy()) for k, v in network.state_dict().items()
     }
-    x, y = work.arrays()
-    x = x.permute(0, 2, 3, 1).contiguous()
     own = [
-        fedjax.ClientDataset({"x": a.numpy(), "y": b.numpy()})
-        for a, b in zip(x.split(work.samples), y.split(work.samples), strict=True)
+        fedjax.ClientDataset({"x": x.permute(0, 2, 3, 1).contiguous().numpy(), "y": y.numpy()})
+        for x, y in work.parts()
     ]
     steps = work.epochs * -(-work.samples // work.batch_size)
 

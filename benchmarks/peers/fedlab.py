@@ -9,20 +9,20 @@ from fedlab.contrib.algorithm.basic_client import SGDSerialClientTrainer
 from fedlab.contrib.algorithm.basic_server import SyncServerHandler
 from fedlab.contrib.algorithm.scaffold import ScaffoldSerialClientTrainer, ScaffoldServerHandler
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.peers import Missing, Rounds
-from benchmarks.workloads import LR, Workload
+from benchmarks.peers import Missing, Peer, Rounds
+from benchmarks.workloads import LR, Workload, loss_of
 
 
-def play(work: Workload, processes: int, rounds: Rounds) -> None:
+def play(work: Workload, peer: Peer, rounds: Rounds) -> None:
+    if work.pictures:
+        raise Missing("its clients' samples are tensors here")
     if work.methods not in ((), ("ControlVariates",)):
         raise Missing(f"it has no {' + '.join(work.methods)}")
     torch.manual_seed(0)
     network = work.others()
-    x, y = work.arrays()
-    own = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
+    own = work.parts()
     losses: list[Tensor] = []
 
     class Data:
@@ -30,7 +30,7 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
             return DataLoader(TensorDataset(*own[client]), batch_size=batch_size, shuffle=True)
 
     def criterion(output: Tensor, target: Tensor) -> Tensor:
-        loss = cross_entropy(output, target)
+        loss = loss_of(output, target)
         losses.append(loss.detach())
         return loss
 
@@ -39,9 +39,7 @@ def play(work: Workload, processes: int, rounds: Rounds) -> None:
     )
     trainer.setup_dataset(Data())
     trainer.setup_optim(work.epochs, work.batch_size, LR)
-    trainer.optimizer = torch.optim.SGD(
-        trainer._model.parameters(), LR, weight_decay=work.weight_decay
-    )
+    trainer.optimizer = work.optimizer(trainer._model.parameters())
     trainer.criterion = criterion
     sampled = work.clients / work.registered
     if work.methods:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.bare import Bare
-from benchmarks.peers import Missing, Rounds
-from benchmarks.workloads import LR, WORKLOADS, Workload
+from benchmarks.peers import Missing, Peer, Rounds
+from benchmarks.workloads import WORKLOADS, Workload
 
 os.environ["FLWR_TELEMETRY_ENABLED"] = "0"
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -28,9 +28,7 @@ WORKERS = 2
 def prepared(workload: str) -> tuple[Bare, list[tuple[Tensor, Tensor]]]:
     """Once in each worker: network and loop (Flower leaves that to its users), and the clients."""
     work = WORKLOADS[workload]
-    x, y = work.arrays()
-    loop = Bare(work.others(), work.epochs, work.batch_size, LR, work.weight_decay)
-    return loop, list(zip(x.split(work.samples), y.split(work.samples), strict=True))
+    return Bare(work), work.parts()
 
 
 client_app = ClientApp()
@@ -42,13 +40,15 @@ def train(message: Message, context: Context) -> Message:
     loop.network.load_state_dict(message.content["arrays"].to_torch_state_dict())
     losses: list[Tensor] = []
     x, y = clients[int(context.node_config["partition-id"])]
-    loop.train(loop.network, x, y, [], losses)
+    loop.train(loop.network, (x, y), [], losses)
     metrics = MetricRecord({"loss": float(torch.stack(losses).mean()), "num-examples": len(x)})
     content = RecordDict({"arrays": ArrayRecord(loop.network.state_dict()), "metrics": metrics})
     return Message(content=content, reply_to=message)
 
 
-def play(work: Workload, processes: int, rounds: Rounds) -> None:
+def play(work: Workload, peer: Peer, rounds: Rounds) -> None:
+    if work.pictures:
+        raise Missing("its clients' samples are tensors here")
     if work.methods:
         raise Missing(f"it has no {' + '.join(work.methods)}")
     # Of Flower's extra `simulation`; without it the run would end the process.

@@ -25,10 +25,9 @@ from pfl.internal.ops.selector import set_framework_module
 from pfl.metrics import Weighted
 from pfl.model.pytorch import PyTorchModel
 from torch import Tensor
-from torch.nn.functional import cross_entropy
 
-from benchmarks.peers import Missing, Rounds
-from benchmarks.workloads import LR, Workload
+from benchmarks.peers import Missing, Peer, Rounds
+from benchmarks.workloads import LR, Workload, loss_of
 
 
 class Shuffled(Dataset):
@@ -47,7 +46,7 @@ class Module(torch.nn.Module):
         self.losses: list[Tensor] = []
 
     def loss(self, x: Tensor, y: Tensor, eval: bool = False) -> Tensor:
-        loss = cross_entropy(self.network(x), y)
+        loss = loss_of(self.network(x), y)
         self.losses.append(loss.detach())
         return loss
 
@@ -55,23 +54,24 @@ class Module(torch.nn.Module):
         return {"loss": Weighted(float(self.loss(x, y)), 1)}
 
 
-def play(work: Workload, processes: int, rounds: Rounds) -> None:
+def play(work: Workload, peer: Peer, rounds: Rounds) -> None:
+    if work.pictures:
+        raise Missing("its clients' samples are tensors here")
     if work.methods not in ((), ("ControlVariates",)):
         raise Missing(f"it has no {' + '.join(work.methods)}")
-    if work.methods and processes > 1:
+    if work.methods and peer.processes > 1:
         raise Missing("the states of its SCAFFOLD's clients are one process's")
     set_framework_module(pytorch_ops)
     torch.manual_seed(0)
     module = Module(work.others())
-    x, y = work.arrays()
-    own = list(zip(x.split(work.samples), y.split(work.samples), strict=True))
+    own = work.parts()
     turn = iter(int(i) for _ in iter(int, 1) for i in range(work.clients))
     data = FederatedDataset(
         lambda user: Shuffled(list(own[user]), user_id=str(user)), lambda: next(turn)
     )
     model = PyTorchModel(
         module,
-        lambda parameters, lr: torch.optim.SGD(parameters, lr=lr, weight_decay=work.weight_decay),
+        lambda parameters, lr: work.optimizer(parameters),
         torch.optim.SGD(module.parameters(), lr=1.0),
     )
     train = NNTrainHyperParams(

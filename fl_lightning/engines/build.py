@@ -85,8 +85,8 @@ def choose(
     copies.treat_as_buffers(plan.as_buffers)
     check_looks(copies)
     tell_of_buffers(situation, plan, decision.buffers, note)
-    if resumed and plan.channels_last:
-        copies.use_channels_last()
+    if resumed:
+        copies.prepare(plan)
     if plan.engine == "stacked":
         with tried_apart(situation):
             plan = stackable(copies, plan, one_by_one, note)
@@ -224,10 +224,11 @@ def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
     failure: Exception | None = None
     decision: Decision | None = None
     copies.treat_as_buffers(as_buffers)
-    # The network alone decides: with a measured choice two runs of one command had other bits.
+    # The network and the optimizer alone decide: with a measured choice two runs of one command had
+    # other bits.
     channels_last = situation.prefers_channels_last and situation.engine != "stacked"
-    if channels_last:
-        copies.use_channels_last()
+    fused = situation.fuses
+    copies.prepare(EnginePlan("", channels_last=channels_last, fused=fused))
     if situation.rank == 0:
         try:
             with tried_apart(situation):
@@ -245,7 +246,7 @@ def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
         raise failure
     if agreed.failure:
         raise UserError(agreed.failure)
-    return replace(agreed, plan=replace(agreed.plan, channels_last=channels_last))
+    return replace(agreed, plan=replace(agreed.plan, channels_last=channels_last, fused=fused))
 
 
 def notes_of(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[str, ...]:

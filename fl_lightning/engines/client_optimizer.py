@@ -47,10 +47,19 @@ class ClientOptimizer:
     Plain SGD is one pass over x; optimizers that treat each coordinate alike work on the flat
     vector, all others (and those with several parameter groups) on the parameters' views. State is
     fresh every round unless loaded.
+
+    Args:
+        fused: whether Adam and AdamW take torch's fused kernel, where :func:`can_be_fused`.
     """
 
     def __init__(
-        self, optimizer: Optimizer, learner: nn.Module, x: Tensor, gradient: Tensor, layout: Layout
+        self,
+        optimizer: Optimizer,
+        learner: nn.Module,
+        x: Tensor,
+        gradient: Tensor,
+        layout: Layout,
+        fused: bool = False,
     ) -> None:
         self.x = x
         self.gradient = gradient
@@ -69,7 +78,7 @@ class ClientOptimizer:
             self._views_of_x = layout.views(x.view(-1))
             return
         if flat:
-            self._build_flat(optimizer, gradient)
+            self._build_flat(optimizer, gradient, fused)
         else:
             self._build_by_parameter(optimizer, learner, gradient, layout)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
@@ -78,12 +87,14 @@ class ClientOptimizer:
         self._attributes = copied_values(own_attributes(self.optimizer), self._replaced)
         self._loaded: set[str] = set()
 
-    def _build_flat(self, optimizer: Optimizer, gradient: Tensor) -> None:
+    def _build_flat(self, optimizer: Optimizer, gradient: Tensor, fused: bool) -> None:
         """The user's optimizer once more, over the flat vector."""
         parameter = nn.Parameter(self.x.view(-1), requires_grad=False)
         parameter.grad = gradient.view(-1)
         # A scheduler's note of the first rate is no option of the optimizer.
         options = {k: v for k, v in options_of(optimizer)[0].items() if k != "initial_lr"}
+        if fused:
+            options["fused"] = True
         build: Any = type(optimizer)
         arguments = {k: v for k, v in options.items() if k in inspect.signature(build).parameters}
         self.optimizer: Optimizer = build([{"params": [parameter], **options}], **arguments)
@@ -371,6 +382,22 @@ def unheld(optimizer: Optimizer, learner: nn.Module) -> frozenset[int]:
 def moves_without_gradient(optimizer: Optimizer) -> bool:
     """Tell whether a gradient of zeros may move a parameter, which it would not do without one."""
     return not is_plain_sgd(optimizer) or bool(optimizer.param_groups[0]["weight_decay"])
+
+
+def can_be_fused(optimizer: Optimizer, learner: nn.Module) -> bool:
+    """Tell whether torch's fused kernel can take the steps of Adam or AdamW on the flat vector.
+
+    It is one pass over x where the default is a dozen, and does not read its step count in Python,
+    so that steps can be recorded. What the user chose of the kinds of kernels stays.
+    """
+    if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
+        return False
+    group = optimizer.param_groups[0]
+    free = group["fused"] is None and group["foreach"] is None
+    asks = (
+        group["capturable"] or group["differentiable"] or not isinstance(group["lr"], float | int)
+    )
+    return free and not asks and is_flat(optimizer, learner)
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:

@@ -297,7 +297,7 @@ def why_not_forked(situation: Situation) -> str:
 
 
 def open_files() -> list[str]:
-    """The regular files that this process has open for reading only.
+    """The regular files that this process has opened for reading only.
 
     A forked process shares their positions: what one reads, another one misses.
     """
@@ -311,9 +311,23 @@ def open_files() -> list[str]:
             continue  # the listing's own descriptor, which is closed again
         # What is written too is a log or a lock.
         only_read = flags & os.O_ACCMODE == os.O_RDONLY
-        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2 and not _of_a_program(name):
+        unknown = not _of_a_program(name) and not _inherited(int(descriptor), name)
+        if stat.S_ISREG(mode) and only_read and int(descriptor) > 2 and unknown:
             names.append(name)
     return names
+
+
+def _inherited(descriptor: int, name: str) -> bool:
+    """Tell whether the program that started this one left it an open file, a shell's lock, say.
+
+    Such a file is open in both under one number, and was not to be closed when this one began.
+    """
+    if fcntl.fcntl(descriptor, fcntl.F_GETFD) & fcntl.FD_CLOEXEC:
+        return False
+    try:
+        return os.readlink(f"/proc/{os.getppid()}/fd/{descriptor}") == name
+    except OSError:
+        return False
 
 
 def _of_a_program(name: str) -> bool:

@@ -16,6 +16,7 @@ RESUMED = (
     "threads",
     "server_threads",
     "channels_last",
+    "fused",
 )
 
 
@@ -32,6 +33,7 @@ class EnginePlan:
         threads: intra-op threads for a client; ``server_threads``: for everything else.
         captured: whether local steps are recorded and replayed; ``not_captured``: why not.
         channels_last: whether images lie in channels-last memory.
+        fused: whether Adam or AdamW steps by torch's fused kernel.
         as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
     """
 
@@ -45,6 +47,7 @@ class EnginePlan:
     captured: bool = False
     not_captured: str = ""
     channels_last: bool = False
+    fused: bool = False
     as_buffers: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, Any]:

@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from fl_lightning.engines import batch_callbacks
-from fl_lightning.engines.client_optimizer import ClientOptimizer, unheld
+from fl_lightning.engines.client_optimizer import ClientOptimizer, can_be_fused, unheld
 from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
+from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable
@@ -97,6 +98,13 @@ class Situation:
         # The most that the steps tried on a copy have taken.
         one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * self.w.nbytes)))
+
+    @property
+    def fuses(self) -> bool:
+        """Whether clients step by the fused kernel of Adam or AdamW."""
+        # A CPU and a GPU have one.
+        has_kernel = self.w.device.type in ("cpu", "cuda")
+        return has_kernel and can_be_fused(self.optimizer, self.learner)
 
     @property
     def prefers_channels_last(self) -> bool:
@@ -249,14 +257,16 @@ class LearnerCopies:
             draws=False,
         )
         self.as_buffers: tuple[str, ...] = ()
+        self.fused = False
         self.step_seconds: float | None = None  # once it was measured
         self._tried: list[tuple[LearnerCopy, ClientOptimizer]] = []
 
     def optimizer(self, x: Tensor, gradient: Tensor) -> ClientOptimizer:
         """The clients' optimizer for models ``x`` ``(n, D)``."""
         situation = self.situation
+        fused = self.fused and situation.fuses
         return ClientOptimizer(
-            situation.optimizer, situation.learner, x, gradient, situation.layout
+            situation.optimizer, situation.learner, x, gradient, situation.layout, fused
         )
 
     def optimizer_of(self, copy: LearnerCopy) -> ClientOptimizer:
@@ -296,9 +306,11 @@ class LearnerCopies:
         for copy in (self.original, *(copy for copy, _ in self._tried)):
             copy.treat_as_buffers(names)
 
-    def use_channels_last(self) -> None:
-        """From here on with images in channels-last memory."""
-        self.original.convert = channels_last(self.original.convert)
+    def prepare(self, plan: EnginePlan) -> None:
+        """Lay images out, and step, as the plan says: bits depend on both."""
+        self.fused = plan.fused
+        if plan.channels_last:
+            self.original.convert = channels_last(self.original.convert)
 
 
 def channels_last(convert: Convert | None) -> Convert:

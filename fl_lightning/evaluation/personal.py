@@ -269,8 +269,8 @@ class FineTuning:
         )
         copies = LearnerCopies(situation)
         copies.treat_as_buffers(run.model.as_buffers)
-        if run.plan is not None and run.plan.channels_last:
-            copies.use_channels_last()
+        if run.plan is not None:
+            copies.prepare(run.plan)
         ((self.copy, optimizer),) = copies.for_trials(1)
         self.worker = Worker(work, self.copy, optimizer)
 

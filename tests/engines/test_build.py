@@ -201,6 +201,7 @@ def copies(engine: str = "auto", **given: Any) -> Any:
         "most_at_once": 4,
         "looking": (),
         "prefers_channels_last": False,
+        "fuses": False,
         "learner": torch.nn.Linear(2, 2),
         "broadcast": lambda value: value,
     }
@@ -208,6 +209,7 @@ def copies(engine: str = "auto", **given: Any) -> Any:
         situation=SimpleNamespace(**{**situation, **given}),
         as_buffers=("frozen",),
         treat_as_buffers=lambda names: None,
+        prepare=lambda plan: None,
     )
 
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fl_lightning import UserError
+from fl_lightning.engines.situation import Situation
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
@@ -26,6 +28,41 @@ class Counted(torch.optim.Optimizer):
             scale = self.state[p]["scale"]
             p.sub_(self.param_groups[0]["lr"] * scale * p.grad)
             scale += 1
+
+
+def trained(
+    kind: Any,
+    rounds: int,
+    save: Path | None = None,
+    resume: Path | None = None,
+    **options: Any,
+) -> Tensor:
+    """The model after so many rounds of a run, which a checkpoint may begin or end."""
+    module = federated(client_optimizer=lambda p: kind(p, lr=0.01, **options))
+    run = trainer(rounds)
+    run.fit(module, blobs(), ckpt_path=resume)
+    if save is not None:
+        run.save_checkpoint(save)
+    return module.global_vector.detach().clone()
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_adam_takes_its_fused_kernel_unless_the_user_chose_one(kind: Any) -> None:
+    usual = trained(kind, 2)
+    assert torch.equal(usual, trained(kind, 2, fused=True))
+    own_choice = trained(kind, 2, foreach=False)
+    assert not torch.equal(usual, own_choice)
+    torch.testing.assert_close(usual, own_choice, rtol=1e-9, atol=1e-12)
+
+
+def test_a_run_that_began_without_the_fused_kernel_keeps_its_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = trained(torch.optim.Adam, 4, foreach=False)
+    with monkeypatch.context() as before:
+        before.setattr(Situation, "fuses", False)
+        trained(torch.optim.Adam, 2, save=tmp_path / "old.ckpt")
+    assert torch.equal(trained(torch.optim.Adam, 4, resume=tmp_path / "old.ckpt"), without)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 import warnings
 from pathlib import Path
@@ -238,6 +240,16 @@ def test_a_file_that_is_open_for_reading_keeps_clients_in_the_run(tmp_path: Path
     assert "samples.bin is open for reading" in module.engine_facts["why"]
     torch.set_num_threads(1)
     require_same((module, logged), ran("sequential"))
+
+
+@pytest.mark.slow
+def test_a_file_that_a_shell_has_left_open_is_not_the_runs(tmp_path: Path) -> None:
+    (tmp_path / "lock").touch()
+    script = "from fl_lightning.engines.forked import open_files; print(open_files())"
+    with (tmp_path / "lock").open("rb") as lock:
+        run = [sys.executable, "-c", script]
+        told = subprocess.run(run, pass_fds=[lock.fileno()], capture_output=True, text=True)
+    assert (told.stdout, told.returncode) == ("[]\n", 0), told.stderr
 
 
 def test_a_warning_of_a_worker_is_given_once() -> None:

@@ -11,11 +11,23 @@ from fl_lightning.engines.plan import AS_BEFORE, EnginePlan
 
 def test_a_plan_comes_back_from_a_checkpoint() -> None:
     plan = EnginePlan(
-        "concurrent", "measured", workers=3, threads=1, server_threads=2, channels_last=True
+        "concurrent",
+        "measured",
+        workers=3,
+        threads=1,
+        server_threads=2,
+        channels_last=True,
+        fused=True,
     )
     back = EnginePlan.from_dict(plan.as_dict())
     assert back == EnginePlan(
-        "concurrent", AS_BEFORE, workers=3, threads=1, server_threads=2, channels_last=True
+        "concurrent",
+        AS_BEFORE,
+        workers=3,
+        threads=1,
+        server_threads=2,
+        channels_last=True,
+        fused=True,
     )
     stacked = EnginePlan.from_dict(EnginePlan("stacked", at_once=8).as_dict())
     assert stacked is not None and stacked.at_once == 8 and not stacked.channels_last

@@ -91,6 +91,14 @@ class ByName(FederatedCallback):
         gradient.mul_(1 + clients.client_ids[0] / 10)
 
 
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adam(parameters, lr=0.01, weight_decay=0.1)
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, amsgrad=True)
+
+
 CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
     "plain": (Lit, lambda: [], {}),
     "buffers": (Normed, lambda: [], {}),
@@ -100,6 +108,12 @@ CASES: dict[str, tuple[type[Lit], Any, dict[str, Any]]] = {
         Lit,
         lambda: [],
         {"client_optimizer": momentum, "keep_optimizer_state": True},
+    ),
+    "adam": (Lit, lambda: [], {"client_optimizer": adam}),
+    "adamw kept": (
+        Lit,
+        lambda: [ControlVariates()],
+        {"client_optimizer": adamw, "keep_optimizer_state": True},
     ),
     "clipping": (
         Lit,

@@ -57,7 +57,7 @@ class Metrical(Lit):
 
 class Adaptive(Lit):
     def configure_optimizers(self) -> Any:
-        return torch.optim.Adam(self.parameters(), lr=0.01)
+        return torch.optim.NAdam(self.parameters(), lr=0.01)
 
 
 REFUSED = {
