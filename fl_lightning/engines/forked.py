@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import fcntl
 import gc
+import math
 import os
 import pickle
 import signal
@@ -80,6 +81,8 @@ class Forked:
         self._note = note
         self._children: list[Child] = []
         self._alone = False  # whether a method keeps something that a worker would lose
+        self._fork_seconds = 0.0  # the least that a fork took
+        self._client_seconds = 0.0  # a mean over the latest clients
         self._told = False  # of a client that failed in a worker and not in the run itself
 
     def train(
@@ -103,8 +106,11 @@ class Forked:
         assert isinstance(collect, Contributions)
         waiting = deque(largest_first(round, leaves))
         try:
-            for _ in range(min(self.number, len(leaves))):
-                self._children.append(self._forked(round, collect))
+            for _ in range(self._worth(len(leaves))):
+                child = self._forked(round, collect)
+                self._children.append(child)
+                # It begins while the next one is forked.
+                self._give(child, waiting)
             self._hand_out(waiting)
             while busy := [child for child in self._children if child.tasks]:
                 for child in self._ready(busy):
@@ -151,8 +157,11 @@ class Forked:
         with warnings.catch_warnings():
             # Python warns of threads that the fork does not have, which a client does not need.
             warnings.simplefilter("ignore", DeprecationWarning)
+            began = time.perf_counter()
             pid = os.fork()
         if pid:
+            took = time.perf_counter() - began
+            self._fork_seconds = min(self._fork_seconds or took, took)
             theirs.close()
             return Child(pid, ours, since=time.monotonic())
         # Nothing of this process may run on in the worker: neither an exception nor an exit hook.
@@ -180,6 +189,7 @@ class Forked:
         with torch.no_grad(), self.worker.copy.tied(round.evaluated):
             while (client := connection.recv()) is not None:
                 answer: Any
+                began = time.perf_counter()
                 with warnings.catch_warnings(record=True) as told:
                     try:
                         answer = collect.brought(self.worker.train(round, client))
@@ -192,7 +202,8 @@ class Forked:
                 texts = [(str(w.message), w.category, w.filename, w.lineno) for w in told]
                 sys.stdout.flush()
                 sys.stderr.flush()
-                send(connection, (answer, texts, collect.changed))
+                seconds = time.perf_counter() - began
+                send(connection, (answer, texts, collect.changed, seconds))
 
     def _hand_out(self, waiting: deque[Leaf]) -> None:
         """Give each idle worker a client, and a second one while there are many."""
@@ -200,10 +211,25 @@ class Forked:
             for child in self._children:
                 if len(child.tasks) > tasks or len(waiting) <= tasks * self.number:
                     continue
-                leaf = waiting.popleft()
-                child.tasks.append(leaf)
-                with suppress(BrokenPipeError):  # it has ended, which is told where it is read
-                    child.connection.send(leaf[1])
+                self._give(child, waiting)
+
+    def _give(self, child: Child, waiting: deque[Leaf]) -> None:
+        leaf = waiting.popleft()
+        child.tasks.append(leaf)
+        with suppress(BrokenPipeError):  # it has ended, which is told where it is read
+            child.connection.send(leaf[1])
+
+    def _worth(self, clients: int) -> int:
+        """How many workers to fork for so many clients; bits do not depend on it.
+
+        Workers are forked one after the other. Where each takes f seconds to fork and clients take
+        S together, n of them need S/n + f (n+1)/2: least at the square root of 2 S/f.
+        """
+        most = min(self.number, clients)
+        if not self._client_seconds:
+            return most
+        best = math.sqrt(2 * clients * self._client_seconds / self._fork_seconds)
+        return max(1, min(most, round(best)))
 
     def _ready(self, busy: list[Child]) -> list[Child]:
         """The workers that have something to say; waits for the first one."""
@@ -233,11 +259,13 @@ class Forked:
         """Take what a client brings home from its worker."""
         (leaf, client) = child.tasks[0]
         try:
-            answer, told, changed = received(child.connection)
+            answer, told, changed, seconds = received(child.connection)
         except (EOFError, ConnectionResetError):
             self._children.remove(child)
             raise WorkerEnded(how_it_ended(child.pid, client, round.t)) from None
         child.since = time.monotonic()
+        known = self._client_seconds or seconds
+        self._client_seconds = 0.9 * known + 0.1 * seconds
         if isinstance(answer, Keeps):
             self._alone = True
             self._note(

@@ -4,11 +4,15 @@ and one paragraph for whatever ends a worker."""
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
 
+from fl_lightning import FederatedModule
 from fl_lightning.callback import ClientState, FederatedCallback, Upload
 from fl_lightning.callbacks import ControlVariates, DivergenceLogger, QuantizedUpdate
 from fl_lightning.engines import forked
@@ -221,6 +226,57 @@ def test_what_a_method_keeps_in_an_attribute_is_not_lost(kept: str) -> None:
     assert beside.total == pytest.approx(reference.total, rel=1e-12)
 
 
+@pytest.mark.slow
+def test_a_worker_killed_at_any_moment_leaves_a_run_that_resumes_to_the_same_bits(
+    tmp_path: Path,
+) -> None:
+    options: dict[str, Any] = {"engine": "concurrent", "participation": 0.5, "local_epochs": 1.5}
+    settings: dict[str, Any] = {"enable_checkpointing": True, "default_root_dir": tmp_path}
+    reference = ran("concurrent", rounds=5, callbacks=[ControlVariates()], workers=2)
+    draw = random.Random(1)
+    ended = 0
+
+    def fit(checkpoint: Path | None) -> FederatedModule:
+        torch.manual_seed(3)
+        module = federated(Drawing(), workers=2, **options)
+        trainer(5, [ControlVariates()], **settings).fit(module, blobs(), ckpt_path=checkpoint)
+        return module
+
+    for moment in range(20):
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        stop = threading.Event()
+        killer = threading.Thread(target=kill_one, args=(draw.uniform(0.0, 0.4), stop))
+        killer.start()
+        try:
+            module = fit(None)
+        except WorkerEnded as error:
+            ended += 1
+            assert "was ended by SIGKILL" in str(error), moment
+            held = sorted(tmp_path.rglob("*.ckpt"), key=os.path.getmtime)
+            module = fit(held[-1] if held else None)
+        finally:
+            stop.set()
+            killer.join()
+        assert torch.equal(module.global_vector, reference[0].global_vector), moment
+        assert client_rows(module).keys() == client_rows(reference[0]).keys()
+        assert not children(), moment
+    # Workers are there for the larger part of a run.
+    assert ended >= 10
+
+
+def kill_one(seconds: float, stop: threading.Event) -> None:
+    """Kill a worker of this process so many seconds after the first one was there."""
+    while not children() and not stop.is_set():
+        time.sleep(0.001)
+    time.sleep(seconds)
+    while not stop.is_set():
+        for pid in children():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            return
+
+
 def test_an_interrupted_round_ends_its_workers() -> None:
     class Interrupt(FederatedCallback):
         def on_client_end(self, trainer: Any, pl_module: Any, done: int, total: int) -> None:
@@ -284,11 +340,15 @@ def test_learners_that_draw_nothing_stay_on_threads() -> None:
     assert module.engine_facts["workers"] == "2"
 
 
-def children() -> list[str]:
+def children() -> list[int]:
     """The processes that this one has started and not waited for, but for those of pytest."""
     tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    pids = " ".join(path.read_text() for path in tasks).split()
-    return [pid for pid in pids if "zygote" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    found = []
+    for pid in " ".join(path.read_text() for path in tasks).split():
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if "zygote" not in Path(f"/proc/{pid}/cmdline").read_text():
+                found.append(int(pid))
+    return found
 
 
 @pytest.mark.slow
