@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterable, Iterator
+import copy
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from fl_lightning.engines import configured_optimizer
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import all_finite
-from fl_lightning.machine.processes import gathered
 from fl_lightning.methods import Methods
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.storage import forged
-from fl_lightning.storage.apart import is_plain, read_plain
-from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.apart import is_plain
 from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
-from fl_lightning.storage.run_state import RunState, Versions, unpacked
+from fl_lightning.storage.rows_on_disk import KEY, RowsOnDisk, find_folder, index_read
+from fl_lightning.storage.run_state import RunState, Versions
+from fl_lightning.storage.schema import (
+    ANYTHING,
+    COUNT,
+    IDS,
+    LIST,
+    NUMBER,
+    TENSOR,
+    TEXT,
+    check_alike,
+    check_like,
+    damaged,
+    each,
+    entry,
+    is_number,
+    maybe,
+    number_type,
+    record,
+    texts,
+    that,
+    values,
+    written,
+)
 from fl_lightning.storage.secret import Secret
-from fl_lightning.storage.segments import Index, merge_indices
+from fl_lightning.storage.segments import Index
 
-KEY = "federated"
-VERSION = 1  # of what lies there
+VERSION = 1  # of the run's part
 
 
 @dataclass
@@ -58,7 +80,7 @@ class Identity:
         compared = {**arguments, **of_data, "methods without state": methods.stateless()}
         return cls(seed, compared, methods.fingerprint(), partition)
 
-    def check_same(self, held: dict[str, Any]) -> None:
+    def check_same(self, held: Held) -> None:
         """Refuse a checkpoint of a run with other settings.
 
         Raises:
@@ -67,23 +89,23 @@ class Identity:
         # A checkpoint names these only where they are used.
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
         now = {**unsaid, **self.arguments}
-        then = {**unsaid, **held["arguments"]}
+        then = {**unsaid, **held.arguments}
         differing = []
         for key in filter(then.__contains__, now):
             if key in ("client_optimizer", "server_optimizer"):
                 differing += configured_optimizer.differing(key, then[key], now[key])
             elif then[key] != now[key]:
                 differing.append(f"{key}: {then[key]} then, {now[key]} now")
-        methods_then = held["methods"]
+        methods_then = held.methods
         for name in sorted(set(self.methods) | set(methods_then)):
             method_then = methods_then.get(name, "absent")
             method_now = self.methods.get(name, "absent")
             if method_then != method_now:
                 differing.append(f"method {name}: {method_then} then, {method_now} now")
-        if held["seed"] != self.seed:
-            differing.append(f"seed={held['seed']} then, {self.seed} now")
-        if held["partition"] and held["partition"] != self.partition:
-            differing.append(f"data's partition: {held['partition']} then, {self.partition} now")
+        if held.seed != self.seed:
+            differing.append(f"seed={held.seed} then, {self.seed} now")
+        if held.partition and held.partition != self.partition:
+            differing.append(f"data's partition: {held.partition} then, {self.partition} now")
         if differing:
             raise other_settings(differing)
 
@@ -117,73 +139,267 @@ def ended_early(trainer: Any) -> tuple[bool, str]:
     return False, ""
 
 
-def content(
-    identity: Identity,
-    state: RunState,
-    model: GlobalModel,
-    named: Collection[str],
-    plan: EnginePlan,
-    disk: RowsOnDisk,
-) -> dict[str, Any]:
-    """The part under :data:`KEY` of a checkpoint; every process calls it, to write its rows.
+@dataclass(frozen=True)
+class _Version:
+    w: Tensor = entry(TENSOR)
+    buffers: dict[str, Tensor] = entry(each(TENSOR))
 
-    ``named``: names in the checkpoint's ``state_dict``, which holds the learner as it is evaluated.
+
+@dataclass(frozen=True)
+class _Chosen:
+    """Choices of all rounds: the rounds, how many clients each has, and who."""
+
+    rounds: Tensor = entry(IDS)
+    numbers: Tensor = entry(IDS)
+    clients: Tensor = entry(IDS)
+
+
+def versions_read(held: Any, place: str) -> Versions:
+    """The kind of earlier models with their buffers, by the number of steps before them."""
+    number = that(lambda key: isinstance(key, str) and key.isdecimal())
+    read = each(record(_Version), number)(held, place)
+    return {int(number): (version.w, version.buffers) for number, version in read.items()}
+
+
+def versions_written(versions: Versions) -> dict[str, Any]:
+    return {str(v): written(_Version(w, dict(buffers))) for v, (w, buffers) in versions.items()}
+
+
+def chosen_read(held: Any, place: str) -> dict[int, tuple[int, ...]]:
+    """The kind of the clients that a method chose, by round."""
+    columns = record(_Chosen)(held, place)
+    numbers = columns.numbers.tolist()
+    if len(numbers) != len(columns.rounds) or sum(numbers) != len(columns.clients):
+        raise damaged(place)
+    clients = torch.split(columns.clients, numbers)
+    rounds = zip(columns.rounds.tolist(), clients, strict=True)
+    return {t: tuple(ids.tolist()) for t, ids in rounds}
+
+
+def chosen_written(chosen: Mapping[int, tuple[int, ...]]) -> dict[str, Tensor]:
+    rounds, numbers = list(chosen), [len(ids) for ids in chosen.values()]
+    columns = (rounds, numbers, list(chain.from_iterable(chosen.values())))
+    return written(_Chosen(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """The run's part of a checkpoint: what is written, checked and read back.
+
+    Args:
+        rounds: how many are committed; 0: an older checkpoint, which does not say.
+        logged: the metrics of the last of them.
+        versions: models and buffers from which clients of an asynchronous run still train.
+        chosen: who took part, by round, where a method chose.
+        w: the server's model, where another one is evaluated; None: the checkpoint's weights are.
+        w0: w^0, where a state starts from it.
+        buffers: those that the checkpoint's ``state_dict`` does not have.
+        server: server states by key.
+        clients: the segment of each client row; ``folders``: where segments lie.
+        arguments, methods, partition: as of :class:`Identity`. The partition is that of the rows: a
+            fit on other data, which is refused, may save a checkpoint too.
+        engine: who trains the clients.
+        secret: the name of the run's secret; empty: it has none.
     """
-    committed = model.committed()
-    return {
-        "version": VERSION,
-        "seed": identity.seed,
-        **state.progress(),
-        "w": None if committed.evaluated is None else committed.w.clone(),
-        "w0": state.initial_vector,
-        "buffers": {name: value for name, value in committed.buffers.items() if name not in named},
-        "server": {key: value.clone() for key, value in state.server.items()},
-        # "clients": the segment of each row, and "folders": where segments lie.
-        **disk.flushed(state.rows),
-        "arguments": identity.arguments,
-        "methods": identity.methods,
-        # The rows' partition: a fit on other data, which is refused, may save a checkpoint too.
-        "partition": state.partition,
-        "engine": plan.as_dict(),
-    }
+
+    version: int = entry(COUNT, VERSION)
+    seed: int = entry(COUNT)
+    rounds: int = entry(COUNT, 0)
+    logged: dict[str, float] = entry(each(NUMBER), {})
+    versions: Versions = entry(versions_read, {}, versions_written)
+    chosen: dict[int, tuple[int, ...]] = entry(chosen_read, {}, chosen_written)
+    w: Any = entry(ANYTHING)  # `check_vector` compares it with the run's own
+    w0: Tensor | None = entry(maybe(TENSOR))
+    buffers: dict[str, Tensor] = entry(each(TENSOR))
+    server: dict[str, Tensor] = entry(each(TENSOR))
+    clients: Index = entry(index_read)
+    folders: list[str] = entry(texts)
+    arguments: dict[str, str] = entry(each(TEXT))
+    methods: dict[str, str] = entry(each(TEXT))
+    partition: str | None = entry(maybe(TEXT))
+    engine: EnginePlan | None = entry(
+        EnginePlan.from_dict, write=lambda plan: None if plan is None else plan.as_dict()
+    )
+    secret: str = entry(TEXT, "")
+
+    @classmethod
+    def of(
+        cls,
+        identity: Identity,
+        state: RunState,
+        model: GlobalModel,
+        named: Collection[str],
+        plan: EnginePlan,
+        disk: RowsOnDisk,
+        secret: Secret,
+    ) -> Held:
+        """What a run holds now; every process calls it, to write its rows.
+
+        ``named``: names in the checkpoint's ``state_dict``, which holds the learner as it is
+        evaluated.
+        """
+        committed = model.committed()
+        buffers = committed.buffers.items()
+        index, folders = disk.flushed(state.rows)
+        return cls(
+            seed=identity.seed,
+            rounds=state.rounds,
+            logged=state.logged,
+            versions=state.versions,
+            chosen=state.chosen,
+            w=None if committed.evaluated is None else committed.w.clone(),
+            w0=state.initial_vector,
+            buffers={name: value for name, value in buffers if name not in named},
+            server={key: value.clone() for key, value in state.server.items()},
+            clients=index,
+            folders=folders,
+            arguments=identity.arguments,
+            methods=identity.methods,
+            partition=state.partition,
+            engine=plan,
+            secret=secret.name,
+        )
+
+    def entries(self) -> dict[str, Any]:
+        """The entries of the file; older versions had no ``versions`` and ``secret``."""
+        held = written(self)
+        return {k: v for k, v in held.items() if k not in ("versions", "secret") or v}
+
+    def restore(
+        self, rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
+    ) -> RunState:
+        """The run's state, whose rows are read when needed; sets w and buffers too.
+
+        Raises:
+            UserError: the rows are not where the checkpoint says, or models have other shapes.
+        """
+        if self.clients:
+            rows.store.load(self.clients, find_folder(ckpt_path, self.folders))
+        w = model.w.detach()
+        check_alike(self.buffers, model.buffers(), f"{KEY}.buffers")
+        if self.w0 is not None:
+            check_vector(self.w0, w)
+        if self.w is None:
+            model.set_buffers(self.buffers)
+        else:
+            # Under partial averaging the weights that were loaded by name are what is evaluated,
+            # and w lies beside them.
+            check_vector(self.w, w)
+            model.move_to(self.w, w.clone(), self.buffers)
+        versions: Versions = {}
+        for number, (vector, buffers) in self.versions.items():
+            check_vector(vector, w)
+            check_alike(buffers, model.buffers(), f"{KEY}.versions.{number}")
+            here = {name: value.to(w.device) for name, value in buffers.items()}
+            versions[number] = vector.to(w.device), here
+        return RunState(
+            rows=rows,
+            server={key: value.to(w.device) for key, value in self.server.items()},
+            initial_vector=None if self.w0 is None else self.w0.to(w.device),
+            rounds=self.rounds,
+            logged=self.logged,
+            chosen=self.chosen,
+            versions=versions,
+        )
 
 
-def restored(
-    held: dict[str, Any], rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
-) -> RunState:
-    """The run's state from a checkpoint, whose rows are read when needed; sets w and buffers too.
+@dataclass(frozen=True, kw_only=True)
+class LightningsPart:
+    """The entries of a checkpoint that Lightning restores in a fit."""
+
+    epoch: int = entry(COUNT)
+    global_step: int = entry(COUNT)
+    loops: dict[str, Any] = entry(each(ANYTHING))
+    callbacks: dict[str, Any] = entry(each(ANYTHING), {})
+    optimizer_states: list[Any] = entry(LIST)
+    lr_schedulers: list[Any] = entry(LIST)
+
+
+def resumed(saved: dict[str, Any], trainer: Any) -> Held:
+    """The run's part of a checkpoint that a fit goes on from; Lightning's is checked, too.
 
     Raises:
-        UserError: the rows are not where the checkpoint says.
+        UserError: with the first place that is not as a run would have written it.
     """
-    if held["clients"]:
-        rows.store.load(held["clients"], find_folder(ckpt_path, held["folders"]))
-    w = model.w.detach()
-    forged.check_alike(held["buffers"], model.buffers(), "federated.buffers")
-    if held["w0"] is not None:
-        check_vector(held["w0"], w)
-    if held["w"] is None:
-        model.set_buffers(held["buffers"])
-    else:
-        # Under partial averaging the weights that were loaded by name are what is evaluated, and
-        # w lies beside them.
-        check_vector(held["w"], w)
-        model.move_to(held["w"], w.clone(), held["buffers"])
-    versions: Versions = {}
-    for number, entry in held.get("versions", {}).items():
-        check_vector(entry["w"], w)
-        forged.check_alike(entry["buffers"], model.buffers(), f"federated.versions.{number}")
-        buffers = {name: value.to(w.device) for name, value in entry["buffers"].items()}
-        versions[int(number)] = entry["w"].to(w.device), buffers
-    return RunState(
-        rows=rows,
-        server={k: v.to(w.device) for k, v in held["server"].items()},
-        initial_vector=None if held["w0"] is None else held["w0"].to(w.device),
-        rounds=held.get("rounds", 0),
-        logged=held.get("logged", {}),
-        chosen=unpacked(held["chosen"]) if "chosen" in held else {},
-        versions=versions,
+    held = federated_part(saved)
+    lightnings = record(LightningsPart)(saved, "")
+    check_like(
+        lightnings.loops.get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop", _as_loops
     )
+    for callback in vars(trainer)["callbacks"]:
+        _check_callback(lightnings.callbacks.get(getattr(callback, "state_key", "")), callback)
+    return held
+
+
+def _check_callback(state: Any, callback: Any) -> None:
+    """Refuse a state that a callback of Lightning or of this package cannot take.
+
+    Other people's callbacks raise their own errors.
+    """
+    home = type(callback).__module__.split(".")[0]
+    if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
+        return
+    # Tried on copies of both, so that a refusal leaves the callback as it was.
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            copy.copy(callback).load_state_dict(copy.deepcopy(state))
+    except Exception:  # whatever it stumbles over
+        raise damaged(f"callbacks.{type(callback).__name__}") from None
+
+
+def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
+    """Refuse a state that the server optimizer could not take up, or not step with.
+
+    Raises:
+        UserError: with its place.
+    """
+    place = "optimizer_states"
+    own = optimizer.state_dict()["param_groups"]
+    shape = optimizer.param_groups[0]["params"][0].shape
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, Tensor):
+            return not value.is_complex() and (value.numel() == 1 or value.shape == shape)
+        return not isinstance(value, (str, list, Mapping))
+
+    if len(held) != 1 or not isinstance(held[0], Mapping):
+        raise damaged(place)
+    each(each(that(fits), ANYTHING), ANYTHING)(held[0].get("state"), f"{place}.state")
+    groups = held[0].get("param_groups")
+    if not isinstance(groups, list) or len(groups) != len(own):
+        raise damaged(f"{place}.param_groups")
+    for group, of_run in zip(groups, own, strict=True):
+        each(ANYTHING)(group, f"{place}.param_groups")
+        # Versions of torch differ in the options that their optimizers have, so an option that is
+        # missing is no damage; but without a number or a list no step can be taken.
+        needed = {}
+        for name, option in of_run.items():
+            if name in group or type(option) in (int, float, list):
+                needed[name] = option
+        check_like(group, needed, f"{place}.param_groups", _as_options)
+
+
+def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Tensor) -> None:
+    """Refuse server states of another shape or type than methods declared."""
+    own: dict[str, Tensor] = {}
+    for key, declaration in declared.items():
+        own[key] = w.new_empty(declaration.sized(w.numel()), dtype=declaration.dtype or w.dtype)
+    check_alike(held, own, f"{KEY}.server")
+
+
+def _as_loops(held: Any, own: Any) -> bool:
+    """Tell whether this fits into a loop's state: a count from 0, or any number for a float."""
+    if type(own) is float:
+        return is_number(held)
+    return type(held) is type(own) and (type(own) is not int or 0 <= held < 2**63)
+
+
+def _as_options(held: Any, own: Any) -> bool:
+    """Tell whether this fits an optimizer's option; a number may be one of another type."""
+    if type(own) in (int, float):
+        return (is_number(held) and abs(held) < 2**63) or isinstance(held, Tensor)
+    return type(held) is type(own)
 
 
 def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> None:
@@ -212,73 +428,6 @@ def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> 
     for count in (epochs["total"], epochs["current"], batches["total"]):
         count.update(dict.fromkeys(count, t))
     fit["epoch_loop.state_dict"]["_batches_that_stepped"] = t
-
-
-class RowsOnDisk:
-    """The places of a run's client rows on disk, and which of them its checkpoints need.
-
-    Args:
-        folder: where their segments lie: ``state/`` of the run.
-        checkpoints: the folders of the run's checkpoints.
-    """
-
-    def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
-        self.folder = folder
-        self.checkpoints = checkpoints
-        self._known: dict[Any, Any] = {}  # indices of checkpoint files that were looked at
-
-    @classmethod
-    def of(cls, trainer: Any) -> RowsOnDisk:
-        """The places beside the run's checkpoints."""
-        root = Path(trainer.default_root_dir)
-        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-        checkpoints = [Path(folder) for folder in folders if folder]
-        # The run's own folder comes first: checkpoints of the user's may lie with a logger.
-        own = (root / "checkpoints").resolve()
-        checkpoints.sort(key=lambda folder: folder.resolve() != own)
-        if not checkpoints:
-            return cls(root / "state", [])
-        first = checkpoints[0]
-        beside = first.parent if first.name == "checkpoints" else first
-        return cls(beside / "state", checkpoints)
-
-    def flushed(self, rows: ClientRows) -> dict[str, Any]:
-        """Write the rows that changed, and return where they lie; every process calls it."""
-        store = rows.store
-        if store.names():
-            store.flush(self.folder)
-        index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
-        # The checkpoint that is being written is no file yet, so its index is given beside those
-        # of the files.
-        if store.names():
-            store.collect(self.folder, chain([index], self._indices()))
-        folders = [str(self.folder.resolve())]
-        if self.checkpoints:
-            folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
-        return {"clients": index, "folders": folders}
-
-    def tidy(self, rows: ClientRows) -> None:
-        """After the last checkpoint: delete what only those before it needed."""
-        if rows.store.names():
-            rows.store.collect(self.folder, self._indices(), last=True)
-
-    def _indices(self) -> Iterator[Index]:
-        """The indices of the checkpoints in these folders; each file is opened once."""
-        present: dict[Any, Any] = {}
-        for directory in self.checkpoints:
-            for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
-                # A link to nothing, or a pipe, has that name too.
-                if not path.is_file():
-                    continue
-                # A file that was written again has another inode, time or size.
-                stat = path.stat()
-                file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-                if file in self._known:
-                    present[file] = self._known[file]
-                else:
-                    present[file] = index_in(path)
-        self._known = present
-        yield from present.values()
 
 
 class CheckpointFolder:
@@ -331,8 +480,10 @@ class CheckpointFolder:
     ) -> None:
         """Add the run's part to a checkpoint, and write what lies beside it."""
         self._rows = self._rows or RowsOnDisk.of(trainer)
-        saved[KEY] = content(identity, state, model, saved["state_dict"], plan, self._rows)
-        secret.keep(saved[KEY], self._rows.folder if trainer.is_global_zero else None)
+        named = saved["state_dict"]
+        saved[KEY] = Held.of(identity, state, model, named, plan, self._rows, secret).entries()
+        if trainer.is_global_zero:
+            secret.keep(self._rows.folder)
         begin_round_again(saved.get("loops", {}), state.rounds, trainer.interrupted)
         for logger in trainer.loggers:
             logger.save()
@@ -351,40 +502,6 @@ def check_savable(trainer: Any) -> None:
         )
 
 
-def index_in(path: Path) -> Index:
-    """A checkpoint's index of rows, copied out of the file; empty if it is damaged or no run's."""
-    # Reading a pipe would wait for ever.
-    if not path.is_file():
-        return {}
-    # The user may keep files of any content there, and each fails in a way of its own.
-    try:
-        loaded = read_plain(path, map_location="cpu", mmap=True)
-    except Exception:
-        return {}
-    held = loaded.get(KEY) if isinstance(loaded, dict) else None
-    entries = held.get("clients") if isinstance(held, dict) else None
-    if not forged.is_index(entries):
-        return {}
-    assert isinstance(entries, dict)
-    index: Index = {}
-    for name, entry in entries.items():
-        index[name] = {column: tensor.clone() for column, tensor in entry.items()}
-    return index
-
-
-def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
-    """The folder of the segments: beside the checkpoint, or where they were."""
-    beside = Path(ckpt_path).parent if ckpt_path else Path()
-    tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
-    for folder in tried:
-        if folder.is_dir():
-            return folder
-    raise UserError(
-        f"the checkpoint's client state lies in {tried[0]}, which is not there. Move the run's "
-        "folder as a whole (checkpoints/ and state/ together), or put it back."
-    )
-
-
 def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
     """Put the learner's hyper-parameters into a checkpoint, and the data's where plain."""
     saved.update(model.hyper_parameters())
@@ -394,25 +511,36 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
     }
 
 
-def federated_part(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The part of a checkpoint under :data:`KEY`.
+def federated_part(checkpoint: dict[str, Any]) -> Held:
+    """The run's part of a checkpoint.
 
     Raises:
-        UserError: the checkpoint is no federated run's.
+        UserError: the checkpoint is no federated run's, or damaged.
     """
-    held: dict[str, Any] | None = checkpoint.get(KEY)
-    if held is not None and forged.version_of(held, VERSION) > VERSION:
-        raise UserError(
-            f"ckpt_path: the checkpoint has version {held['version']} of the format, and this "
-            f"fl-lightning reads up to {VERSION}. Resume with the newer fl-lightning that wrote "
-            "it."
-        )
+    held = checkpoint.get(KEY)
     if held is None:
         raise UserError(
             "ckpt_path: the checkpoint was not written by a federated run, so it cannot be "
             "resumed. To start from its weights, give it as model.init_from."
         )
-    return held
+    # The version decides how the rest is read.
+    version = values(Held, held, KEY, ("version",)).get("version", VERSION)
+    if version > VERSION:
+        raise UserError(
+            f"ckpt_path: the checkpoint has version {version} of the format, and this "
+            f"fl-lightning reads up to {VERSION}. Resume with the newer fl-lightning that wrote "
+            "it."
+        )
+    return record(Held)(held, KEY)
+
+
+def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
+    """Some entries of the run's part, by name; none if no federated run wrote the checkpoint.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    return values(Held, checkpoint[KEY], KEY, names) if KEY in checkpoint else {}
 
 
 def check_vector(held: Any, own: Tensor) -> None:
@@ -420,7 +548,7 @@ def check_vector(held: Any, own: Tensor) -> None:
     if (
         not isinstance(held, Tensor)
         or held.shape != own.shape
-        or forged.kind(held) != forged.kind(own)
+        or number_type(held) != number_type(own)
         or not all_finite(held)
     ):
         raise UserError(
@@ -428,74 +556,3 @@ def check_vector(held: Any, own: Tensor) -> None:
             f"vector of {own.numel()} numbers of {own.dtype}. Take another checkpoint, or start "
             "anew."
         )
-
-
-def check_weights(learner: Any, weights: Any, given: str = "ckpt_path") -> None:
-    """Refuse weights of another model than the learner, and damaged ones.
-
-    Raises:
-        UserError: with the first that is missing, unknown, of another shape or kind of number, or
-            not finite.
-    """
-    own = learner.state_dict()
-    difference = _differs(own, weights, learner.strict_loading)
-    if difference:
-        raise UserError(
-            f"{given}: the checkpoint is of another model than {type(learner).__name__}: "
-            f"{difference}. Use the learner (class and sizes) that the run was started with; its "
-            "config.yaml has it."
-        )
-    for name, _ in learner.named_parameters():
-        if name in weights and all_finite(own[name]) and not all_finite(weights[name]):
-            raise UserError(
-                f"{given}: the checkpoint is damaged: the weights {name} hold values that are "
-                "not finite, which no run saves. Take another checkpoint (such as "
-                "checkpoints/best.ckpt of the same run), or start anew."
-            )
-
-
-def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
-    """The first difference of weights from the learner's own, in name, shape or kind of number.
-
-    It is empty where there is none.
-    """
-    if not isinstance(weights, dict):
-        return f"its state_dict is a {type(weights).__name__}"
-    for name, tensor in weights.items():
-        if name not in own:
-            if strict:
-                return f"it has {name}, which the learner has not"
-        elif not isinstance(tensor, Tensor) or not isinstance(own[name], Tensor):
-            if type(tensor) is not type(own[name]):
-                there = type(tensor).__name__
-                return f"{name} is a {there} there and a {type(own[name]).__name__} here"
-        elif own[name].shape != tensor.shape:
-            return f"{name} has shape {tuple(tensor.shape)} there and {tuple(own[name].shape)} here"
-        elif forged.kind(own[name]) != forged.kind(tensor):
-            return f"{name} holds {tensor.dtype} there and {own[name].dtype} here"
-    missing = [name for name in own if name not in weights]
-    return f"it lacks {missing[0]}" if strict and missing else ""
-
-
-def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """The learner's weights by name from a checkpoint or an exported file.
-
-    Raises:
-        UserError: missing, damaged, or without weights.
-    """
-    if Path(path).is_dir():
-        raise UserError(
-            f"init_from={str(path)!r} is a folder; give a file, such as a run's "
-            "checkpoints/best.ckpt."
-        )
-    try:
-        loaded = AtomicCheckpointIO().load_checkpoint(path)
-    except UserError as error:
-        raise UserError(f"init_from={str(path)!r}: {error}") from error
-    weights = loaded.get("state_dict", loaded)
-    if not isinstance(weights, dict) or not all(isinstance(v, Tensor) for v in weights.values()):
-        raise UserError(
-            f"init_from={str(path)!r} holds no weights; accepted are a checkpoint or an exported "
-            "file."
-        )
-    return weights

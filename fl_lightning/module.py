@@ -20,6 +20,7 @@ from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
 from fl_lightning.learner.modules import TRANSFER
+from fl_lightning.learner.weights import check_weights
 from fl_lightning.lightning import (
     LightningOptimizer,
     explain_to_other_trainers,
@@ -33,7 +34,7 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.settings import OptimizerFactory, Settings
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
-from fl_lightning.storage import forged
+from fl_lightning.storage.checkpoint_io import check_readable
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.virtual.buffered import Buffered
 
@@ -298,14 +299,11 @@ class FederatedModule(LearnerHooks):
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
         # All of a checkpoint is checked before anything of it is restored.
         self.global_model.build()
-        forged.check_readable(saved, self.learner, self.trainer)
+        check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
-        checkpoint.check_weights(self.learner, saved["state_dict"])
+        check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
-            held = checkpoint.federated_part(saved)
-            forged.check_ours(held)
-            forged.check_lightning_s(saved, {"fit_loop": self.trainer.fit_loop.state_dict()})
-            forged.check_callbacks(saved.get("callbacks"), vars(self.trainer)["callbacks"])
+            held = checkpoint.resumed(saved, self.trainer)
             self._optimizer_states = saved["optimizer_states"]
             self.run.take_up(held, self.trainer)
 
@@ -321,8 +319,8 @@ class FederatedModule(LearnerHooks):
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
         if self._optimizer_states is not None:
-            forged.check_optimizer(self._optimizer_states, self.run.optimizers.server)
-            forged.check_states(
+            checkpoint.check_optimizer(self._optimizer_states, self.run.optimizers.server)
+            checkpoint.check_states(
                 self.run.state.server, self.run.methods.declared, self.global_model.w
             )
             self._optimizer_states = None

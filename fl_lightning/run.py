@@ -14,7 +14,7 @@ from fl_lightning import checkpoint, checks, sampling, systems
 from fl_lightning.aggregation import gathering, server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
-from fl_lightning.checkpoint import CheckpointFolder, Identity
+from fl_lightning.checkpoint import CheckpointFolder, Held, Identity
 from fl_lightning.description import Reporter
 from fl_lightning.engines import configured_optimizer
 from fl_lightning.engines.build import NOT_CAPTURED, choose
@@ -27,6 +27,7 @@ from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
+from fl_lightning.learner import weights
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import rank_zero_warn
@@ -70,7 +71,7 @@ class FederatedRun:
         # Of a fit, from here on.
         self.methods = Methods([])
         # Our part of the checkpoint that is resumed, until this fit has begun.
-        self.resumed_from: dict[str, Any] | None = None
+        self.resumed_from: Held | None = None
         self.plan: EnginePlan | None = None
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
@@ -120,14 +121,14 @@ class FederatedRun:
             self._drawn_seed = drawn
         return self._drawn_seed
 
-    def take_up(self, held: dict[str, Any], trainer: Any) -> None:
+    def take_up(self, held: Held, trainer: Any) -> None:
         """Keep a checkpoint's part for ``restore``, and take its seed where none was given.
 
         With another seed the data are split once more.
         """
         self.resumed_from = held
-        if sampling.given_seed(self.settings.seed) is None and held["seed"] != self._drawn_seed:
-            self._drawn_seed = held["seed"]
+        if sampling.given_seed(self.settings.seed) is None and held.seed != self._drawn_seed:
+            self._drawn_seed = held.seed
             trainer.datamodule.setup("fit")
 
     def cohort(self, trainer: Any) -> Cohort:
@@ -195,9 +196,9 @@ class FederatedRun:
     def load_start(self, trainer: Any) -> None:
         """Load the weights of ``init_from``, where this is the run's first fit."""
         if self.settings.init_from is not None and not self.continues(trainer):
-            weights = checkpoint.load_weights(self.settings.init_from)
-            checkpoint.check_weights(self.model.learner, weights, given="init_from")
-            self.model.learner.load_state_dict(weights)
+            loaded = weights.load_weights(self.settings.init_from)
+            weights.check_weights(self.model.learner, loaded, given="init_from")
+            self.model.learner.load_state_dict(loaded)
 
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """Make the optimizers of clients and server, and return the server's."""
@@ -207,7 +208,10 @@ class FederatedRun:
         if self.methods.draws_from == "secret" and (
             earlier is None or self.secret is secret.NOT_YET
         ):
-            self.secret = secret.of_fit(trainer, self.resumed_from, self.note)
+            held = self.resumed_from
+            wanted = None if held is None else held.secret
+            folders = () if held is None else held.folders
+            self.secret = secret.of_fit(trainer, wanted, folders, self.note)
         self.optimizers = configured_optimizer.of_run(
             self.settings,
             self.model.learner,
@@ -248,7 +252,7 @@ class FederatedRun:
             # Refused before anything of the checkpoint is taken over.
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
-            self.state = checkpoint.restored(held, rows, self.model, trainer.ckpt_path)
+            self.state = held.restore(rows, self.model, trainer.ckpt_path)
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
 
@@ -349,9 +353,7 @@ class FederatedRun:
         situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss, usable_cores=self.cores)
-        earlier = self.plan
-        if self.resumed_from is not None:
-            earlier = EnginePlan.from_dict(self.resumed_from["engine"] or {})
+        earlier = self.plan if self.resumed_from is None else self.resumed_from.engine
         # An engine that an earlier fit left has threads and memory that the trials need.
         self.close_engine()
         self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.analysis.results import Run
-from fl_lightning.checkpoint import KEY
+from fl_lightning.checkpoint import held_in
 from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -90,7 +90,8 @@ def opened(path: Path) -> Opened:
             f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). "
             "Give a run that completed a round."
         )
-    saved = run.checkpoint.get(KEY, {})
+    held = held_in(run.checkpoint, "buffers", "seed", "rounds")
+    buffers = held.get("buffers", {})
     built = run.built
     device = built.trainer.strategy.root_device
     learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
@@ -99,17 +100,16 @@ def opened(path: Path) -> Opened:
         learner.load_state_dict(run.checkpoint["state_dict"])
     # A state_dict leaves out the buffers that are not persistent.
     for name, buffer in learner.named_buffers():
-        if name in saved.get("buffers", {}):
-            buffer.copy_(saved["buffers"][name])
+        if name in buffers:
+            buffer.copy_(buffers[name])
     # Its hooks may ask for their Trainer.
     for part in lightning_modules(learner):
         part._trainer = built.trainer
-    seed = int(saved.get("seed", 0))
     return Opened(
         folder,
         run.checkpoint_path,
-        int(saved.get("rounds", 0)),
-        seed,
+        held.get("rounds", 0),
+        held.get("seed", 0),
         learner,
         run.data,
         built.trainer,

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.checkpoint import held_in
 from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import prepare
 from fl_lightning.cli.compose import read as read_config
@@ -18,7 +19,7 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import made
 from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
-from fl_lightning.storage import forged, site_journal
+from fl_lightning.storage import site_journal
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
 
@@ -98,13 +99,11 @@ class Run:
     def _store(self) -> ClientStore:
         if (self.folder / site_journal.JOURNAL).is_file():
             return site_journal.latest(self.folder)
-        held = self.checkpoint.get("federated", {"clients": {}, "folders": []})
-        if "federated" in self.checkpoint:
-            forged.check_ours(held, ("clients", "folders"))
-        folders = [self.checkpoint_path.parent / folder for folder in held["folders"]]
+        held = held_in(self.checkpoint, "clients", "folders")
+        folders = [self.checkpoint_path.parent / folder for folder in held.get("folders", ())]
         folders.append(self.folder / "state")
         store = ClientStore()
-        store.load(held["clients"], next((f for f in folders if f.is_dir()), folders[0]))
+        store.load(held.get("clients", {}), next((f for f in folders if f.is_dir()), folders[0]))
         return store
 
     def client_state(self, name: str, client: int) -> Tensor | None:
@@ -148,7 +147,7 @@ class Run:
         if data is None:
             self._check_known("data", "data")
             data = self.built.datamodule
-        held = self.checkpoint.get("federated", {})
+        held = held_in(self.checkpoint, "seed", "partition")
         # A run without a seed of its own split its data by the seed that it drew.
         if getattr(data, "seed", None) is None:
             data.seed = held.get("seed")

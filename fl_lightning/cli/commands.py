@@ -14,7 +14,6 @@ import torch
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.run_card import LABELS
-from fl_lightning.checkpoint import KEY
 from fl_lightning.cli.cli import CommandCLI
 from fl_lightning.cli.compose import Command
 from fl_lightning.cli.parsing_errors import not_an_optimizer
@@ -28,6 +27,7 @@ from fl_lightning.metrics import Metrics, read_record
 from fl_lightning.record.shown import metric_modes, shown_metrics
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import named, writable_as_file, written_aside
+from fl_lightning.storage.rows_on_disk import KEY
 
 _NOISE = (
     ".*LeafSpec.*",

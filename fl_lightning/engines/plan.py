@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from fl_lightning.storage.schema import COUNT, entry, record, texts, that, written
+
 AS_BEFORE = "as when the run began"
-# What a resumed run goes on with, beside the names of the parameters that are buffers to it.
-RESUMED = (
-    "engine",
-    "workers",
-    "processes",
-    "at_once",
-    "threads",
-    "server_threads",
-    "channels_last",
-    "fused",
-)
+
+
+def _size(value: Any, place: str) -> int:
+    """The kind of a size; older checkpoints had text."""
+    if value is None or (isinstance(value, str) and (not value or value.isdecimal())):
+        return int(value or 0)
+    return int(COUNT(value, place))
+
+
+_YES_OR_NO = that(lambda value: isinstance(value, bool))
+_ENGINE = that(lambda value: value in ("sequential", "concurrent", "stacked"))
 
 
 @dataclass(frozen=True)
@@ -37,35 +39,37 @@ class EnginePlan:
         as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
     """
 
-    engine: str
+    # A resumed run goes on with what has a kind. Whether steps are captured is tried again: that
+    # depends on the machine.
+    engine: str = entry(_ENGINE)
     why: str = ""
-    workers: int = 0
-    processes: bool = False
-    at_once: int = 0
-    threads: int = 1
-    server_threads: int = 1
+    workers: int = entry(_size, 0)
+    processes: bool = entry(_YES_OR_NO, False)
+    at_once: int = entry(_size, 0)
+    threads: int = entry(_size, 1)
+    server_threads: int = entry(_size, 1)
     captured: bool = False
     not_captured: str = ""
-    channels_last: bool = False
-    fused: bool = False
-    as_buffers: tuple[str, ...] = ()
+    channels_last: bool = entry(_YES_OR_NO, False)
+    fused: bool = entry(_YES_OR_NO, False)
+    as_buffers: tuple[str, ...] = entry(
+        lambda value, place: tuple(texts(value or (), place)), (), name="written"
+    )
 
     def as_dict(self) -> dict[str, Any]:
-        """As plain data, for a checkpoint, where ``as_buffers`` is called ``written``."""
-        plain = asdict(self)
-        plain["written"] = plain.pop("as_buffers")
-        return plain
+        """As plain data, for a checkpoint."""
+        return written(self)
 
     @classmethod
-    def from_dict(cls, held: Mapping[str, Any]) -> EnginePlan | None:
+    def from_dict(cls, held: Any, place: str = "engine") -> EnginePlan | None:
         """The plan of a checkpoint; None where it holds none.
 
-        Whether steps are captured is tried again: that depends on the machine.
+        Raises:
+            UserError: no run writes it so; ``place``: where it stands there.
         """
-        if not held.get("engine"):
+        if held is None or (isinstance(held, Mapping) and not held.get("engine")):
             return None
-        settings = {name: held[name] for name in RESUMED if name in held}
-        return cls(why=AS_BEFORE, **settings, as_buffers=tuple(held.get("written") or ()))
+        return replace(record(cls)(held, place), why=AS_BEFORE)
 
     def card(self) -> dict[str, str]:
         """What the run's card says of it."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import AT_SITES, FINISHED
-from fl_lightning.checkpoint import federated_part, restored
+from fl_lightning.checkpoint import federated_part
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, situation_of
@@ -30,7 +30,6 @@ from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import decay_factor
-from fl_lightning.storage import forged
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.store import ClientStore
 
@@ -128,10 +127,9 @@ def of_checkpoint(
             lie.
     """
     held = federated_part(saved)
-    forged.check_ours(held)
     rows = ClientRows(ClientStore())
-    model.as_buffers = tuple((held.get("engine") or {}).get("written", ()))
-    state = restored(held, rows, model, path)
+    model.as_buffers = () if held.engine is None else held.engine.as_buffers
+    state = held.restore(rows, model, path)
     w = model.w.detach()
     buffers = model.buffers()
     layout = model.layout
@@ -153,10 +151,10 @@ def of_checkpoint(
         read=rows.read,
         server_states=state.server,
         parts=Parts(parts, layout.size, w.device) if parts else None,
-        seed=held["seed"],
+        seed=held.seed,
         own_buffers=owned,
     )
-    make = partial(Evaluator.of_model, model, trainer, data, held["seed"])
+    make = partial(Evaluator.of_model, model, trainer, data, held.seed)
     return PersonalModels(round, methods, ClientEvaluation(model.learner, data, make))
 
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import TorchCheckpointIO, rank_zero_warn
+from fl_lightning.lightning import TorchCheckpointIO, pl, rank_zero_warn
 from fl_lightning.storage import lock
-from fl_lightning.storage.apart import CannotPickle, read_plain, set_apart
+from fl_lightning.storage.apart import CannotPickle, places, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
 
 HYPER_PARAMETERS = (
@@ -91,9 +91,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, f"it is damaged ({str(error)[:100]})") from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
-        # An exported model has no version, and needs none; a checkpoint of a run has both.
-        default = None if "loops" in checkpoint else "0"
-        version = checkpoint.get("pytorch-lightning_version", default)
+        # An exported model has no version, which Lightning asks for; a run's checkpoint has one.
+        if "loops" not in checkpoint:
+            checkpoint.setdefault("pytorch-lightning_version", vars(pl)["__version__"])
+        version = checkpoint.get("pytorch-lightning_version")
         if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
             raise _error(
                 source,
@@ -175,3 +176,27 @@ def use_atomic_checkpoints(trainer: Any) -> None:
     """Give the Trainer this writer of checkpoints, unless the user chose another one."""
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+
+def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
+    """Refuse a checkpoint whose restoring needs an object that lies apart in it.
+
+    Raises:
+        UserError: with its place, and how to have it read.
+    """
+    base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
+    # A learner with a hook of its own may read any entry of the checkpoint.
+    reads_all = type(learner).on_load_checkpoint is not base.on_load_checkpoint
+    restored: tuple[str, ...] = ()
+    if trainer.state.fn == "fit":
+        restored = ("callbacks", type(trainer.datamodule).__qualname__)
+    for key, part in saved.items():
+        if key not in restored and (not reads_all or key in HYPER_PARAMETERS):
+            continue
+        place = next(places(part, f"checkpoint[{key!r}]"), None)
+        if place is not None:
+            raise UserError(
+                f"ckpt_path: {place} is an object, which cannot be read without running code that "
+                "the file names. If you trust the checkpoint, give trainer.fit(…, "
+                "weights_only=False), at the command line --weights_only false."
+            )

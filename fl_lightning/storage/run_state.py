@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
@@ -116,16 +114,6 @@ class RunState:
             )
         return known[t]
 
-    def progress(self) -> dict[str, Any]:
-        """A checkpoint's entries: rounds done, the last one's metrics, and who was chosen."""
-        entries: dict[str, Any] = {"rounds": self.rounds, "logged": self.logged}
-        if self.versions:
-            entries["versions"] = {
-                str(v): {"w": w, "buffers": dict(buffers)}
-                for v, (w, buffers) in self.versions.items()
-            }
-        return {**entries, "chosen": packed(self.chosen)}
-
     def finish_commit(self, t: int) -> bool:
         """Finish a commit that was interrupted; tell whether round t is committed."""
         # Each of these steps may be taken twice with the same end, so an interrupt between any of
@@ -141,20 +129,3 @@ class RunState:
             self.rounds = outcome.t + 1
             self._outcome = None
         return t < self.rounds
-
-
-def packed(chosen: dict[int, tuple[int, ...]]) -> dict[str, Tensor]:
-    """Choices as three tensors for a checkpoint: rounds, how many, and who."""
-    columns = {
-        "rounds": list(chosen),
-        "numbers": [len(ids) for ids in chosen.values()],
-        "clients": list(itertools.chain.from_iterable(chosen.values())),
-    }
-    return {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
-
-
-def unpacked(columns: dict[str, Tensor]) -> dict[int, tuple[int, ...]]:
-    """Choices by round, from the tensors that :func:`packed` made."""
-    rounds = columns["rounds"].tolist()
-    clients = torch.split(columns["clients"], columns["numbers"].tolist())
-    return {t: tuple(ids.tolist()) for t, ids in zip(rounds, clients, strict=True)}

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import struct
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,14 @@ from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside
 
 SIZE = 32  # bytes
-KEY = "secret"  # in a checkpoint: the name of the secret, from which nothing follows
 _NAME = re.compile("[0-9a-f]{16}")
 
 
 class Secret:
-    """Bytes that no copy, pickle or text of this object shows; ``name``: the file's."""
+    """Bytes that no copy, pickle or text of this object shows.
+
+    ``name``: the file's, which a checkpoint holds; nothing follows from it.
+    """
 
     def __init__(self, name: str, value: bytes) -> None:
         self.name = name
@@ -62,19 +65,13 @@ class Secret:
         counter = np.array([0, *words[2:]], np.uint64)
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
-    def keep(self, content: dict[str, Any], folder: Path | None) -> None:
-        """Put its name into a checkpoint's content, and the bytes into a folder.
-
-        Args:
-            folder: where the owner alone can read the file; None: another process writes it.
+    def keep(self, folder: Path) -> None:
+        """Write the bytes into a folder, where the owner alone can read the file.
 
         Raises:
             UserError: the folder cannot be written to.
         """
         if not self._value:
-            return
-        content[KEY] = self.name
-        if folder is None:
             return
         path = _path(folder, self.name)
         if _read(path) != self._value:
@@ -94,19 +91,19 @@ def drawn_from(key: Key, purpose: str, t: int, onto: bytes = b"") -> np.random.G
     return generator(key, purpose, t)
 
 
-def of_fit(trainer: Any, held: dict[str, Any] | None, note: Any) -> Secret:
-    """The secret of the run that a checkpoint holds, else a new one.
+def of_fit(trainer: Any, wanted: str | None, folders: Sequence[str], note: Any) -> Secret:
+    """The secret of the run that is resumed, else a new one.
 
     Args:
-        held: the run's part of the checkpoint that is resumed, or None.
+        wanted: its name in the checkpoint that is resumed; None: no run is resumed.
+        folders: of that checkpoint: where the file may lie.
         note: called with a text where the checkpoint's secret cannot be had.
     """
-    wanted = None if held is None else str(held.get(KEY) or "")
     # One process reads or draws the secret, and all others have it from there: so all processes
     # draw the same coins and noise.
     answer: tuple[str, bytes, str] = ("", b"", "")
     if trainer.is_global_zero:
-        answer = _found_or_drawn(wanted, _folders(trainer.ckpt_path, held))
+        answer = _found_or_drawn(wanted, _folders(trainer.ckpt_path, folders))
     name, value, warning = trainer.strategy.broadcast(answer)
     if warning:
         note(warning)
@@ -135,13 +132,13 @@ def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes
     return secrets.token_hex(8), secrets.token_bytes(SIZE), warning
 
 
-def _folders(ckpt_path: str | os.PathLike[str] | None, held: dict[str, Any] | None) -> list[Path]:
+def _folders(ckpt_path: str | os.PathLike[str] | None, folders: Sequence[str]) -> list[Path]:
     """The folders where the file may lie: beside the checkpoint, or where the run was."""
-    if held is None or ckpt_path is None:
+    if ckpt_path is None:
         return []
     # An absolute folder stays what it is when it is joined to another.
     beside = Path(str(ckpt_path)).parent
-    return [beside / str(folder) for folder in held.get("folders", ())]
+    return [beside / folder for folder in folders]
 
 
 def _path(folder: Path, name: str) -> Path:

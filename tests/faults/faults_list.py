@@ -87,14 +87,14 @@ FAULTS = [
         [
             (
                 "fl_lightning/checkpoint.py",
-                '"server": {key: value.clone() for key, value in state.server.items()}',
-                '"server": {}',
+                "server={key: value.clone() for key, value in state.server.items()}",
+                "server={}",
             )
         ],
     ),
     Fault(
         "client state is left out of the checkpoint",
-        [("fl_lightning/checkpoint.py", '"clients": index', '"clients": {}')],
+        [("fl_lightning/checkpoint.py", "clients=index,", "clients={},")],
     ),
     Fault(
         "buffers of the last client are kept",
@@ -380,6 +380,6 @@ FAULTS = [
     ),
     Fault(
         "a checkpoint loses the models that clients still train from",
-        [("fl_lightning/checkpoint.py", "        versions=versions,", "        versions={},")],
+        [("fl_lightning/checkpoint.py", "            versions=versions,", "            versions={},")],
     ),
 ]

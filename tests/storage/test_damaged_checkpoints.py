@@ -142,6 +142,54 @@ def test_a_file_of_the_users_own_beside_the_checkpoints(tmp_path: Path, content:
     assert again.current_epoch == 3 and (folder / "other.ckpt").is_file()
 
 
+IN_PLACE_OF_THE_LAST: dict[str, Any] = {
+    "a bare tensor": torch.zeros(3),
+    "a list": [1, 2],
+    "a number": 3,
+}
+IN_PLACE_OF_FEDERATED: dict[str, Any] = {
+    "another server's": {"server": 3},
+    "a tensor": torch.zeros(3),
+    "a number": 3,
+    "a version that is none": {"version": "1"},
+}
+READS: dict[str, Callable[[Path], Any]] = {
+    "resumed": lambda folder: fit(folder, 2, ckpt_path=str(folder / "checkpoints" / "last.ckpt")),
+    "its rows": lambda folder: load(folder).client_state("ControlVariates.c_i", 0),
+    "its data": lambda folder: load(folder, data=blobs()).data,
+}
+
+
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+@pytest.mark.parametrize(
+    "content",
+    [*IN_PLACE_OF_THE_LAST.values(), *IN_PLACE_OF_FEDERATED.values()],
+    ids=[*IN_PLACE_OF_THE_LAST, *(f"federated: {name}" for name in IN_PLACE_OF_FEDERATED)],
+)
+def test_whatever_lies_in_place_of_a_checkpoint_is_refused_in_a_paragraph(
+    tmp_path: Path, content: Any, read: Callable[[Path], Any]
+) -> None:
+    fit(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    if any(content is each for each in IN_PLACE_OF_FEDERATED.values()):
+        content = {**torch.load(path, weights_only=True), "federated": content}
+    torch.save(content, path)
+    with pytest.raises(UserError) as refused:
+        read(tmp_path)
+    assert "\n" not in str(refused.value) and "checkpoint" in str(refused.value)
+
+
+@pytest.mark.parametrize("weights", ["all", "others", "a number"])
+def test_a_file_of_weights_is_no_checkpoint_to_resume(tmp_path: Path, weights: str) -> None:
+    fit(tmp_path, 1)
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    own = torch.load(path, weights_only=True)["state_dict"]
+    others = {"net.0.weight": torch.zeros(2)}
+    torch.save({"state_dict": {"all": own, "others": others, "a number": 3}[weights]}, path)
+    with pytest.raises(UserError, match=r"not written by a federated run|of another model"):
+        fit(tmp_path, 2, ckpt_path=str(path))
+
+
 def test_what_a_checkpoint_lacks_is_named_where_rows_are_read(tmp_path: Path) -> None:
     fit(tmp_path, 1)
     path = tmp_path / "checkpoints" / "last.ckpt"

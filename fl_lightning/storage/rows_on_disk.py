@@ -1,0 +1,138 @@
+"""Client rows on disk beside a run's checkpoints, and which of them the checkpoints need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.errors import UserError
+from fl_lightning.machine.processes import gathered
+from fl_lightning.storage.apart import read_plain
+from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.schema import IDS, damaged, each
+from fl_lightning.storage.segments import Index, merge_indices
+
+KEY = "federated"  # of the run's part in a checkpoint
+
+
+class RowsOnDisk:
+    """The places of a run's client rows on disk, and which of them its checkpoints need.
+
+    Args:
+        folder: where their segments lie: ``state/`` of the run.
+        checkpoints: the folders of the run's checkpoints.
+    """
+
+    def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
+        self.folder = folder
+        self.checkpoints = checkpoints
+        self._known: dict[Any, Any] = {}  # indices of checkpoint files that were looked at
+
+    @classmethod
+    def of(cls, trainer: Any) -> RowsOnDisk:
+        """The places beside the run's checkpoints."""
+        root = Path(trainer.default_root_dir)
+        folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+        checkpoints = [Path(folder) for folder in folders if folder]
+        # The run's own folder comes first: checkpoints of the user's may lie with a logger.
+        own = (root / "checkpoints").resolve()
+        checkpoints.sort(key=lambda folder: folder.resolve() != own)
+        if not checkpoints:
+            return cls(root / "state", [])
+        first = checkpoints[0]
+        beside = first.parent if first.name == "checkpoints" else first
+        return cls(beside / "state", checkpoints)
+
+    def flushed(self, rows: ClientRows) -> tuple[Index, list[str]]:
+        """Write the rows that changed, and return where each lies, and in which folder.
+
+        Every process calls it.
+        """
+        store = rows.store
+        if store.names():
+            store.flush(self.folder)
+        index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
+        # The checkpoint that is being written is no file yet, so its index is given beside those
+        # of the files.
+        if store.names():
+            store.collect(self.folder, chain([index], self._indices()))
+        folders = [str(self.folder.resolve())]
+        if self.checkpoints:
+            folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
+        return index, folders
+
+    def tidy(self, rows: ClientRows) -> None:
+        """After the last checkpoint: delete what only those before it needed."""
+        if rows.store.names():
+            rows.store.collect(self.folder, self._indices(), last=True)
+
+    def _indices(self) -> Iterator[Index]:
+        """The indices of the checkpoints in these folders; each file is opened once."""
+        present: dict[Any, Any] = {}
+        for directory in self.checkpoints:
+            for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
+                # A link to nothing, or a pipe, has that name too.
+                if not path.is_file():
+                    continue
+                # A file that was written again has another inode, time or size.
+                stat = path.stat()
+                file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
+                if file in self._known:
+                    present[file] = self._known[file]
+                else:
+                    present[file] = index_in(path)
+        self._known = present
+        yield from present.values()
+
+
+def index_read(value: Any, place: str) -> Index:
+    """The kind of an index of client rows."""
+    index: Index = each(each(IDS))(value, place)
+    parts = []
+    for key, entry in index.items():
+        if not {"clients", "segments"} <= entry.keys():
+            raise damaged(place)
+        if len(entry["clients"]) != len(entry["segments"]):
+            raise damaged(place)
+        if key.startswith("parts."):
+            parts.append(entry["clients"].sort().values)
+    # The four rows of a client that keeps parts of the model are written together, by
+    # round/clients.py.
+    if len(parts) not in (0, 4) or not all(torch.equal(ids, parts[0]) for ids in parts):
+        raise damaged(place)
+    return index
+
+
+def index_in(path: Path) -> Index:
+    """A checkpoint's index of rows, copied out of the file; empty if it is damaged or no run's."""
+    # Reading a pipe would wait for ever.
+    if not path.is_file():
+        return {}
+    # The user may keep files of any content there, and each fails in a way of its own.
+    try:
+        loaded = read_plain(path, map_location="cpu", mmap=True)
+        index: Index = index_read(loaded[KEY]["clients"], KEY) if isinstance(loaded, dict) else {}
+    except Exception:
+        return {}
+    copied: Index = {}
+    for name, columns in index.items():
+        copied[name] = {column: tensor.clone() for column, tensor in columns.items()}
+    return copied
+
+
+def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
+    """The folder of the segments: beside the checkpoint, or where they were."""
+    beside = Path(ckpt_path).parent if ckpt_path else Path()
+    tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
+    for folder in tried:
+        if folder.is_dir():
+            return folder
+    raise UserError(
+        f"the checkpoint's client state lies in {tried[0]}, which is not there. Move the run's "
+        "folder as a whole (checkpoints/ and state/ together), or put it back."
+    )
