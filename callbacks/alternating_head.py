@@ -18,6 +18,7 @@ from fl_lightning.callback import (
     FederatedCallback,
     Layout,
     Note,
+    Paper,
     Part,
     Scratch,
     number,
@@ -60,6 +61,7 @@ class AlternatingHead(FederatedCallback):
     """
 
     title = "FedRep"
+    paper = Paper("collins2021fedrep")
     rests = True
     moves_start = False
     notes = (

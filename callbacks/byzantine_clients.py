@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fl_lightning.callback import (
     FederatedCallback,
+    Paper,
     Server,
     UserError,
     generator,
@@ -66,6 +67,16 @@ class ByzantineClients(FederatedCallback):
     """
 
     title = "Byzantine clients"
+    paper = Paper(
+        by=lambda given: [
+            {
+                "sign_flip": "blanchard2017krum",
+                "noise": "blanchard2017krum",
+                "label_flip": "tolpegin2020poisoning",
+                "alie": "baruch2019alie",
+            }.get(given.get("attack") or "sign_flip")
+        ]
+    )
     stands_for_clients = True
 
     def __init__(

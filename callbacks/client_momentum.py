@@ -13,6 +13,7 @@ from fl_lightning.callback import (
     Clients,
     Coefficient,
     FederatedCallback,
+    Paper,
     Schedule,
     Server,
     ServerState,
@@ -46,6 +47,7 @@ class ClientMomentum(FederatedCallback):
     """
 
     title = "FedCM"
+    paper = Paper("xu2021fedcm", vectors=2)
     neutral = {"alpha": 1.0}
     alpha = Coefficient(least=0)
     delta = ServerState(sent=True, synchronised=True)

@@ -16,6 +16,7 @@ from fl_lightning.callback import (
     Clients,
     FederatedCallback,
     Note,
+    Paper,
     Refusal,
     Scratch,
     Server,
@@ -77,6 +78,7 @@ class ClusteredModels(FederatedCallback):
     """
 
     title = "IFCA"
+    paper = Paper("ghosh2020ifca")
     neutral = {"k": 1}
     draws_by_client = True
     personal_of_all = True

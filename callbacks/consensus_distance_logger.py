@@ -35,6 +35,7 @@ class ConsensusDistanceLogger(FederatedCallback):
         True
     """
 
+    not_over_sites = "the models of clients' layers"
     measures = True
     moved = Upload(sent=False, dtype=torch.float64)
 

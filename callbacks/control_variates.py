@@ -17,6 +17,7 @@ from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    Paper,
     Scratch,
     Server,
     ServerState,
@@ -52,6 +53,14 @@ class ControlVariates(FederatedCallback):
     """
 
     title = "SCAFFOLD"
+    paper = Paper(
+        "karimireddy2020scaffold",
+        beside={
+            "DynamicRegularization": "gao2022feddc",
+            "SharpnessAwareMinimization": "dai2023fedgamma",
+        },
+        vectors=2,
+    )
     moves_start = False
     notes = (UNIFORM_OPTIMUM,)
     c_i = ClientState(synchronised=True)

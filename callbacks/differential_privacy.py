@@ -22,6 +22,7 @@ from fl_lightning.callback import (
     Clients,
     FederatedCallback,
     Note,
+    Paper,
     Server,
     ServerState,
     Upload,
@@ -77,6 +78,7 @@ class DifferentialPrivacy(FederatedCallback):
     """
 
     title = "DP-FedAvg"
+    paper = Paper("mcmahan2018dp")
     requires = {"sampling": "poisson", "buffers": "keep"}
     aggregates_nobody = True
     cannot_run_with = {

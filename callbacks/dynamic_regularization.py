@@ -16,6 +16,7 @@ from fl_lightning.callback import (
     ClientState,
     Coefficient,
     FederatedCallback,
+    Paper,
     Schedule,
     Scratch,
     Server,
@@ -52,6 +53,7 @@ class DynamicRegularization(FederatedCallback):
     """
 
     title = "FedDyn"
+    paper = Paper("acar2021feddyn")
     tolerates_staleness = True
     moves_start = False
     notes = (UNIFORM_OPTIMUM,)

@@ -17,6 +17,7 @@ from fl_lightning.callback import (
     ClientState,
     FederatedCallback,
     Note,
+    Paper,
     Server,
     ServerState,
     UserError,
@@ -60,6 +61,7 @@ class ErrorFeedback21(FederatedCallback):
     """
 
     title = "EF21"
+    paper = Paper("richtarik2021ef21")
     cannot_run_with = {"parts": "what is not averaged is not sent, and would be lost"}
     notes = (
         Note(

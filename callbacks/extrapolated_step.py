@@ -13,6 +13,7 @@ from fl_lightning.callback import (
     Clients,
     Coefficient,
     FederatedCallback,
+    Paper,
     Refusal,
     Schedule,
     Server,
@@ -53,6 +54,7 @@ class ExtrapolatedStep(FederatedCallback):
     """
 
     title = "FedExP"
+    paper = Paper("jhunjhunwala2023fedexp")
     neutral = {"epsilon": float("inf"), "average": False}
     cannot_run_with = {"parts": "its rate would be of coordinates that are not averaged, too"}
     notes = (

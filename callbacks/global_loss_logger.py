@@ -48,6 +48,8 @@ class GlobalLossLogger(Measurement):
         ['global/grad_norm', 'global/train_loss']
     """
 
+    not_over_sites = "the clients' samples"
+
     def __init__(self, every_n_rounds: int | None = 10, samples: int | None = None) -> None:
         super().__init__(every_n_rounds)
         positive("GlobalLossLogger: samples", samples, whole=True)

@@ -16,6 +16,7 @@ from fl_lightning.callback import (
     ClientState,
     Coefficient,
     FederatedCallback,
+    Paper,
     Schedule,
     Scratch,
     Server,
@@ -51,6 +52,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     """
 
     title = "FedSMOO's perturbation"
+    paper = Paper("sun2023fedsmoo", vectors=2)
     moves_start = False
     neutral = {"radius": 0.0}
     cannot_run_with = {

@@ -50,6 +50,8 @@ class HessianLogger(Measurement):
         True
     """
 
+    not_over_sites = "the clients' samples"
+
     def __init__(
         self,
         every_n_rounds: int | None = 10,

@@ -18,6 +18,7 @@ from fl_lightning.callback import (
     ClientState,
     Coefficient,
     FederatedCallback,
+    Paper,
     Schedule,
     Scratch,
     Server,
@@ -61,6 +62,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
     """
 
     title = "FedLESAM"
+    paper = Paper("fan2024fedlesam")
     tolerates_staleness = True
     blind = True
     moves_start = False

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule, flag, number
+from fl_lightning.callback import (
+    Clients,
+    Coefficient,
+    FederatedCallback,
+    Paper,
+    Schedule,
+    flag,
+    number,
+)
 
 
 class LogitCalibration(FederatedCallback):
@@ -46,6 +54,7 @@ class LogitCalibration(FederatedCallback):
     """
 
     title = "FedLC"
+    paper = Paper("zhang2022fedlc")
     tolerates_staleness = True
     neutral = {"tau": 0.0}
     taps = {"logits": "last"}

@@ -21,6 +21,7 @@ from fl_lightning.callback import (
     ClientState,
     FederatedCallback,
     Layout,
+    Paper,
     Server,
     as_array,
     as_tensor,
@@ -82,6 +83,7 @@ class LowRankUpdate(FederatedCallback):
     """
 
     title = "PowerSGD"
+    paper = Paper("vogels2019powersgd")
     tolerates_staleness = True
     draws_by_client = True
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}

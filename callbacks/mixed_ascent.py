@@ -19,6 +19,7 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Note,
+    Paper,
     Schedule,
     Scratch,
     Server,
@@ -67,6 +68,7 @@ class MixedAscent(FederatedCallback):
     """
 
     title = "FedSpeed"
+    paper = Paper("sun2023fedspeed")
     tolerates_staleness = True
     moves_start = False
     notes = (

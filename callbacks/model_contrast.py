@@ -12,7 +12,14 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, logsigmoid
 
-from fl_lightning.callback import Clients, ClientState, Coefficient, FederatedCallback, Schedule
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Paper,
+    Schedule,
+)
 
 
 class ModelContrast(FederatedCallback):
@@ -45,6 +52,7 @@ class ModelContrast(FederatedCallback):
     """
 
     title = "MOON"
+    paper = Paper("li2021moon")
     tolerates_staleness = True
     neutral = {"mu": 0.0}
     taps = {"features": "last:in"}

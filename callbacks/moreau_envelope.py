@@ -15,6 +15,7 @@ from fl_lightning.callback import (
     ClientState,
     Coefficient,
     FederatedCallback,
+    Paper,
     Schedule,
     number,
 )
@@ -51,6 +52,7 @@ class MoreauEnvelope(FederatedCallback):
     """
 
     title = "pFedMe"
+    paper = Paper("dinh2020pfedme")
     moves_start = False
     cannot_run_with = {
         "perturbation": "the gradient of the envelope is λ (x - θ), at no perturbed point",

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Clients, FederatedCallback, Server, Upload
+from fl_lightning.callback import Clients, FederatedCallback, Paper, Server, Upload
 
 
 class NormalizedAveraging(FederatedCallback):
@@ -38,6 +38,7 @@ class NormalizedAveraging(FederatedCallback):
     """
 
     title = "FedNova"
+    paper = Paper("wang2020fednova")
     sends = "x"
     cannot_run_with = {
         "parts": (

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
-from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule
+from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper, Schedule
 
 
 class NotTrueDistillation(FederatedCallback):
@@ -47,6 +47,7 @@ class NotTrueDistillation(FederatedCallback):
     """
 
     title = "FedNTD"
+    paper = Paper("lee2022fedntd")
     tolerates_staleness = True
     neutral = {"strength": 0.0}
     taps = {"logits": "last"}

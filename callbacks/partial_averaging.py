@@ -16,7 +16,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Layout, Note, RunFacts, UserError
+from fl_lightning.callback import FederatedCallback, Layout, Note, Paper, RunFacts, UserError
 
 Period = int | Literal["never"]
 # These have names in the field: a group of parameters that is never averaged.
@@ -63,6 +63,18 @@ class PartialAveraging(FederatedCallback):
     """
 
     title = "FedALS"
+    paper = Paper(
+        by=lambda given: (
+            [
+                {("norms",): "li2021fedbn", ("last",): "arivazhagan2019fedper"}.get(
+                    tuple(given.get("periods") or ())
+                )
+            ]
+            if "never" in (given.get("periods") or {"": given.get("period")}).values()
+            else ["gholami2024fedals"]
+        ),
+        vectors=None,
+    )
     neutral = {"period": 1}
     notes = (
         Note(

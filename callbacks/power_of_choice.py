@@ -15,6 +15,7 @@ from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    Paper,
     Server,
     number,
 )
@@ -47,6 +48,7 @@ class PowerOfChoice(FederatedCallback):
     """
 
     title = "Power-of-Choice"
+    paper = Paper("cho2022power")
     reads_loss = True
     last = ClientState(
         initial=lambda w: torch.inf,

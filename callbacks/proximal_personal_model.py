@@ -14,6 +14,7 @@ from fl_lightning.callback import (
     ClientState,
     Coefficient,
     FederatedCallback,
+    Paper,
     Schedule,
     number,
 )
@@ -51,6 +52,7 @@ class ProximalPersonalModel(FederatedCallback):
     """
 
     title = "Ditto"
+    paper = Paper("li2021ditto")
     neutral = {}
     strength = Coefficient(least=0)
     v = ClientState(initial="initial_model", synchronised=False)

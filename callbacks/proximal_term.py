@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule
+from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper, Schedule
 
 
 class ProximalTerm(FederatedCallback):
@@ -36,6 +36,7 @@ class ProximalTerm(FederatedCallback):
     """
 
     title = "FedProx"
+    paper = Paper("li2020fedprox")
     tolerates_staleness = True
     neutral = {"mu": 0.0}
     mu = Coefficient(least=0)

@@ -12,6 +12,7 @@ from torch import Tensor
 from fl_lightning.callback import (
     Blocks,
     FederatedCallback,
+    Paper,
     Server,
     ServerState,
     bits_of,
@@ -49,7 +50,9 @@ class QuantizedBroadcast(FederatedCallback):
         47
     """
 
+    not_over_sites = "a message down that sites could decode"
     title = "quantised broadcast"
+    paper = Paper("alistarh2017qsgd")
     neutral = {"levels": None}
     cannot_run_with = {"parts": "its scales would be of coordinates that clients keep, too"}
     w0 = ServerState(initial="initial_model", synchronised=False)  # never written

@@ -18,6 +18,7 @@ from fl_lightning.callback import (
     Blocks,
     Clients,
     FederatedCallback,
+    Paper,
     as_array,
     as_tensor,
     bits_of,
@@ -63,6 +64,7 @@ class QuantizedUpdate(FederatedCallback):
     """
 
     title = "QSGD"
+    paper = Paper("alistarh2017qsgd", "reisizadeh2020fedpaq")
     tolerates_staleness = True
     neutral = {"levels": None}
     draws_by_client = True

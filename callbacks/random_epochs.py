@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, UserError, number
+from fl_lightning.callback import FederatedCallback, Paper, UserError, number
 
 
 class RandomEpochs(FederatedCallback):
@@ -35,6 +35,7 @@ class RandomEpochs(FederatedCallback):
     """
 
     title = "random epochs"
+    paper = Paper("wang2020fednova")
     tolerates_staleness = True
     draws_by_client = True
 

@@ -19,6 +19,7 @@ from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    Paper,
     as_array,
     as_tensor,
     flag,
@@ -55,6 +56,7 @@ class RandomK(FederatedCallback):
     """
 
     title = "rand-k"
+    paper = Paper("stich2018sparsified")
     tolerates_staleness = True
     neutral = {"fraction": 1.0}
     draws_by_client = True

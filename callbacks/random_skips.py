@@ -15,6 +15,7 @@ from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    Paper,
     Refusal,
     Server,
     ServerState,
@@ -57,6 +58,7 @@ class RandomSkips(FederatedCallback):
     """
 
     title = "Scaffnew"
+    paper = Paper("mishchenko2022proxskip")
     moves_start = False
     requires = {"participation": "all"}
     cannot_run_with = {

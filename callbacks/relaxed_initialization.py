@@ -17,6 +17,7 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Note,
+    Paper,
     RunFacts,
     Schedule,
     Server,
@@ -71,6 +72,7 @@ class RelaxedInitialization(FederatedCallback):
     """
 
     title = "FedInit"
+    paper = Paper("sun2023fedinit")
     tolerates_staleness = True
     neutral = {"beta": 0.0}
     sends = "displacement"  # with aggregate="updates", the one that transmits

@@ -22,6 +22,7 @@ from torch import Tensor
 from fl_lightning.callback import (
     FederatedCallback,
     Note,
+    Paper,
     Server,
     UserError,
     flag,
@@ -75,6 +76,18 @@ class RobustAggregation(FederatedCallback):
     """
 
     title = "robust aggregation"
+    paper = Paper(
+        by=lambda given: [
+            {
+                "median": "yin2018byzantine",
+                "trimmed_mean": "yin2018byzantine",
+                "krum": "blanchard2017krum",
+                "multi_krum": "blanchard2017krum",
+                "geometric_median": "pillutla2022rfa",
+            }.get(given.get("rule") or "median"),
+            "allouah2023mixing" if given.get("mixing") else None,
+        ]
+    )
     gathers = True
     notes = (
         Note(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Schedule
+from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper, Schedule
 
 
 class SharpnessAwareMinimization(FederatedCallback):
@@ -37,6 +37,7 @@ class SharpnessAwareMinimization(FederatedCallback):
     """
 
     title = "FedSAM"
+    paper = Paper("qu2022fedsam")
     tolerates_staleness = True
     neutral = {"radius": 0.0}
     radius = Coefficient(least=0)

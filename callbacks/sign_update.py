@@ -18,6 +18,7 @@ from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    Paper,
     as_array,
     as_tensor,
     flag,
@@ -59,6 +60,7 @@ class SignUpdate(FederatedCallback):
     """
 
     title = "EF-signSGD"
+    paper = Paper("karimireddy2019error")
     tolerates_staleness = True
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
     contraction = True  # EF21 may compress with it

@@ -18,6 +18,7 @@ from fl_lightning.callback import (
     Clients,
     ClientState,
     FederatedCallback,
+    Paper,
     as_array,
     as_tensor,
     message_of,
@@ -54,6 +55,7 @@ class TopKCompression(FederatedCallback):
     """
 
     title = "top-k"
+    paper = Paper("stich2018sparsified")
     tolerates_staleness = True
     neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}

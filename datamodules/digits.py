@@ -12,6 +12,7 @@ import numpy as np
 from fl_lightning.datamodules.augment import CropFlip
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.papers import Paper
 from fl_lightning.sampling import generator
 
 
@@ -23,6 +24,8 @@ class Digits(FederatedDataModule):
     other arguments as for ``MNIST``.
     """
 
+    paper = Paper("alpaydin1998digits")
+    has_test_set = True
     default_clients = 10
     sample_shape = (1, 8, 8)
     num_classes = 10

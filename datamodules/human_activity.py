@@ -15,6 +15,7 @@ from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper
 
 FOLDER = "UCI HAR Dataset"
 URL = (
@@ -39,6 +40,8 @@ class HumanActivity(FederatedDataModule):
     The other arguments are those of ``MNIST``.
     """
 
+    paper = Paper("anguita2013har")
+    has_test_set = True
     default_clients = 21
     sample_shape = (9, 128)
     num_classes = 6

@@ -13,6 +13,7 @@ from fl_lightning.datamodules.augment import CropFlip
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper
 
 
 class ImageDataModule(FederatedDataModule):
@@ -28,6 +29,7 @@ class ImageDataModule(FederatedDataModule):
             number, else 100.
     """
 
+    has_test_set = True
     default_clients = 100
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
@@ -107,6 +109,7 @@ class MNIST(ImageDataModule):
     The arguments are those of ``ImageDataModule``.
     """
 
+    paper = Paper("lecun1998mnist")
     sample_shape = (1, 28, 28)
     num_classes = 10
     mean = (0.1307,)
@@ -148,6 +151,7 @@ class FashionMNIST(MNIST):
     The arguments are those of ``ImageDataModule``.
     """
 
+    paper = Paper("xiao2017fashion")
     mean = (0.2860,)
     std = (0.3530,)
     folder = "FashionMNIST/raw"
@@ -164,6 +168,7 @@ class CIFAR10(ImageDataModule):
     The arguments are those of ``ImageDataModule``.
     """
 
+    paper = Paper("krizhevsky2009cifar")
     sample_shape = (3, 32, 32)
     num_classes = 10
     mean = (0.4914, 0.4822, 0.4465)
@@ -222,6 +227,7 @@ class SVHN(ImageDataModule):
     The arguments are those of ``ImageDataModule``.
     """
 
+    paper = Paper("netzer2011svhn")
     sample_shape = (3, 32, 32)
     num_classes = 10
     mean = (0.4377, 0.4438, 0.4728)

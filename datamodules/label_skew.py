@@ -16,6 +16,7 @@ from fl_lightning.datamodules.partitions import (
     digest,
 )
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.papers import Paper
 from fl_lightning.sampling import generator
 
 
@@ -117,6 +118,8 @@ class Dirichlet(_LabelSkew):
         samples_per_client: replaces ⌊N/m⌋.
         prior: ``"uniform"`` (1/C each, so Dir(alpha · 1)) or the ``"frequencies"`` of the classes.
     """
+
+    paper = Paper("hsu2019measuring")
 
     def __init__(
         self,

@@ -18,6 +18,7 @@ from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.tokens import padded, read_text, tokenizer_of
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.papers import Paper
 
 # In MultiNLI the annotators did not agree on this text: it is left out, as is usual.
 NO_LABEL = "-"
@@ -49,6 +50,7 @@ class TextClassification(FederatedDataModule):
         arguments: as ``FederatedDataModule`` has them.
     """
 
+    paper = Paper("williams2018multinli")
     texts = True  # and not images: so the command line knows
 
     def __init__(

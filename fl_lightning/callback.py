@@ -20,6 +20,7 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import Given
 from fl_lightning.learner.layout import Layout
 from fl_lightning.lightning import pl
+from fl_lightning.papers import Paper
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.coding import (
     Blocks,
@@ -62,6 +63,7 @@ __all__ = [
     "Layout",
     "Message",
     "Note",
+    "Paper",
     "Part",
     "Refusal",
     "RunBinding",
@@ -196,6 +198,10 @@ class FederatedCallback(Given, pl.Callback):
 
     title: ClassVar[str] = ""
     """The method's name in the field, for the line that says what runs; empty: the class name."""
+
+    paper: ClassVar[Paper] = Paper()
+    """The papers that it implements, and how they count what it sends. A call of ``Paper`` with
+    nothing but builtins in it, since it is read from the source, too."""
 
     sends: ClassVar[Literal["x", "displacement", ""]] = ""
     """The server can compute this from the result of ``transmit``: x_{i,K}, the displacement

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper
 
 
 class _Adaptive(Optimizer):
@@ -107,6 +108,8 @@ class FedAdam(_Adaptive):
         bias_correction: as torch.optim.Adam does it, with v from 0; not in the paper's Algorithm 2.
     """
 
+    paper = Paper("reddi2021adaptive")
+
     def __init__(
         self,
         params: Iterable[nn.Parameter],
@@ -139,6 +142,8 @@ class FedAdagrad(_Adaptive):
         beta1: β1; 0 is no momentum.
         tau: τ, in √v + τ; also √v before the first step.
     """
+
+    paper = Paper("reddi2021adaptive")
 
     def __init__(
         self, params: Iterable[nn.Parameter], lr: float, beta1: float = 0.0, tau: float = 1e-3

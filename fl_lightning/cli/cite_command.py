@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +14,7 @@ from yaml import YAMLError
 from fl_lightning.cli.arguments import ArgumentParser
 from fl_lightning.cli.compose import as_list, class_name, is_file, parse_yaml
 from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper, declared
 
 DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
 
@@ -25,77 +26,6 @@ _OURS = """\
   version = {{{version}}},
 }}"""
 
-# Class → the papers' keys in references.bib.
-PAPERS: dict[str, tuple[str, ...]] = {
-    "AlternatingHead": ("collins2021fedrep",),
-    "ClientMomentum": ("xu2021fedcm",),
-    "ClusteredModels": ("ghosh2020ifca",),
-    "ControlVariates": ("karimireddy2020scaffold",),
-    "DifferentialPrivacy": ("mcmahan2018dp",),
-    "DynamicRegularization": ("acar2021feddyn",),
-    "ErrorFeedback21": ("richtarik2021ef21",),
-    "ExtrapolatedStep": ("jhunjhunwala2023fedexp",),
-    "GlobalSharpnessAwareMinimization": ("sun2023fedsmoo",),
-    "LocallyEstimatedPerturbation": ("fan2024fedlesam",),
-    "LogitCalibration": ("zhang2022fedlc",),
-    "LowRankUpdate": ("vogels2019powersgd",),
-    "MixedAscent": ("sun2023fedspeed",),
-    "ModelContrast": ("li2021moon",),
-    "MoreauEnvelope": ("dinh2020pfedme",),
-    "NormalizedAveraging": ("wang2020fednova",),
-    "NotTrueDistillation": ("lee2022fedntd",),
-    "PowerOfChoice": ("cho2022power",),
-    "ProximalPersonalModel": ("li2021ditto",),
-    "ProximalTerm": ("li2020fedprox",),
-    "QuantizedBroadcast": ("alistarh2017qsgd",),
-    "QuantizedUpdate": ("alistarh2017qsgd", "reisizadeh2020fedpaq"),
-    "RandomK": ("stich2018sparsified",),
-    "RandomEpochs": ("wang2020fednova",),
-    "RandomSkips": ("mishchenko2022proxskip",),
-    "RelaxedInitialization": ("sun2023fedinit",),
-    "SharpnessAwareMinimization": ("qu2022fedsam",),
-    "SignUpdate": ("karimireddy2019error",),
-    "TopKCompression": ("stich2018sparsified",),
-    "FedAdam": ("reddi2021adaptive",),
-    "FedYogi": ("reddi2021adaptive",),
-    "FedAdagrad": ("reddi2021adaptive",),
-    "Digits": ("alpaydin1998digits",),
-    "MNIST": ("lecun1998mnist",),
-    "FashionMNIST": ("xiao2017fashion",),
-    "CIFAR10": ("krizhevsky2009cifar",),
-    "CIFAR100": ("krizhevsky2009cifar",),
-    "SVHN": ("netzer2011svhn",),
-    "HumanActivity": ("anguita2013har",),
-    "TextClassification": ("williams2018multinli",),
-    "Dirichlet": ("hsu2019measuring",),
-}
-# Classes that are a method of its own together → its paper.
-TOGETHER: dict[tuple[str, str], str] = {
-    ("ControlVariates", "DynamicRegularization"): "gao2022feddc",
-    ("ControlVariates", "SharpnessAwareMinimization"): "dai2023fedgamma",
-}
-# Class → an argument, whose value says which.
-BY_ARGUMENT: dict[str, tuple[str, dict[str, tuple[str, ...]]]] = {
-    "RobustAggregation": (
-        "rule",
-        {
-            "median": ("yin2018byzantine",),
-            "trimmed_mean": ("yin2018byzantine",),
-            "krum": ("blanchard2017krum",),
-            "multi_krum": ("blanchard2017krum",),
-            "geometric_median": ("pillutla2022rfa",),
-        },
-    ),
-    "ByzantineClients": (
-        "attack",
-        {
-            "sign_flip": ("blanchard2017krum",),
-            "noise": ("blanchard2017krum",),
-            "label_flip": ("tolpegin2020poisoning",),
-            "alie": ("baruch2019alie",),
-        },
-    ),
-}
 # What needs no reference.
 _PLAIN = ("SGD", "IID")
 
@@ -128,10 +58,11 @@ def cited(config: Mapping[str, Any]) -> str:
     >>> print(cited({"data": {"class_path": "mine.Data"}}).splitlines()[0])
     % Data: no reference is known here
     """
-    keys = ["mcmahan2017fedavg", *_of_the_whole(config)]
+    keys = ["mcmahan2017fedavg"]
     unknown = []
+    methods = {class_name(method) for method in as_list(config.get("method"))}
     for part in _parts(config):
-        found = _keys(part)
+        found = _keys(part, methods)
         keys += found
         if not found and class_name(part) not in _PLAIN:
             unknown.append(f"% {class_name(part)}: no reference is known here")
@@ -141,17 +72,6 @@ def cited(config: Mapping[str, Any]) -> str:
     return "\n\n".join(
         filter(None, [lines, *blocks, _OURS.format(version=version("fl-lightning"))])
     )
-
-
-def _of_the_whole(config: Mapping[str, Any]) -> list[str]:
-    """The papers of what several parts are together, and of how the server waits for clients."""
-    methods = {class_name(method) for method in as_list(config.get("method"))}
-    keys = [paper for classes, paper in TOGETHER.items() if methods.issuperset(classes)]
-    asynchronous = (config.get("model") or {}).get("asynchronous")
-    if asynchronous:
-        mixing = (asynchronous.get("init_args") or asynchronous).get("mixing")
-        keys.append("nguyen2022fedbuff" if mixing is None else "xie2019fedasync")
-    return keys
 
 
 def references() -> dict[str, str]:
@@ -164,7 +84,7 @@ def references() -> dict[str, str]:
 def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     """The classes, with their arguments, that a paper may have been written about."""
     for method in as_list(config.get("method")):
-        if _keys(method) or _is_method(method):
+        if _keys(method, ()) or _is_method(method):
             yield method
     model = config.get("model") or {}
     data = config.get("data") or {}
@@ -172,6 +92,9 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     for part in (model.get("server_optimizer"), data, arguments.get("partition")):
         if part:
             yield part
+    if asynchronous := model.get("asynchronous"):
+        given = asynchronous.get("init_args") or asynchronous
+        yield {"class_path": "Buffered", "init_args": given}
 
 
 def _is_method(method: Any) -> bool:
@@ -185,18 +108,8 @@ def _is_method(method: Any) -> bool:
         return True
 
 
-def _keys(part: Any) -> tuple[str, ...]:
-    name = class_name(part)
+def _keys(part: Any, others: Collection[str]) -> list[str]:
+    """The papers of a class with its arguments, beside ``others``."""
     arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
-    if name == "PartialAveraging":
-        periods = arguments.get("periods") or {"": arguments.get("period")}
-        if "never" not in periods.values():
-            return ("gholami2024fedals",)
-        # Of parts that are never averaged, these two have a paper.
-        known = {"norms": "li2021fedbn", "last": "arivazhagan2019fedper"}
-        return tuple(known[group] for group in periods if len(periods) == 1 and group in known)
-    if name in BY_ARGUMENT:
-        argument, papers = BY_ARGUMENT[name]
-        found = papers.get(arguments.get(argument) or next(iter(papers)), ())
-        return (*found, "allouah2023mixing") if arguments.get("mixing") else found
-    return PAPERS.get(name, ())
+    paper: Paper = declared("paper").get(class_name(part), Paper())
+    return paper.cited(arguments, others)

@@ -130,15 +130,6 @@ def number_in(folder: Path, begins: int) -> int:
     return run
 
 
-# What they compute needs the clients' samples or rows where the server is.
-_NEED_CLIENTS = {
-    "GlobalLossLogger": "the clients' samples",
-    "HessianLogger": "the clients' samples",
-    "ConsensusDistanceLogger": "the models of clients' layers",
-    "QuantizedBroadcast": "a message down that sites could decode",
-}
-
-
 def refuse_methods(callbacks: list[Any]) -> None:
     """Refuse callbacks that cannot work while clients are at sites.
 
@@ -146,14 +137,11 @@ def refuse_methods(callbacks: list[Any]) -> None:
         UserError: naming one.
     """
     check_hooks(callbacks)
-    names = set[str]()
     for callback in callbacks:
-        names |= {kind.__name__ for kind in type(callback).__mro__}
-    for name, what in _NEED_CLIENTS.items():
-        if name in names:
+        if what := getattr(callback, "not_over_sites", ""):
             raise UserError(
-                f"method: {name} needs {what} at the server, and they stay at the sites. Leave it "
-                "out, or simulate with `fl-lightning fit`."
+                f"method: {type(callback).__name__} needs {what} at the server, and they stay at "
+                "the sites. Leave it out, or simulate with `fl-lightning fit`."
             )
 
 

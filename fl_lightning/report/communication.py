@@ -8,13 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.cli.compose import as_list, class_name
+from fl_lightning.papers import Paper, declared
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.runs import ReportedRun
 from fl_lightning.report.summary import Arm
-
-# Vectors of the model's size a client and round; one direction stands for both.
-# FedInit's Table 8 and FedSMOO's Table 3 count so.
-PAPERS = {"ControlVariates": 2, "ClientMomentum": 2, "GlobalSharpnessAwareMinimization": 2}
 
 
 @dataclass(frozen=True)
@@ -56,14 +53,14 @@ def traffic(arm: Arm) -> Traffic:
     done = [run for run in arm.runs if run.status == "done"]
     # All runs of an arm have one config but for the seed, so the first one tells.
     names = methods(arm.runs[0])
-    papers = None
-    if names is not None:
-        papers = max((PAPERS.get(name, 1) for name in names), default=1)
+    # FedInit's Table 8 and FedSMOO's Table 3 count vectors of the model's size.
+    counted = [declared("paper").get(name, Paper()).vectors for name in names or ()]
+    vectors = [number for number in counted if number is not None]
     return Traffic(
         _a_round(done, "communication/total_bytes"),
         _a_round(done, "communication/up_parameters"),
-        papers,
-        "PartialAveraging" in (names or ()),
+        None if names is None else max(vectors, default=1),
+        None in counted,
     )
 
 

@@ -19,6 +19,7 @@ import yaml
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import Directions, read_rows
+from fl_lightning.papers import declared
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -27,8 +28,6 @@ STATUSES = ("running", "done", "diverged", "stopped", "failed")
 FINISHED = ("done", "diverged")
 # What is larger counts as infinite: the sum of two such numbers could not be told from infinity.
 HUGE = 1e300
-# Packaged data whose test set is validated on, where nothing is held out.
-WITH_TEST = ("Digits", "MNIST", "FashionMNIST", "CIFAR10", "CIFAR100", "SVHN", "HumanActivity")
 ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
@@ -77,7 +76,7 @@ class ReportedRun:
         options = data.get("init_args")
         options = options if isinstance(options, dict) else {}
         packaged = str(data.get("class_path")).rpartition("fl_lightning.datamodules.")[2]
-        return packaged in WITH_TEST and not options.get("val_fraction")
+        return packaged in declared("has_test_set") and not options.get("val_fraction")
 
     @property
     def finished(self) -> bool:

@@ -17,6 +17,7 @@ import numpy as np
 
 from fl_lightning.checks import number, one_of
 from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper
 from fl_lightning.sampling import generator
 from fl_lightning.virtual.conditions import Heterogeneity
 from fl_lightning.virtual.devices import Devices
@@ -79,6 +80,10 @@ class Buffered:
     Raises:
         UserError: for each argument that cannot work.
     """
+
+    paper = Paper(
+        by=lambda given: ["nguyen2022fedbuff" if given.get("mixing") is None else "xie2019fedasync"]
+    )
 
     devices: Devices
     size: int | None = None

@@ -13,8 +13,9 @@ import fl_lightning.callbacks
 import fl_lightning.datamodules
 from fl_lightning import FederatedCallback
 from fl_lightning.__main__ import main
-from fl_lightning.cli.cite_command import BY_ARGUMENT, PAPERS, TOGETHER, cited, references
+from fl_lightning.cli.cite_command import cited, references
 from fl_lightning.cli.compose import packaged, read
+from fl_lightning.papers import declared
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,24 +59,44 @@ def test_what_a_packaged_method_cites(name: str, papers: list[str]) -> None:
 
 
 def test_every_method_and_data_set_of_ours_has_a_reference_that_its_file_names() -> None:
-    known = {*PAPERS, *BY_ARGUMENT, "PartialAveraging"}
+    # As read from the source, and as Python has it.
+    known = declared("paper")
     for name in fl_lightning.callbacks.__all__:
         cls = getattr(fl_lightning.callbacks, name)
         if issubclass(cls, FederatedCallback) and cls.title and not cls.measures:
-            assert name in known, name
+            assert vars(known[name]).keys() == vars(cls.paper).keys(), name
+            assert known[name].keys == cls.paper.keys and (cls.paper.keys or cls.paper.by), name
     entries = references()
-    used = {key for papers in PAPERS.values() for key in papers}
-    for _, by_value in BY_ARGUMENT.values():
-        used |= {key for papers in by_value.values() for key in papers}
-    used |= set(TOGETHER.values())
-    assert used <= entries.keys()
     # The number of each preprint stands in the file of its method, where it has one.
     sources = " ".join(path.read_text() for path in (ROOT / "callbacks").glob("*.py"))
-    for name, papers in PAPERS.items():
+    for name, paper in known.items():
+        assert {*paper.keys, *paper.beside.values()} <= entries.keys(), name
         if name in fl_lightning.callbacks.__all__:
-            for key in papers:
+            for key in paper.keys:
                 number = re.search(r"eprint = \{([\d.]+)\}", entries[key])
                 assert number and number[1] in sources, key
+
+
+def test_what_classes_declare_is_read_from_their_source_as_python_has_it() -> None:
+    with_test = declared("has_test_set")
+    for name in fl_lightning.datamodules.__all__:
+        cls = getattr(fl_lightning.datamodules, name)
+        assert with_test.get(name, False) == getattr(cls, "has_test_set", False), name
+    assert {"CIFAR100", "FashionMNIST", "Digits"} <= with_test.keys()
+    assert declared("paper")["CIFAR100"].keys == ("krizhevsky2009cifar",)
+
+
+@pytest.mark.parametrize("rule", ["krum", "geometric_median", None, "unheard of"])
+def test_a_rule_cites_its_own_paper(rule: str | None) -> None:
+    arguments = {"mixing": True} if rule is None else {"rule": rule}
+    method = {"class_path": "RobustAggregation", "init_args": arguments}
+    found = keys(cited({"method": [method]}))[1:-1]
+    expected = {
+        "krum": ["blanchard2017krum"],
+        "geometric_median": ["pillutla2022rfa"],
+        "unheard of": [],
+    }
+    assert found == expected.get(str(rule), ["yin2018byzantine", "allouah2023mixing"])
 
 
 def test_a_data_config_cites_its_data() -> None:

@@ -380,6 +380,12 @@ FAULTS = [
     ),
     Fault(
         "a checkpoint loses the models that clients still train from",
-        [("fl_lightning/checkpoint.py", "            versions=versions,", "            versions={},")],
+        [
+            (
+                "fl_lightning/checkpoint.py",
+                "            versions=versions,",
+                "            versions={},",
+            )
+        ],
     ),
 ]
