@@ -28,6 +28,7 @@ from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.server import Server
 from fl_lightning.round.settings import Settings
+from fl_lightning.round.totals import Total
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.run_state import RunState, Versions
 from fl_lightning.virtual.plan import Plan
@@ -230,7 +231,7 @@ class FederatedLoop:
             raise Diverged(diverged_text(server.round, "the model that is sent to clients"))
         return given
 
-    def train(self, round: Round, ledger: Ledger) -> tuple[dict[str, Tensor], list[int]]:
+    def train(self, round: Round, ledger: Ledger) -> tuple[Total, list[int]]:
         """Train this process's share, and return the sum over all participants and who diverged."""
         # Every W-th client, so that a process's share is one subtree of the sum.
         clients = round.ids[self.rank :: self.world_size]
@@ -340,11 +341,9 @@ class FederatedLoop:
         for text in ledger.notes:
             self.note(text)
         means: dict[str, float] = {}
-        for key, total in ledger.total.items():
-            if key.startswith("log:"):
-                name = key.removeprefix("log:")
-                # Clients may log a name or not, so each has its own number of values.
-                means[name] = float(total / ledger.total["num:" + name])
+        for name, total in ledger.total.logs.items():
+            # Clients may log a name or not, so each has its own number of values.
+            means[name] = float(total / ledger.total.logged[name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
@@ -381,7 +380,7 @@ class FederatedLoop:
                 "rate, so what the method keeps is on another scale than the gradients that it "
                 "is added to. SGD is what the method is made for"
             )
-        if float(ledger.total.get("log:clipped_steps", 0)) > 0:
+        if float(ledger.total.logs.get("clipped_steps", 0)) > 0:
             self.note(
                 f"{reading}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
                 "less than that"

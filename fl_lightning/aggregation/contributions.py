@@ -1,15 +1,4 @@
-"""Clients' contributions: updates, uploads, buffers and logs are summed in order, rows staged.
-
-What the sum holds under which key:
-
-- ``weight``: Σ p_i. ``traffic``: how much travelled, see :mod:`fl_lightning.aggregation.traffic`.
-- ``update``: Σ u_i, and ``weighted``: Σ p_i u_i. With equal weights they are the same, and only
-  ``weighted`` is there. Where a method gets all updates neither is: they are summed afterwards.
-- ``sum:NAME`` and ``weighted:NAME``: the same of an upload; with equal weights ``sum:NAME`` alone.
-- ``copies``: Σ p_i × the update before it was transmitted, where parts are not averaged.
-- ``buffer:NAME``: Σ p_i × its change; ``max:NAME``: the maximum of a buffer that counts.
-- ``log:NAME`` and ``num:NAME``: what clients logged, and how many did.
-"""
+"""Clients' contributions: updates, uploads, buffers and logs are summed in order, rows staged."""
 
 from __future__ import annotations
 
@@ -21,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation import traffic
-from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes
+from fl_lightning.aggregation.tree_sum import TreeSum, sum_over_processes
 from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import all_finite, same_bits
@@ -33,6 +22,7 @@ from fl_lightning.round.context import BUFFER
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.state import Upload
+from fl_lightning.round.totals import Total
 
 # In runs with personal models a client's latest round is a row of it, under this name.
 FINISHED = "personal.round"
@@ -50,7 +40,7 @@ class Brought:
         update: ``(D,)``, as transmitted; ``shared``: a method may still hold and change it.
         trained: ``(D,)``, before it was transmitted, where parts are not averaged; None.
         uploads, logs: by name, a row each and a number each.
-        buffers: changes of those that are averaged, and values of which the maximum is taken.
+        buffers: changes of those that are averaged; ``maxima``: values of those that count.
         rows: of states, by name.
         kept: how many numbers the client keeps until its next round; None: its rows tell.
     """
@@ -63,7 +53,8 @@ class Brought:
     trained: Tensor | None = None
     uploads: dict[str, Tensor] = field(default_factory=dict)
     logs: dict[str, Tensor] = field(default_factory=dict)
-    buffers: Leaf = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
     metrics: Any = None
     mean_gradient_read: str = ""
@@ -94,24 +85,21 @@ class Contributions:
         # A method may change the updates once all are gathered, so these are summed later then.
         self.gathers = bool(methods.gathering)
         self.diverged: list[int] = []  # clients of this process whose update is not finite
-        self._sum = TreeSum(leaves)
+        self._sum: TreeSum[Total] = TreeSum(leaves)
         self._lock = threading.Lock()
 
     def __call__(self, leaf: int, group: ClientGroup | Brought) -> None:
         """Add what one client contributes, a group of one or what it brought; stage its rows."""
         home = group if isinstance(group, Brought) else self.brought(group)
         client = home.client
-        values: Leaf = {}
-        shared: set[str] = set()
+        values = Total()
+        shared = {"uploads", "update", "weighted"} if home.shared else {"uploads"}
+        transmitted = None
         if home.finished:
-            weight = self.ledger.round.weights[client]
-            shared = self._finish(values, home, weight)
-            for key, value in home.buffers.items():
-                values[key] = value * weight if key.startswith("buffer:") else value
-        transmitted = values.pop("update") if self.gathers and home.finished else None
+            transmitted = self._finish(values, home, self.ledger.round.weights[client])
         # A client that diverged has communicated all the same, so its traffic is summed.
         if home.counts is not None:
-            values["traffic"] = torch.tensor(home.counts)
+            values.traffic = torch.tensor(home.counts)
         # All above works on this client's own tensors, from here on threads share the ledger.
         with self._lock:
             if home.counts is None:
@@ -127,13 +115,13 @@ class Contributions:
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
                 # The method may still hold what it returned from `transmit`.
-                if "update" in shared:
+                if home.shared:
                     self.ledger.updates[client] = transmitted.clone()
                 else:
                     self.ledger.updates[client] = transmitted
             for key, row in home.rows.items():
                 self.ledger.rows.setdefault(key, {})[client] = row
-            self._sum.add(leaf, values or None, shared)
+            self._sum.add(leaf, None if home.counts is None else values, shared)
 
     def brought(self, group: ClientGroup) -> Brought:
         """What a client, a group of one after ``on_local_end``, brings home."""
@@ -151,15 +139,13 @@ class Contributions:
         # keeps, then its buffers.
         kept = (row for _, row in group.written() if row.shape == update.shape)
         finite = all_finite(update) and all(map(all_finite, kept))
-        buffers = self._buffers(group) if finite else None
-        if buffers is None:
+        if not finite or not self._take_buffers(home, group):
             # What it would send is as long as what others do, so it is counted at a finite
             # stand-in, of which nothing stays.
             Contributions.transmitted(self, group, torch.zeros_like(update))
             traffic.add_upload(counts, group, self.methods)
             return home
         home.finished = True
-        home.buffers = buffers
         # What clients keep of parts that are not averaged is evaluated as trained, not as sent:
         # so it is kept before `transmit` may compress or perturb the update.
         if round.parts is not None:
@@ -188,7 +174,7 @@ class Contributions:
         sent = self.methods.call(transmit, Clients(group), update)
         return checked_rows(transmit, sent, update)
 
-    def total(self) -> tuple[Leaf, list[int]]:
+    def total(self) -> tuple[Total, list[int]]:
         """The sum over the clients of all processes that finished, and who diverged."""
         diverged: list[int] = []
         metrics: dict[int, Any] = {}
@@ -199,31 +185,36 @@ class Contributions:
             changed |= share[2]
         self.ledger.metrics = metrics
         self.changed = changed
-        return sum_over_processes(self._sum.total) or {}, sorted(diverged)
+        return sum_over_processes(self._sum.total, Total) or Total(), sorted(diverged)
 
-    def _finish(self, values: Leaf, home: Brought, weight: float) -> set[str]:
+    def _finish(self, values: Total, home: Brought, weight: float) -> Tensor | None:
         """Put the values of a client that finished into ``values``.
 
         Returns:
-            the names of those that a method may still hold.
+            its update ``(D,)``, where a method gets all of them; else None.
         """
-        wide = self.ledger.round.wide
-        update = home.update
-        assert update is not None
-        shared = {"update", "weighted"} if home.shared else set[str]()
-        values["weight"] = torch.tensor(float(weight), dtype=torch.float64)
+        assert home.update is not None
+        update = home.update.to(self.ledger.round.wide)
+        values.weight = torch.tensor(float(weight), dtype=torch.float64)
         if home.trained is not None:
-            values["copies"] = home.trained * weight
-        self._add_row(values, "", update.to(wide), weight)
+            values.copies = home.trained * weight
+        if not self.gathers:
+            values.weighted = update if self.uniform else update * weight
+            values.update = None if self.uniform else update
         for key, value in home.uploads.items():
             declared = self.methods.declared[key]
             assert isinstance(declared, Upload)
-            self._add_row(values, key, value.to(declared.summed_as(update.dtype)), weight)
-            shared.add("sum:" + key)
+            upload = value.to(declared.summed_as(home.update.dtype))
+            values.uploads[key] = upload
+            if not self.uniform:
+                values.weighted_uploads[key] = upload * weight
+        for name, value in home.buffers.items():
+            values.buffers[name] = value * weight
+        values.maxima = home.maxima
         for name, value in home.logs.items():
-            values["log:" + name] = value.to(torch.float64, copy=True)
-            values["num:" + name] = torch.ones((), dtype=torch.float64, device=value.device)
-        return shared
+            values.logs[name] = value.to(torch.float64, copy=True)
+            values.logged[name] = torch.ones((), dtype=torch.float64, device=value.device)
+        return update if self.gathers else None
 
     def _own(self, group: ClientGroup) -> dict[str, Tensor]:
         """Rows of its own that a client keeps: buffers, and for its personal model its round."""
@@ -236,15 +227,11 @@ class Contributions:
                 rows[BUFFER + name] = value.clone()
         return rows
 
-    def _buffers(self, group: ClientGroup) -> Leaf | None:
-        """Changes of floating-point and complex buffers since the client was given them.
+    def _take_buffers(self, home: Brought, group: ClientGroup) -> bool:
+        """Take changes of floating-point and complex buffers since the client was given them.
 
-        Of other ones it is their values.
-
-        Returns:
-            None if a change is not finite.
+        Of other ones the values are taken. Tell whether all changes are finite.
         """
-        values: Leaf = {}
         trained = group.buffers
         buffers = group.round.buffers
         for name in self.untold:
@@ -268,22 +255,10 @@ class Contributions:
                 same = (buffer == at_server) | (buffer.isnan() & at_server.isnan())
                 change = torch.where(same, 0, buffer.to(wide) - at_server.to(wide))
                 if not bool(change.isfinite().all()):
-                    return None
-                values["buffer:" + name] = change
+                    return False
+                home.buffers[name] = change
             else:
                 # Gloo knows no bool, so that maxima over processes are taken of bytes.
                 dtype = torch.uint8 if at_server.dtype == torch.bool else at_server.dtype
-                values["max:" + name] = buffer.to(dtype, copy=True)
-        return values
-
-    def _add_row(self, values: Leaf, key: str, row: Tensor, weight: float) -> None:
-        """Put in a row, uniformly and by weight (where these differ); ``key`` "": the update."""
-        uniform = "sum:" + key if key else "update"
-        weighted = "weighted:" + key if key else "weighted"
-        if self.gathers and not key:
-            values[uniform] = row
-        elif self.uniform:
-            values[uniform if key else weighted] = row
-        else:
-            values[uniform] = row
-            values[weighted] = row * weight
+                home.maxima[name] = buffer.to(dtype, copy=True)
+        return True

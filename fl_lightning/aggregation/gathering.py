@@ -12,6 +12,7 @@ from torch import Tensor
 from fl_lightning.aggregation.tree_sum import TreeSum, visiting_order
 from fl_lightning.machine.processes import world_size
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.totals import Total
 
 
 def gather(ledger: Ledger) -> Tensor:
@@ -30,24 +31,26 @@ def gather(ledger: Ledger) -> Tensor:
     return rows
 
 
-def total(ledger: Ledger, rows: Tensor) -> dict[str, Tensor]:
-    """Σ of the rows, and Σ p_i times them where weights differ."""
+def add_up(ledger: Ledger, rows: Tensor) -> None:
+    """Put Σ of the rows into the round's total, and Σ p_i times them where weights differ."""
     round = ledger.round
     uniform = all(weight == 1 for weight in round.weights.values())
     row_of = dict(zip(ledger.finished, rows, strict=True))
     # The tree of the clients' sum gives the bits that the sum has where nothing is gathered.
-    tree = TreeSum(len(round.ids))
+    tree: TreeSum[Total] = TreeSum(len(round.ids))
     for leaf in visiting_order(len(round.ids)):
         client = round.ids[leaf]
         row = row_of.get(client)
         if row is None:
             tree.add(leaf, None)
         elif uniform:
-            tree.add(leaf, {"weighted": row}, ["weighted"])
+            tree.add(leaf, Total(weighted=row), ["weighted"])
         else:
-            values = {"update": row, "weighted": row * round.weights[client]}
-            tree.add(leaf, values, ["update"])
-    return tree.total or {}
+            weighted = row * round.weights[client]
+            tree.add(leaf, Total(update=row, weighted=weighted), ["update"])
+    if tree.total is not None:
+        ledger.total.update = tree.total.update
+        ledger.total.weighted = tree.total.weighted
 
 
 def memory(who: str, most: int, w: Tensor) -> str:

@@ -19,6 +19,7 @@ from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.server import Server
+from fl_lightning.round.totals import Total
 
 
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
@@ -33,10 +34,10 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
         ledger.gathered = gathering.gather(ledger)
         if ledger.finished:
             methods.run("on_updates", server)
-        total.update(gathering.total(ledger, ledger.gathered))
+        gathering.add_up(ledger, ledger.gathered)
     server.update = torch.zeros_like(round.w)
     if ledger.finished:
-        server.update = (total["weighted"] / total["weight"].to(round.wide)).to(round.w.dtype)
+        server.update = total.mean(total.weighted, round.wide).to(round.w.dtype)
         # The mean divides by the discounted weights, which cancels a discount that all share. Old
         # updates have to shrink the step, so it is brought back.
         if ledger.scale != 1:
@@ -194,20 +195,21 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
         return None
     if not server.n:
         return torch.where(server.averaged, server.w.detach(), round.evaluated)
-    mean_change = ledger.total["copies"] / ledger.total["weight"].to(round.wide)
+    mean_change = ledger.total.mean(ledger.total.copies, round.wide)
     mean = server.given + mean_change.to(server.given)
     return torch.where(server.averaged, server.w.detach(), mean)
 
 
-def averaged_buffers(round: Round, total: dict[str, Tensor]) -> dict[str, Tensor]:
+def averaged_buffers(round: Round, total: Total) -> dict[str, Tensor]:
     """New values of the server's buffers that clients contributed to, by name."""
     values = {}
     for name, buffer in round.buffers.items():
-        if "buffer:" + name in total:
-            change = total["buffer:" + name]
-            values[name] = (buffer.to(change) + change / total["weight"].to(change)).to(buffer)
-        elif "max:" + name in total:
-            values[name] = total["max:" + name].to(buffer)
+        if name in total.buffers:
+            change = total.buffers[name]
+            mean = total.mean(change, change.dtype)
+            values[name] = (buffer.to(change) + mean).to(buffer)
+        elif name in total.maxima:
+            values[name] = total.maxima[name].to(buffer)
     return values
 
 

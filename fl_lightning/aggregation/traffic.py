@@ -59,13 +59,13 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
 
 def gradients(ledger: Ledger) -> int:
     """Gradients that the round's participants evaluated, all together, each of one batch."""
-    counts = ledger.total.get("traffic")
+    counts = ledger.total.traffic
     return 0 if counts is None else int(counts[GRADIENTS])
 
 
 def forwards(ledger: Ledger) -> int:
     """Passes without a gradient that methods asked for, all participants, each of one batch."""
-    counts = ledger.total.get("traffic")
+    counts = ledger.total.traffic
     return 0 if counts is None else int(counts[FORWARDS])
 
 
@@ -95,7 +95,7 @@ def kept_numbers(rows: Mapping[str, Tensor], methods: Methods) -> int | None:
 
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     """Parameters and bytes of this round, all participants together."""
-    counts = ledger.total.get("traffic")
+    counts = ledger.total.traffic
     if counts is None and ledger.planned is None:
         names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
         return dict.fromkeys(names, 0)

@@ -8,15 +8,15 @@ ones, odd with odd ones, and so on by the low bits of j. Process r of 2^k owns t
 from __future__ import annotations
 
 from collections.abc import Collection
+from typing import Generic
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from fl_lightning.machine.processes import collective_device, gathered, world_size
+from fl_lightning.round.totals import Place, Some
 
-Leaf = dict[str, Tensor]
-Kinds = dict[str, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtypes
+Kinds = dict[Place, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtypes
 
 
 def visiting_order(n: int) -> list[int]:
@@ -32,10 +32,10 @@ def visiting_order(n: int) -> list[int]:
     return visit(list(range(n)))
 
 
-class TreeSum:
-    """Σ of dictionaries of tensors over leaves 0…n-1, which are added in any order.
+class TreeSum(Generic[Some]):
+    """Σ of :class:`Sums` over leaves 0…n-1, which are added in any order.
 
-    Keys that start with ``max:`` take maxima. ``None`` is a leaf that takes no part.
+    ``None`` is a leaf that takes no part.
 
     Of six leaves, leaf 5 waits for leaf 1, 4 apart. Their sum waits for leaf 3, 2 apart, and the
     sum of all odd leaves for that of the even ones, 1 apart. Leaf 3 has no sibling 7: it is such a
@@ -44,13 +44,13 @@ class TreeSum:
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self._waiting: dict[tuple[int, int], Leaf | None] = {}
-        self.total: Leaf | None = None
+        self._waiting: dict[tuple[int, int], Some | None] = {}
+        self.total: Some | None = None
 
-    def add(self, leaf: int, values: Leaf | None, shared: Collection[str] = ()) -> None:
+    def add(self, leaf: int, values: Some | None, shared: Collection[str] = ()) -> None:
         """Take a leaf; its tensors are the sum's from now on.
 
-        ``shared``: keys whose tensors somebody else may still change: these are copied.
+        ``shared``: fields whose tensors somebody else may still change: these are copied.
         """
         # The node (residue, stride) sums the leaves j ≡ residue (mod stride). The leaf is a node
         # by itself under a stride that no two leaves share.
@@ -64,76 +64,76 @@ class TreeSum:
             if sibling < self.n:
                 # Whoever of two siblings comes first waits; the second carries their sum upwards.
                 if (sibling, stride) not in self._waiting:
-                    self._waiting[residue, stride] = _kept(values, shared)
+                    self._waiting[residue, stride] = values and values.kept(shared)
                     return
                 values = _merge(self._waiting.pop((sibling, stride)), values, shared)
                 shared = ()
             residue = residue % half
             stride = half
-        self.total = _kept(values, shared)
+        self.total = values and values.kept(shared)
 
 
-def _kept(values: Leaf | None, shared: Collection[str]) -> Leaf | None:
-    """``values``, of which those under ``shared`` are copied, as others may still change them."""
-    return values and {
-        key: value.clone() if key in shared else value for key, value in values.items()
-    }
-
-
-def _merge(a: Leaf | None, b: Leaf | None, shared: Collection[str]) -> Leaf | None:
+def _merge(a: Some | None, b: Some | None, shared: Collection[str]) -> Some | None:
     """a + b, in a's memory; what is ``shared`` of b is copied where a has nothing to add it to."""
     if a is None or b is None:
-        return _kept(b, shared) if a is None else a
-    for key, value in b.items():
-        if key not in a:
-            a[key] = value.clone() if key in shared else value
-        elif key.startswith("max:"):
-            torch.maximum(a[key], value, out=a[key])
+        return b and b.kept(shared) if a is None else a
+    for place, value in b.parts():
+        own = a.get(place)
+        if own is None:
+            a.put(place, value.clone() if place[0] in shared else value)
+        elif place[0] == a.MAXIMA:
+            torch.maximum(own, value, out=own)
         else:
-            a[key] += value
+            own += value
     return a
 
 
-def sum_over_processes(total: Leaf | None) -> Leaf | None:
+def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
     """The sum of the processes' sums; it has the same bits in each of them.
 
     These are the bits of one process where the number of processes is a power of two.
+    ``kind``: their class.
     """
     world = world_size()
     if world == 1:
         return total
-    kinds_here: Kinds = {key: (v.shape, v.dtype) for key, v in (total or {}).items()}
+    here = {} if total is None else dict(total.parts())
+    kinds_here: Kinds = {place: (v.shape, v.dtype) for place, v in here.items()}
     kinds = gathered(kinds_here)
     kind_of: Kinds = {}
     for kinds_there in kinds:
         kind_of.update(kinds_there)
     if not kind_of:
         return None
-    device = next(iter(total.values())).device if total else collective_device()
-    leaves: list[Leaf] = [{} for _ in range(world)]
-    # One vector a dtype travels, not one message a key: a process that has no tensor under a key,
-    # since none of its clients gave one, sends zeros for it, which the others leave out.
+    device = next(iter(here.values())).device if here else collective_device()
+    leaves = [kind() for _ in range(world)]
+    # One vector per dtype travels, not one message per place: a process that has no tensor at a
+    # place, since none of its clients gave one, sends zeros for it, which the others leave out.
     for dtype in sorted({dtype for _, dtype in kind_of.values()}, key=str):
-        keys = sorted(key for key in kind_of if kind_of[key][1] == dtype)
+        places = sorted(place for place in kind_of if kind_of[place][1] == dtype)
         parts = []
-        for key in keys:
-            value = (total or {}).get(key)
+        for place in places:
+            value = here.get(place)
             if value is None:
-                value = torch.zeros(kind_of[key][0], dtype=dtype, device=device)
+                value = torch.zeros(kind_of[place][0], dtype=dtype, device=device)
             parts.append(value.reshape(-1))
         vector = torch.cat(parts)
         vectors = [torch.empty_like(vector) for _ in range(world)]
         dist.all_gather(vectors, vector)
         sizes = [part.numel() for part in parts]
         for rank in range(world):
-            for key, part in zip(keys, torch.split(vectors[rank], sizes), strict=True):
-                if key in kinds[rank]:
-                    leaves[rank][key] = part.view(kind_of[key][0]).clone()
+            for place, part in zip(places, torch.split(vectors[rank], sizes), strict=True):
+                if place in kinds[rank]:
+                    leaves[rank].put(place, part.view(kind_of[place][0]).clone())
     # Process r's sum is the node of the leaves j ≡ r, so the processes are the leaves of the rest
     # of the same tree.
-    tree = TreeSum(world)
+    tree: TreeSum[Some] = TreeSum(world)
     for rank in range(world):
-        tree.add(rank, leaves[rank] or None)
+        tree.add(rank, leaves[rank] if kinds[rank] else None)
     # What travelled is sorted; the order is to be that of one process, in which logs are written.
-    total = tree.total or {}
-    return {key: total[key] for key in kind_of}
+    ordered = kind()
+    for place in kind_of:
+        value = None if tree.total is None else tree.total.get(place)
+        assert value is not None  # some process has it
+        ordered.put(place, value)
+    return ordered

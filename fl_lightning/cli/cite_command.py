@@ -89,12 +89,12 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     model = config.get("model") or {}
     data = config.get("data") or {}
     arguments = data.get("init_args") or {} if isinstance(data, dict) else {}
-    for part in (model.get("server_optimizer"), data, arguments.get("partition")):
-        if part:
-            yield part
     if asynchronous := model.get("asynchronous"):
         given = asynchronous.get("init_args") or asynchronous
         yield {"class_path": "Buffered", "init_args": given}
+    for part in (model.get("server_optimizer"), data, arguments.get("partition")):
+        if part:
+            yield part
 
 
 def _is_method(method: Any) -> bool:

@@ -143,6 +143,8 @@ def packed_client(
         put(arrays, at + "upload/" + name, value[averaged] if by_coordinate else value)
     for name, value in home.buffers.items():
         put(arrays, at + "buffer/" + name, value)
+    for name, value in home.maxima.items():
+        put(arrays, at + "maximum/" + name, value)
     for name, value in home.rows.items():
         if name in reported:
             put(arrays, at + "row/" + name, value)
@@ -194,6 +196,7 @@ def unpacked_client(
         home.uploads[name] = _spread(value, shape, round.averaged).to(device, dtype)
     home.rows = under(arrays, "row/")
     home.buffers = {k: v.to(device) for k, v in under(arrays, "buffer/").items()}
+    home.maxima = {k: v.to(device) for k, v in under(arrays, "maximum/").items()}
     for name, number in numbers.items():
         if name.startswith("log/"):
             value = torch.tensor(float(number), dtype=torch.float64, device=device)

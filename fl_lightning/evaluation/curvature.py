@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.aggregation.tree_sum import Leaf
 from fl_lightning.engines.step_hooks import Gradients, dense, differentiated
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator
+from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator, OverSamples
 from fl_lightning.evaluation.samples import Samples
 from fl_lightning.learner.layout import flatten
 from fl_lightning.sampling import generator
@@ -76,7 +75,7 @@ class Hessian:
         direction = torch.as_tensor(v.reshape(-1)).to(copy.x)
         directions = copy.layout.views(direction)
 
-        def term(batch: Any, number: int, index: int) -> Leaf:
+        def term(batch: Any, number: int, index: int) -> OverSamples:
             copy.logging = False
             with torch.enable_grad():
                 # A part that is differentiable once shows it only if the gradient that comes into
@@ -96,7 +95,7 @@ class Hessian:
                 second = torch.autograd.grad(
                     along, copy.parameters, allow_unused=True, materialize_grads=True
                 )
-            return {"product": flatten(second).detach().double() * number}
+            return OverSamples(product=flatten(second).detach().double() * number)
 
         try:
             # Other kernels of attention cannot be differentiated twice.
@@ -110,9 +109,9 @@ class Hessian:
                 f"learner {type(copy.learner).__name__}: its loss cannot be differentiated twice, "
                 f"which curvature needs ({' '.join(str(error).split())[:200]})."
             ) from error
-        if total:
-            return (total["product"] / self._number).cpu().numpy()
-        return np.zeros(self.size)
+        if total.product is None:
+            return np.zeros(self.size)
+        return (total.product / self._number).cpu().numpy()
 
     def _check_missing(self, gradients: Gradients, batch: Any, index: int) -> None:
         """Refuse a loss that `backward()` gives gradients which no second derivative sees."""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
-from fl_lightning.aggregation.tree_sum import Leaf, TreeSum, sum_over_processes, visiting_order
+from fl_lightning.aggregation.tree_sum import TreeSum, sum_over_processes, visiting_order
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
@@ -37,15 +37,32 @@ from fl_lightning.learner.modules import called_with, modes, overrides
 from fl_lightning.machine.processes import gathered, place
 from fl_lightning.metrics import without_prefix
 from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.totals import Sums
 
 Share = Callable[[], list[Counted]]
 # (batch, its samples, its number) -> what it adds to a sum over samples
-Term = Callable[[Any, int, int], Leaf]
+Term = Callable[[Any, int, int], "OverSamples"]
 VALIDATION = "on_validation_batch_start"
 # Limits of a batch: its samples, its memory, and the memory that its backward pass needs.
 MOST = 1000
 BATCH_BYTES = 2**26
 GRAPH_BYTES = 2**28
+
+
+@dataclass
+class OverSamples(Sums):
+    """Sums over samples.
+
+    ``samples``: how many; ``loss``, ``gradient`` and ``product`` (of the Hessian and a vector):
+    each weighted by them; ``logs``: of what the learner logged, and ``logged``: of how many.
+    """
+
+    samples: Tensor | None = None
+    loss: Tensor | None = None
+    gradient: Tensor | None = None
+    product: Tensor | None = None
+    logs: dict[str, Tensor] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -191,11 +208,11 @@ class Evaluator:
         total = self.sum(x, shares, self._term(gradient, step))
         states = gathered(self.copy.take_metrics())
         logged = {**_means(total), **self._of_metrics(states)}
-        if not total:
+        if total.samples is None or total.loss is None:
             return Measured(0, math.nan, logged)
-        number = int(total["samples"])
-        mean_gradient = total["gradient"] / number if gradient else None
-        return Measured(number, float(total["loss"] / number), logged, mean_gradient)
+        number = int(total.samples)
+        mean_gradient = None if total.gradient is None else total.gradient / number
+        return Measured(number, float(total.loss / number), logged, mean_gradient)
 
     def each(self, x: Tensor, samples: Samples, step: str = "training_step") -> dict[str, Tensor]:
         """Each client's means ``(n,)``, float64: ``samples``, ``loss`` and the logs.
@@ -242,7 +259,8 @@ class Evaluator:
         self.copy.begin(self.data, lambda: client)
         total = self.sum(x, shares, self._term(False, step if trains else ""), alone=True)
         self.copy.begin(self.data)
-        loss = float(total["loss"] / int(total["samples"]))
+        assert total.loss is not None and total.samples is not None
+        loss = float(total.loss / int(total.samples))
         values = {"samples": len(indices), "loss": loss}
         if trains:
             return {**values, **_means(total), **self._of_metrics([self.copy.take_metrics()])}
@@ -376,21 +394,25 @@ class Evaluator:
         ]
         return [partial(copies, share()) for share in shares] if keep else shares
 
-    def sum(self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False) -> Leaf:
+    def sum(
+        self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False
+    ) -> OverSamples:
         """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one).
 
         It is empty where there are no batches.
         """
         world, rank = (1, 0) if alone else place()
-        tree = TreeSum(len(shares))
+        tree: TreeSum[OverSamples] = TreeSum(len(shares))
         with self._at(x):
             for j in visiting_order(len(shares)):
-                values: Leaf = {}
+                values = OverSamples()
                 for batch, number in shares[j]():
-                    for name, value in self._one(term, batch, number, j * world + rank).items():
-                        values[name] = values[name] + value if name in values else value
+                    for key, value in self._one(term, batch, number, j * world + rank).parts():
+                        before = values.get(key)
+                        values.put(key, value if before is None else before + value)
                 tree.add(j, values)
-        return (tree.total if alone else sum_over_processes(tree.total)) or {}
+        total = tree.total if alone else sum_over_processes(tree.total, OverSamples)
+        return total or OverSamples()
 
     def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
         """The number of samples that fit into a batch.
@@ -421,8 +443,8 @@ class Evaluator:
                 kept += tensor.nbytes
             return tensor
 
-        def term(batch: Any, number: int, index: int) -> Leaf:
-            return {"loss": self.loss(batch, index, True).detach()}
+        def term(batch: Any, number: int, index: int) -> OverSamples:
+            return OverSamples(loss=self.loss(batch, index, True).detach())
 
         with self._at(x), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             self._one(term, batch, number, 0)
@@ -449,15 +471,15 @@ class Evaluator:
     def _term(self, gradient: bool, step: str) -> Term:
         own = self.copy
 
-        def term(batch: Any, number: int, index: int) -> Leaf:
+        def term(batch: Any, number: int, index: int) -> OverSamples:
             own.logging = step == "training_step"
             # What training_step puts into a metric that both steps share is not the validation's.
             with nullcontext() if own.logging else own.metrics_kept():
                 loss = self.loss(batch, index, gradient)
-            values = {"loss": loss.detach().double() * number}
+            values = OverSamples(loss=loss.detach().double() * number)
             if gradient:
                 gradients = dense(differentiated(loss, own.parameters), own.parameters)
-                values["gradient"] = flatten(gradients).double() * number
+                values.gradient = flatten(gradients).double() * number
             own.logging = True
             if step == "validation_step":
                 self._validation(batch, index)
@@ -465,9 +487,9 @@ class Evaluator:
             samples = torch.tensor(number, dtype=torch.float64, device=loss.device)
             for name, logged in own.logged.items():
                 mean = torch.stack([value.double().reshape(()) for value in logged]).mean()
-                values["sum:" + name] = mean * number
-                values["num:" + name] = samples.clone()
-            values["samples"] = torch.tensor(number, dtype=torch.int64, device=loss.device)
+                values.logs[name] = mean * number
+                values.logged[name] = samples.clone()
+            values.samples = torch.tensor(number, dtype=torch.int64, device=loss.device)
             return values
 
         return term
@@ -486,7 +508,7 @@ class Evaluator:
                 )
             learner.validation_step(*called_with(learner.validation_step, batch, index))
 
-    def _one(self, term: Term, batch: Any, number: int, index: int) -> Leaf:
+    def _one(self, term: Term, batch: Any, number: int, index: int) -> OverSamples:
         """A term of one batch, from the server's buffers."""
         # What a step draws is a function of the batch's number, whichever process computes it.
         self.copy.logged = {}
@@ -526,6 +548,5 @@ class Evaluator:
         return together(parts)
 
 
-def _means(total: Leaf) -> dict[str, float]:
-    names = [key[4:] for key in total if key.startswith("sum:")]
-    return {name: float(total["sum:" + name] / total["num:" + name]) for name in names}
+def _means(total: OverSamples) -> dict[str, float]:
+    return {name: float(value / total.logged[name]) for name, value in total.logs.items()}

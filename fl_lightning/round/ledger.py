@@ -14,6 +14,7 @@ from fl_lightning.learner.layout import Layout
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.state import ClientState, Declaration, ServerState, State, Upload
+from fl_lightning.round.totals import Total
 from fl_lightning.storage.rows import Rows
 from fl_lightning.virtual.plan import Planned
 
@@ -22,7 +23,7 @@ class Ledger:
     """What a round stages until its commit, and what its server hooks may read.
 
     - ``rows``, ``server``: clients' rows and server states, as far as hooks wrote them.
-    - ``total``: the sums over clients; :mod:`fl_lightning.aggregation.contributions` has the keys.
+    - ``total``: the sums over clients.
     - ``finished``, ``dropped``: the clients that count, and those of whom nothing came.
     - ``metrics``: by client, what its steps left in the learner's metrics.
     - ``logs``, ``notes``: what server hooks logged, and have to say.
@@ -42,7 +43,7 @@ class Ledger:
         self.round = round
         self.rows: Rows = {}
         self.server: dict[str, Tensor] = {}
-        self.total: dict[str, Tensor] = {}
+        self.total = Total()
         self.planned: Planned | None = None
         self.base: Tensor | None = None
         self.finished: list[int] = []
@@ -164,16 +165,16 @@ class Ledger:
         """The sum over the clients that finished, and their number."""
         self.refuse_outsiders(f"the sums of {key}")
         # A hook may change what it gets in place, and others read the sum, too.
-        return self._uploaded("sum:" + key, declaration).clone(), len(self.finished)
+        return self._uploaded(key, declaration).clone(), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
         """The p_i-weighted mean over the clients that finished."""
         self.refuse_outsiders(f"the sums of {key}")
-        name = "weighted:" + key
         # Under uniform weights the plain sum is the weighted one, and no other is kept.
-        if name not in self.total:
-            name = "sum:" + key
-        return self._uploaded(name, declaration) / self.total["weight"].to(self.round.wide)
+        weighted = self.total.weighted_uploads.get(key)
+        if weighted is None:
+            weighted = self._uploaded(key, declaration)
+        return self.total.mean(weighted, self.round.wide)
 
     def refuse_outsiders(self, what: str) -> None:
         """In a private run, refuse code from outside this package that reads ``what``."""
@@ -181,8 +182,8 @@ class Ledger:
             refuse_outsiders(what)
 
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
-        if key in self.total:
-            return self.total[key]
+        if key in self.total.uploads:
+            return self.total.uploads[key]
         zeros = self.round.initial(declaration, "zeros")
         return zeros.to(declaration.summed_as(zeros.dtype))
 

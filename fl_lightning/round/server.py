@@ -134,7 +134,9 @@ class Server:
         total = self._ledger.total
         if not self.n:
             return torch.zeros_like(self._round.w, dtype=self._round.wide)
-        return total.get("update", total["weighted"]) / max(self.n, 1)
+        summed = total.weighted if total.update is None else total.update
+        assert summed is not None
+        return summed / max(self.n, 1)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
         """Random numbers keyed by (seed, purpose, round, counters).

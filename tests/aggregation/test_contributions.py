@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.aggregation.contributions import FINISHED, Contributions
-from fl_lightning.aggregation.tree_sum import Leaf
 from fl_lightning.callback import Clients, FederatedCallback, Upload
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.methods import Methods
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.totals import Total
 from tests.helpers.learners import InPlace, Lit, Normed, blobs, federated, fitted, trainer
 from tests.helpers.rounds import D, a_group, a_round
 
@@ -139,7 +139,7 @@ class Together(FederatedCallback):
     gathers = True
 
 
-def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributions, Leaf]:
+def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributions, Total]:
     """What two clients that took a step of 1 contribute; ``marks``: set on the second."""
     ledger = Ledger(a_round(weights={3: 1.0, 5: 1.0}, buffers={"running_mean": torch.zeros(3)}))
     contributions = Contributions(
@@ -158,24 +158,24 @@ def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributio
 
 def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
     contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_read="SCAFFOLD")
-    assert float(total["log:seen"]) == 8.0 and float(total["num:seen"]) == 2.0
+    assert float(total.logs["seen"]) == 8.0 and float(total.logged["seen"]) == 2.0
     assert (
         contributions.ledger.metrics == {5: {"seen": 2}}
         and contributions.ledger.mean_gradient_read == "SCAFFOLD"
     )
-    assert total["buffer:running_mean"].tolist() == [8.0] * 3 and contributions.diverged == []
+    assert total.buffers["running_mean"].tolist() == [8.0] * 3 and contributions.diverged == []
 
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_one_value_of_a_buffer_that_is_not_finite_is_enough(value: float) -> None:
     contributions, total = brought_home(buffers={"running_mean": torch.tensor([0.0, value, 0.0])})
-    assert contributions.diverged == [5] and total["buffer:running_mean"].tolist() == [3.0] * 3
+    assert contributions.diverged == [5] and total.buffers["running_mean"].tolist() == [3.0] * 3
 
 
 def test_tensors_that_a_method_goes_on_using_stay_its_own() -> None:
     method = Sends()
     _, total = brought_home(method)
-    assert total["weighted"].tolist() == [2.0] * D and total["sum:Sends.norms"].tolist() == [2.0]
+    assert total.weighted.tolist() == [2.0] * D and total.uploads["Sends.norms"].tolist() == [2.0]
     assert method.sent.tolist() == [[1.0] * D] and method.uploaded.tolist() == [[1.0]]
     gathered, _ = brought_home(method, Together())
     method.sent.zero_()

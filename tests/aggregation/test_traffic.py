@@ -80,7 +80,7 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
     }
     ledger = Ledger(a_round(server_states=states))
     ledger.server["M.two"] = torch.zeros(2)  # made in this round: four bytes a number
-    ledger.total = {"traffic": torch.tensor([2 * D, 2, 11, 90, 64])}
+    ledger.total.traffic = torch.tensor([2 * D, 2, 11, 90, 64])
     assert traffic.of_round(ledger, Methods([M()])) == {
         "down_parameters": 2 * D + 2 * D + 2 * 2,
         "down_bytes": 8 * 2 * D + 8 * 2 * D + 4 * 2 * 2,
@@ -113,5 +113,5 @@ def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here(
 def test_gradients_of_a_round_are_the_participants_together() -> None:
     ledger = Ledger(a_round())
     assert traffic.gradients(ledger) == 0
-    ledger.total = {"traffic": torch.tensor([8, 2, 11, 90, 64, 12, 7])}
+    ledger.total.traffic = torch.tensor([8, 2, 11, 90, 64, 12, 7])
     assert traffic.gradients(ledger) == 12 and traffic.forwards(ledger) == 7

@@ -176,7 +176,8 @@ def _share(path: Any, rank: int, world: int) -> None:
     total = found.sum(w, shares, found._term(True, "training_step"))
     each, mean = found.each(w, samples), found.mean(w, samples)
     if rank == 0:
-        torch.save({**total, "each": each["loss"], "mean": mean}, path / f"{world}.pt")
+        sums = {"gradient": total.gradient, "loss": total.loss}
+        torch.save({**sums, "each": each["loss"], "mean": mean}, path / f"{world}.pt")
 
 
 def test_processes_share_the_work_to_the_same_bits(tmp_path: Any) -> None:

@@ -182,8 +182,8 @@ FAULTS = [
             (
                 "fl_lightning/aggregation/server_update.py",
                 'methods.run("on_updates", server)\n        '
-                "total.update(gathering.total(ledger, ledger.gathered))",
-                "total.update(gathering.total(ledger, ledger.gathered))\n        "
+                "gathering.add_up(ledger, ledger.gathered)",
+                "gathering.add_up(ledger, ledger.gathered)\n        "
                 'methods.run("on_updates", server)',
             )
         ],

@@ -108,12 +108,13 @@ def test_synchronised_client_rows_keep_their_value_where_a_part_is_not_averaged(
 def test_uploads_are_summed_over_who_finished_and_zero_where_nobody_sent() -> None:
     ledger, sent = Ledger(a_round()), Upload()
     ledger.finished = [3, 5]
-    ledger.total = {"sum:M.u": EIGHTS, "weight": torch.tensor(40.0, dtype=torch.float64)}
+    ledger.total.uploads["M.u"] = EIGHTS
+    ledger.total.weight = torch.tensor(40.0, dtype=torch.float64)
     total, number = ledger.uploaded("M.u", sent)
     assert torch.equal(total, EIGHTS) and number == 2
     # weights are 1 each: one sum serves both
     assert ledger.uploaded_weighted("M.u", sent).tolist() == [0.2] * D
-    ledger.total["weighted:M.u"] = 20 * EIGHTS
+    ledger.total.weighted_uploads["M.u"] = 20 * EIGHTS
     assert ledger.uploaded_weighted("M.u", sent).tolist() == [4.0] * D
     counted, _ = ledger.uploaded("M.never", Upload(shape=(2,), dtype=torch.int64))
     assert counted.tolist() == [0, 0] and not counted.dtype.is_floating_point

@@ -1,0 +1,85 @@
+"""The sums over the clients of a round, as one object."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field, fields
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+Some = TypeVar("Some", bound="Sums")
+Place = tuple[str, ...]  # a field; and the tensor's name, where a field has several
+
+
+@dataclass
+class Sums:
+    """Base class of what is summed: each field is a tensor, None, or tensors by name."""
+
+    MAXIMA: ClassVar[str] = ""
+    """The field of which the maximum is taken in place of the sum."""
+
+    def parts(self) -> Iterator[tuple[Place, Tensor]]:
+        """All tensors, each with its place."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if isinstance(value, dict):
+                yield from (((each.name, name), tensor) for name, tensor in value.items())
+            elif value is not None:
+                yield (each.name,), value
+
+    def get(self, place: Place) -> Tensor | None:
+        """The tensor at this place, or None."""
+        value = getattr(self, place[0])
+        found: Tensor | None = value.get(place[1]) if isinstance(value, dict) else value
+        return found
+
+    def put(self, place: Place, value: Tensor) -> None:
+        """Set the tensor at this place."""
+        if len(place) == 1:
+            setattr(self, place[0], value)
+        else:
+            getattr(self, place[0])[place[1]] = value
+
+    def kept(self: Some, shared: Collection[str]) -> Some:
+        """The same tensors; those of the fields ``shared``, which others may change, are copied."""
+        kept = type(self)()
+        for place, value in self.parts():
+            kept.put(place, value.clone() if place[0] in shared else value)
+        return kept
+
+
+@dataclass
+class Total(Sums):
+    """The sums over the clients that finished; ``traffic`` counts the others, too.
+
+    Args:
+        weight: Σ p_i.
+        traffic: how much travelled, see :mod:`fl_lightning.aggregation.traffic`.
+        update: Σ u_i; ``weighted``: Σ p_i u_i. With equal weights they are the same, and only
+            ``weighted`` is there. If a method gets all updates, they are summed after it.
+        copies: Σ p_i × the update before it was transmitted, where parts are not averaged.
+        uploads: Σ of each upload; ``weighted_uploads``: Σ p_i × it, if weights differ.
+        buffers: Σ p_i × the change of each buffer; ``maxima``: of a buffer that counts.
+        logs: what clients logged; ``logged``: how many did.
+    """
+
+    MAXIMA = "maxima"
+
+    weight: Tensor | None = None
+    traffic: Tensor | None = None
+    update: Tensor | None = None
+    weighted: Tensor | None = None
+    copies: Tensor | None = None
+    uploads: dict[str, Tensor] = field(default_factory=dict)
+    weighted_uploads: dict[str, Tensor] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+    logs: dict[str, Tensor] = field(default_factory=dict)
+    logged: dict[str, Tensor] = field(default_factory=dict)
+
+    def mean(self, weighted: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """A weighted sum / Σ p_i, which is taken in ``dtype``."""
+        assert weighted is not None and self.weight is not None  # a client finished
+        return weighted / self.weight.to(weighted.device, dtype)
