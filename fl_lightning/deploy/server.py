@@ -10,6 +10,7 @@ from typing import Any
 
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
+from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.site_hooks import check_hooks
 from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
@@ -39,6 +40,7 @@ class AtServer(pl.Callback):
 
     measures_clients = True
     sites: Sites  # from the fit's start on
+    progress: ServerProgress
 
     def __init__(
         self, transport: Transport, run: int | None, timeout: float = 600.0, min_sites: int = 1
@@ -64,6 +66,9 @@ class AtServer(pl.Callback):
                 "another one."
             ) from error
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.progress = ServerProgress(trainer, pl_module.learner, pl_module.note)
+
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = pl_module.run.loop
         assert loop is not None
@@ -75,7 +80,7 @@ class AtServer(pl.Callback):
             loop.cohort.data = Told(loop.cohort.data)
             for client, numbers in self.told.items():
                 loop.cohort.data.tell(client, *numbers)
-        self.sites = sites = Sites(self.transport, loop, run, self.timeout)
+        self.sites = sites = Sites(self.transport, loop, self.progress, run, self.timeout)
         sites.counts_tests = any(isinstance(c, PerClientEvaluation) for c in trainer.callbacks)
         sites.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):

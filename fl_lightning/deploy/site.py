@@ -15,6 +15,7 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post, words
 from fl_lightning.description import version_of
@@ -47,12 +48,16 @@ class AtSite(pl.Callback):
 
     # The server asks for it where the run's callbacks want it.
     measures_clients = True
+    progress: SiteProgress  # from the fit's start on
 
     def __init__(self, post: Post, clients: Sequence[int], folder: Path, own: bool = False) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
         self.own = own
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        self.progress = SiteProgress(trainer, pl_module.learner)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         m = int(trainer.datamodule.num_clients)
@@ -65,7 +70,7 @@ class AtSite(pl.Callback):
         run: FederatedRun = pl_module.run
         assert run.loop is not None
         rows = SiteRows(self.folder, run.state.rows.store)
-        run.loop = Site(trainer, run.loop, self.post, self.clients, rows, self.own)
+        run.loop = Site(trainer, run.loop, self.post, self.clients, rows, self.own, self.progress)
 
     def one_client(self, module: Any) -> dict[str, float] | None:
         return None
@@ -87,6 +92,7 @@ class Site(FederatedLoop):
         clients: list[int],
         rows: SiteRows,
         own_data: bool,
+        progress: SiteProgress,
     ) -> None:
         vars(self).update(vars(loop))
         # What a client sends is packed here, where its codes are, and not in processes of its own.
@@ -94,6 +100,7 @@ class Site(FederatedLoop):
             self.engine = self.engine.one_after_the_other()
         self.trainer = trainer
         self.module = trainer.lightning_module
+        self.of_server = progress
         self.post = post
         self.clients = clients
         self.rows = rows
@@ -271,6 +278,7 @@ class Site(FederatedLoop):
         Raises:
             UserError: it has another number of parameters.
         """
+        self.of_server.take(message.numbers)
         size = self.model.layout.size
         came = travel.got(message.arrays, "w")
         if self.given is None or message.numbers["whole"]:

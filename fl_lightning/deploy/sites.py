@@ -17,8 +17,9 @@ import torch
 from fl_lightning.aggregation.contributions import AT_SITES, Brought
 from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.told import Told
-from fl_lightning.deploy.transport import Array, Message, Transport, said, words
+from fl_lightning.deploy.transport import Array, Message, Number, Transport, said, words
 from fl_lightning.description import version_of
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import PersonalModel
@@ -38,11 +39,21 @@ class Sites:
 
     ``counts_tests``: whether sites are asked how many test samples their clients have; ``tests``:
     what they have told. ``modes``: which way metrics are better, as their learners know it.
+    ``progress``: what learners read of the run's progress.
     """
 
-    def __init__(self, transport: Transport, loop: FederatedLoop, run: int, timeout: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        loop: FederatedLoop,
+        progress: ServerProgress,
+        run: int,
+        timeout: float,
+    ) -> None:
         self.transport = transport
         self.loop = loop
+        self.progress = progress
+        self.facts: dict[str, Number] = {}  # of the present round's progress
         self.run = run
         self.timeout = timeout
         self.counts_tests = False
@@ -232,6 +243,7 @@ class Sites:
         tell: Callable[[], None],
     ) -> None:
         """Ask the sites of these clients to train them; who does not answer in time has dropped."""
+        self.facts = self.progress.numbers(round.t, round.t)
         leaf_of = {client: leaf for leaf, client in leaves}
         faulty: dict[int, str] = {}  # clients whose update is not finite → their site
         sizes = self.loop.cohort.sizes
@@ -333,6 +345,7 @@ class Sites:
         """What a site is sent in a round: w, states, buffers and the round's numbers."""
         message = self._with_model("round", round, site, mine)
         message.numbers["round"] = round.t
+        message.numbers |= self.facts
         arrays = message.arrays
         arrays["ids"] = np.asarray(round.ids, np.int64)
         if any(weight != 1 for weight in round.weights.values()):
@@ -407,6 +420,7 @@ class Sites:
         """
         rounds = self.loop.state.rounds
         # Kept parts are those with which the next round would begin.
+        self.facts = self.progress.numbers(max(rounds - 1, 0), rounds)
         vector, buffers = model
         facts = self.loop.round_at(max(rounds - 1, 0))
         facts = replace(facts, t=rounds, evaluated=vector, buffers=buffers)
@@ -415,6 +429,7 @@ class Sites:
         def ask(site: str, mine: list[int]) -> Message:
             message = self._with_model("evaluate", facts, site, mine)
             message.numbers |= {"round": rounds - 1, "epochs": finetune_epochs}
+            message.numbers |= self.facts
             if not torch.equal(vector, facts.w):
                 travel.put(message.arrays, "evaluated", vector)
             return message

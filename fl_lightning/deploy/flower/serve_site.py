@@ -15,7 +15,9 @@ from fl_lightning.deploy.site import AtSite, Ended, numbers_of
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post
 from fl_lightning.deploy.travel import check_names, check_shape, shape_of
+from fl_lightning.engines.batch_callbacks import START, looks
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.evaluator import VALIDATION
 
 # A site writes rows alone, evaluates nothing and is one process.
 _OPTIONS = {
@@ -77,12 +79,19 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer
-    # The user's other callbacks are the run's, and that is the server's.
-    methods = [each for each in trainer.callbacks if isinstance(each, FederatedCallback)]
     at = AtSite(Peeked(post, first), numbers, folder, own=site is not None)
-    trainer.callbacks = [*methods, at]
+    trainer.callbacks = [*filter(runs_at_sites, trainer.callbacks), at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)
+
+
+def runs_at_sites(callback: Any) -> bool:
+    """Tell whether a site has to call this callback: a method, or one that reads clients' batches.
+
+    The user's other callbacks belong to the run, and the server calls them.
+    """
+    reads_batches = looks(callback, START) or looks(callback, VALIDATION)
+    return isinstance(callback, FederatedCallback) or reads_batches
 
 
 def check_own(first: Message, data: Any) -> None:

@@ -1,0 +1,130 @@
+"""What a learner reads of the run's progress, so that it reads the same at a site as at the server.
+
+The server runs the hooks of rounds and of validation, and a site does not. Numbers that those hooks
+leave in attributes of the learner travel with each message. What cannot travel is named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fl_lightning.deploy.transport import Number
+from fl_lightning.engines.attributes import Attributes
+from fl_lightning.errors import UserError
+
+ATTRIBUTE = "learner/"  # before an attribute's name in the numbers of a message
+BOOL = ":bool"  # behind the name of an attribute that is True or False
+FOREVER = -1  # for max_epochs=None
+
+
+class ServerProgress:
+    """The run's progress, and the numbers that the learner's hooks change at the server.
+
+    Args:
+        trainer: the server's Trainer.
+        learner: the learner as the fit begins, before any of its hooks ran.
+        note: takes what the user should know.
+    """
+
+    def __init__(self, trainer: Any, learner: nn.Module, note: Callable[[str], None]) -> None:
+        self.trainer = trainer
+        self.learner = learner
+        self.note = note
+        self.first = Attributes(learner)
+        self.frozen = _versions(learner)
+        # A value may come back to the first one, so what changed once is sent from then on.
+        self.changed: dict[str, None] = {}
+
+    def numbers(self, epoch: int, steps: int) -> dict[str, Number]:
+        """What each message of a round has of them.
+
+        Args:
+            epoch: ``current_epoch`` as the learner reads it.
+            steps: ``global_step`` as the learner reads it.
+
+        Raises:
+            UserError: a hook changed a frozen parameter, which does not travel.
+        """
+        self._refuse_changed_parameters()
+        limit = self.trainer.max_epochs
+        numbers: dict[str, Number] = {"epoch": epoch, "steps": steps}
+        numbers["max_epochs"] = FOREVER if limit is None else limit
+        self.changed |= dict.fromkeys(self.first.changed(Attributes(self.learner)))
+        modules = dict(self.learner.named_modules())
+        for full in self.changed:
+            part, _, name = full.rpartition(".")
+            # A class's attribute stands under the name of the class.
+            if name.startswith("_") or part not in modules:
+                continue
+            value = getattr(modules[part], name, None)
+            if isinstance(value, bool):
+                numbers[ATTRIBUTE + full + BOOL] = int(value)
+            elif isinstance(value, int | float):
+                numbers[ATTRIBUTE + full] = value
+            else:
+                self.note(
+                    f"learner {type(self.learner).__name__}: its hooks change {full} at the "
+                    "server, and sites do not get it, since it is not a number. If training_step "
+                    "reads it, keep it in a buffer (self.register_buffer), which travels"
+                )
+        return numbers
+
+    def _refuse_changed_parameters(self) -> None:
+        for name, version in _versions(self.learner).items():
+            if self.frozen.get(name, version) != version:
+                last = name.rpartition(".")[2]
+                raise UserError(
+                    f"learner {type(self.learner).__name__}: a hook changes the frozen parameter "
+                    f"{name} at the server, and sites do not get frozen parameters. Make it a "
+                    f'buffer (self.register_buffer("{last}", …)), or simulate with `fl-lightning '
+                    "fit`."
+                )
+
+
+class SiteProgress:
+    """Sets a site's Trainer and learner to what came with a message.
+
+    Args:
+        trainer: the site's Trainer.
+        learner: the learner as the fit begins, before any of its hooks ran.
+    """
+
+    def __init__(self, trainer: Any, learner: nn.Module) -> None:
+        self.trainer = trainer
+        self.learner = learner
+        self.first: dict[str, Any] = {}  # its own values of attributes that may be set
+        for part, module in learner.named_modules():
+            for name, value in vars(module).items():
+                if isinstance(value, bool | int | float):
+                    self.first[f"{part}.{name}" if part else name] = value
+        self.set: dict[str, None] = {}  # attributes that a message has set
+
+    def take(self, numbers: Mapping[str, Number]) -> None:
+        """Set the Trainer's progress and the learner's attributes."""
+        loop = self.trainer.fit_loop
+        for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
+            progress.processed = progress.completed = int(numbers["epoch"])
+        steps = loop.epoch_loop.manual_optimization.optim_step_progress
+        steps.total.ready = steps.total.completed = int(numbers["steps"])
+        limit = int(numbers["max_epochs"])
+        loop.max_epochs = None if limit == FOREVER else limit
+        came: dict[str, Any] = {}
+        for key, value in numbers.items():
+            if key.startswith(ATTRIBUTE):
+                full = key.removeprefix(ATTRIBUTE)
+                flag = full.endswith(BOOL)
+                came[full.removesuffix(BOOL)] = bool(value) if flag else value
+        # A server that was started again has them as they were at first.
+        own = {full: self.first[full] for full in self.set if full in self.first}
+        for full, value in {**own, **came}.items():
+            part, _, name = full.rpartition(".")
+            setattr(self.learner.get_submodule(part), name, value)
+        self.set |= dict.fromkeys(came)
+
+
+def _versions(learner: nn.Module) -> dict[str, int]:
+    """How often each frozen parameter was changed in place."""
+    return {n: p._version for n, p in learner.named_parameters() if not p.requires_grad}

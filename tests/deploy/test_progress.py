@@ -1,0 +1,130 @@
+"""What a learner reads of the run's progress is the same at a site as in the simulation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import UserError
+from fl_lightning.callbacks import ControlVariates, PerClientEvaluation
+from fl_lightning.deploy.flower.serve_site import runs_at_sites
+from fl_lightning.deploy.transport import InMemoryTransport
+from tests.deploy.test_evaluation import data
+from tests.deploy.test_in_memory import Learner, Restarted, check_same, over_sites, trained
+
+pytestmark = pytest.mark.slow
+
+
+class Scaled(Learner):
+    """Its loss is scaled by a number that differs from round to round."""
+
+    def scale(self) -> float:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y) * self.scale()
+
+
+class ByEpoch(Scaled):
+    def scale(self) -> float:
+        return 1.0 + self.current_epoch / self.trainer.max_epochs
+
+
+class ByStep(Scaled):
+    def scale(self) -> float:
+        return 1.0 + self.trainer.global_step + self.trainer.current_epoch
+
+
+class ByHook(Scaled):
+    """Doubles in each round; a flag turns back to its first value."""
+
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.odd = False
+
+    def on_train_epoch_start(self) -> None:
+        self.odd = self.current_epoch % 2 == 1
+
+    def on_validation_end(self) -> None:
+        self.factor *= 2
+
+    def scale(self) -> float:
+        return self.factor * (3 if self.odd is True else 1)
+
+
+class Scaler(pl.Callback):
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.learner.factor = 1.0 + trainer.current_epoch
+
+
+class ByCallback(Scaled):
+    factor = 1.0
+
+    def scale(self) -> float:
+        return self.factor
+
+
+def callbacks() -> list[Any]:
+    return [Scaler(), PerClientEvaluation(1, finetune_epochs=1)]
+
+
+@pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
+@pytest.mark.parametrize("learner", [ByEpoch, ByStep, ByHook, ByCallback])
+def test_numbers_that_change_from_round_to_round_are_known_at_sites(
+    learner: type[Learner], carrier: type[InMemoryTransport], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"learner": learner, "data": data}
+    here, there = tmp_path / "here", tmp_path / "there"
+    simulated = trained(callbacks(), 3, [], root=here, **options)
+    sites = tmp_path / "sites"
+    over, _, _ = over_sites(callbacks, sites, rounds=3, carrier=carrier, root=there, **options)
+    check_same(simulated, over, sites)
+    assert (here / "clients.csv").read_text() == (there / "clients.csv").read_text()
+
+
+class Keeps(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rates = [1.0]
+
+    def on_train_epoch_start(self) -> None:
+        self.rates = [*self.rates, 2.0]
+
+
+def test_an_attribute_that_cannot_travel_is_noted(tmp_path: Path) -> None:
+    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=Keeps)
+    assert any("its hooks change rates at the server" in note for note in over.notes)
+
+
+class Mixing(pl.Callback):
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        batch[0].mul_(2)
+
+
+def test_a_callback_that_changes_batches_runs_at_sites() -> None:
+    kept = [runs_at_sites(each) for each in (Mixing(), ControlVariates(), Scaler())]
+    assert kept == [True, True, False]
+
+
+class Teacher(Learner):
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher.add_(1)
+
+
+def test_a_frozen_parameter_that_a_hook_changes_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="changes the frozen parameter teacher at the server"):
+        over_sites(list, tmp_path, rounds=1, learner=Teacher)
