@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.random_state import RandomState
@@ -142,6 +143,7 @@ class LocalStep:
         # Clients that are stacked have the same buffers, those of the first.
         self.buffers: Mapping[str, Tensor] = group.round.buffers_of(group.ids[0])
         self.batch: Any = None
+        self.changes_batch = False  # whether training_step changes its batch in place
         self.index: Any = 0
         group.local_step = self
         group.gradients_a_step = 1 + (self.perturb is not None and not self.blind)
@@ -157,7 +159,7 @@ class LocalStep:
             self.optimizer.at(index)
         if self.remembers:
             self.remember()
-        gradient = self.loss_gradient(batch, index)
+        gradient = self.loss_gradient()
         # The learner's own hooks see the gradient of its loss, before any method changes it.
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)
@@ -218,7 +220,7 @@ class LocalStep:
         self.model.load_buffers(self.buffers)
         try:
             with self.model.at(x):
-                gradient = self.model.gradient(self.batch, self.index, log=False).clone()
+                gradient: Tensor = self.passed(self.model.gradient, log=False).clone()
         finally:
             self.model.load_buffers(present_buffers)
             if present_state is not None:
@@ -227,19 +229,31 @@ class LocalStep:
             self.group.gradients_a_step += 1
         return gradient
 
-    def loss_gradient(self, batch: Any, index: Any) -> Any:
+    def passed(self, gradient_of: Callable[..., Any], **options: Any) -> Any:
+        """A gradient of the step's batch, which is for every pass what the client's data gave."""
+        batch = self.batch
+        # A learner changes its batch in place in its first step, or never.
+        if self.remembers and (self.first or self.changes_batch):
+            batch = tree_map(copied, batch)
+        gradient = gradient_of(batch, self.index, **options)
+        if batch is not self.batch and self.first:
+            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+            self.changes_batch |= any(tensor._version for tensor in tensors)
+        return gradient
+
+    def loss_gradient(self) -> Any:
         """∇ℓ at x, or at the perturbed point by the same batch; without weight decay."""
         gradient_of: Callable[..., Any] = self.per_parameter or self.model.gradient
         if self.perturb is None:
-            return gradient_of(batch, index)
+            return self.passed(gradient_of)
         if self.blind:
             # The step's only pass: it is logged, and buffers and generators go on after it.
             e = self.methods.call(self.perturb, self.clients, None)
             with self.model.shifted(checked_rows(self.perturb, e, self.model.x)):
-                return gradient_of(batch, index)
+                return self.passed(gradient_of)
         before = self.before
-        with self.perturbed(self.perturb, batch, index, before):
-            gradient = gradient_of(batch, index, log=False)
+        with self.perturbed(self.perturb, before):
+            gradient = self.passed(gradient_of, log=False)
         # Reading NumPy's and Python's generators is slow. A learner draws from them in its first
         # step, or never, so after a step without draws only torch's are read.
         if self.all_generators and before is not None:
@@ -247,11 +261,9 @@ class LocalStep:
         return gradient
 
     @contextmanager
-    def perturbed(
-        self, perturb: Callable[..., Any], batch: Any, index: Any, before: RandomState | None
-    ) -> Iterator[None]:
+    def perturbed(self, perturb: Callable[..., Any], before: RandomState | None) -> Iterator[None]:
         """Within, gradients are at x + e, with the first pass's random numbers."""
-        gradient = self.model.gradient(batch, index)
+        gradient = self.passed(self.model.gradient)
         # The second pass is no other look at the samples: running statistics stay the first's.
         buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         e = checked_rows(perturb, self.methods.call(perturb, self.clients, gradient), gradient)
@@ -269,3 +281,12 @@ class LocalStep:
         assert self.group.clipped is not None
         self.group.clipped.add_((factor < 1)[:, 0])
         return gradient * factor
+
+
+def copied(leaf: Any) -> Any:
+    """A tensor in memory of its own; anything else as it is."""
+    return (
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, Tensor)
+        else leaf
+    )

@@ -57,6 +57,26 @@ def test_the_contracts_know_it() -> None:
     assert check_method(Again)["neutral setting is FedAvg"].verdict == "holds"
 
 
+class Halving(Lit):
+    """Changes its batch in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+def test_each_gradient_of_a_step_is_of_the_batch_as_the_data_gave_it(engine: str) -> None:
+    found = []
+    for methods in ([], [SharpnessAwareMinimization(radius=0.0)], [Again()]):
+        torch.manual_seed(3)
+        module = federated(Halving(), engine=engine, local_epochs=2)
+        trainer(2, methods).fit(module, blobs())
+        found.append(module.global_vector)
+    (fedavg, *others) = found
+    assert all(torch.equal(fedavg, other) for other in others)
+
+
 @pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Normed])
 def test_the_gradient_at_x_is_that_of_the_loss_and_leaves_no_trace(learner: type[Lit]) -> None:
     found = []
