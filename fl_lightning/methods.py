@@ -83,6 +83,7 @@ class Methods:
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
+            refuse_inference_mode(callback)
         # What changes updates for the clients comes before what the server does to them, and what
         # keeps coordinates at rest comes after all that moves them.
         ordered = sorted(self.callbacks, key=lambda c: (c.rests, not c.stands_for_clients))
@@ -200,10 +201,15 @@ class Methods:
         # Vectors of the run are handed out as they are, since copies would cost as much as a step.
         lent = subject._lent
         versions = [tensor._version for _, tensor in lent]
-        if self.watch is not None:
-            returned = self.watch(hook, subject, *more)
-        else:
-            returned = hook(subject, *more)
+        try:
+            if self.watch is not None:
+                returned = self.watch(hook, subject, *more)
+            else:
+                returned = hook(subject, *more)
+        except RuntimeError as error:
+            raise _explained(hook, lent, error) from error
+        if isinstance(returned, Tensor) and returned.is_inference():
+            raise _in_inference_mode(hook)
         if [tensor._version for _, tensor in lent] != versions:
             raise _changed(hook, lent, versions)
         if self._ledger is not None and (key := self._ledger.changed_by_clients()):
@@ -398,6 +404,19 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
             )
 
 
+def refuse_inference_mode(callback: FederatedCallback) -> None:
+    """Refuse a hook under ``@torch.inference_mode()``: its tensors cannot be used after it."""
+    for name in (*SHARED, *OWNED):
+        function = getattr(callback, name) if callback.has(name) else None
+        while function is not None:
+            cells = getattr(function, "__closure__", None) or ()
+            for cell in cells:
+                context = getattr(cell.cell_contents, "__self__", cell.cell_contents)
+                if isinstance(context, torch.inference_mode) and context.mode:
+                    raise _in_inference_mode(getattr(callback, name))
+            function = getattr(function, "__wrapped__", None)
+
+
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
     """The result of a hook, which has to be a tensor with the shape of ``like``."""
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
@@ -444,11 +463,38 @@ def _changed(
 ) -> UserError:
     pairs = zip(lent, versions, strict=True)
     name = next(name for (name, tensor), version in pairs if tensor._version != version)
+    return _changed_vector(call, name)
+
+
+def _changed_vector(call: Callable[..., Any], name: str) -> UserError:
+    also = " (clients.origin is the same vector here)" if name == "clients.start" else ""
     return UserError(
-        f"method: {getattr(call, '__qualname__', call)} changed {name} in place, or a view of it. "
-        "It is the run's own, which other clients and methods read, too. Change a copy: "
+        f"method: {getattr(call, '__qualname__', call)} changed {name}{also} in place, or a view "
+        "of it. It is the run's own, which other clients and methods read, too. Change a copy: "
         f"own = {name}.clone()."
     )
+
+
+def _in_inference_mode(call: Callable[..., Any]) -> UserError:
+    return UserError(
+        f"method: {getattr(call, '__qualname__', call)} computes in torch.inference_mode(), and "
+        "torch does not let the run change such tensors afterwards. Remove it: hooks run without "
+        "gradients anyway. Use torch.no_grad() inside a hook that turned gradients on."
+    )
+
+
+def _explained(
+    call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], error: RuntimeError
+) -> RuntimeError | UserError:
+    """The error of a hook; a UserError where torch's message says neither cause nor remedy."""
+    if "nference tensor" in str(error):
+        return _in_inference_mode(call)
+    # Of several clients that start at w each row of `start` is w itself, which torch refuses to
+    # change.
+    starts = [tensor for name, tensor in lent if name == "clients.start"]
+    if "single memory location" in str(error) and starts and starts[0].stride(0) == 0:
+        return _changed_vector(call, "clients.start")
+    return error
 
 
 def _changed_state(call: Callable[..., Any], key: str) -> UserError:

@@ -32,7 +32,13 @@ class Clients:
     @property
     def _lent(self) -> list[tuple[str, Tensor]]:
         """Vectors of the run that hooks get as they are, by the names under which they get them."""
-        return self._group.round.lent
+        group = self._group
+        lent = group.round.lent
+        if group.start is not None:
+            lent = [*lent, ("clients.start", group.start)]
+        if group.kept_origin is not None:
+            lent = [*lent, ("clients.origin", group.kept_origin)]
+        return lent
 
     @property
     def client_ids(self) -> list[int]:

@@ -101,7 +101,8 @@ class ClientGroup:
         if own_starts or self.kept_mask is not None:
             self.start = self.x.clone()
         else:
-            self.start = self.round.w.expand_as(self.x)
+            # Through `.data` it has a count of changes of its own, which tells it from w.
+            self.start = self.round.w.data.expand_as(self.x)
         if self.kept_mask is not None and self.kept_origin is not None:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
 

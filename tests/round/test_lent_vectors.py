@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, ServerState, Upload, UserError
+from fl_lightning.callbacks import PartialAveraging
 from fl_lightning.testing import check_method
 from tests.helpers.learners import blobs, federated, trainer
 
@@ -59,6 +62,33 @@ def test_a_vector_that_clients_share_is_not_changed_in_place(name: str, engine: 
         fit(Changing(OF_CLIENTS[name]), engine=engine)
 
 
+class Moving(FederatedCallback):
+    """Clients start beside w, so that each has a start of its own."""
+
+    def on_local_start(self, clients: Any) -> None:
+        clients.x += 0.1
+
+
+class MovingOrigin(FederatedCallback):
+    def on_local_end(self, clients: Any) -> None:
+        clients.origin.sub_(0.1)
+
+
+@pytest.mark.parametrize("others", [[], [Moving()]])
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("name", ["start", "origin"])
+def test_nor_is_where_they_started(name: str, engine: str, others: list[Any]) -> None:
+    change = Changing(lambda _, clients: getattr(clients, name).sub_(0.1), "on_local_step_end")
+    with pytest.raises(UserError, match=r"changed clients.start \(clients.origin is .*in place"):
+        trainer(2, [*others, change]).fit(federated(engine=engine), blobs())
+
+
+def test_nor_is_where_kept_parts_began() -> None:
+    parts = PartialAveraging(periods={"last": "never"})
+    with pytest.raises(UserError, match=r"MovingOrigin.* changed clients.origin in place"):
+        trainer(2, [parts, MovingOrigin()]).fit(federated(), blobs())
+
+
 @pytest.mark.parametrize("hook", ["on_local_step_end", "on_local_end"])
 def test_nor_in_later_hooks(hook: str) -> None:
     with pytest.raises(UserError, match=r"changed clients.w in place"):
@@ -107,3 +137,48 @@ class Counting(FederatedCallback):
 
 def test_check_refuses_it_too() -> None:
     assert "changed the server's state Counting.n in place" in str(check_method(Counting))
+
+
+class Inferring(FederatedCallback):
+    @torch.inference_mode()
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0.1 * clients.x
+
+
+class InferringAtTheServer(FederatedCallback):
+    @torch.inference_mode
+    def on_server_update(self, server: Any) -> None:
+        server.update *= 2
+
+
+class InferringInside(FederatedCallback):
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        with torch.inference_mode():
+            return gradient + 0.1 * clients.x
+
+
+class Remembering(FederatedCallback):
+    """Writes such rows, and changes them afterwards."""
+
+    last = ClientState(synchronised=False)
+
+    def on_local_end(self, clients: Any) -> None:
+        with torch.inference_mode():
+            away = clients.x - clients.w
+        away += 1
+        self.last[clients] = away
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize(
+    ("method", "hook"),
+    [
+        (Inferring, "on_local_gradient"),
+        (InferringAtTheServer, "on_server_update"),
+        (InferringInside, "on_local_gradient"),
+        (Remembering, "on_local_end"),
+    ],
+)
+def test_a_hook_in_inference_mode_is_named(method: Any, hook: str, engine: str) -> None:
+    with pytest.raises(UserError, match=rf"method: {method.__name__}.{hook} computes in .*Remove"):
+        fit(method(), engine=engine)
