@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import re
+import traceback
 import zipfile
 import zlib
 from contextlib import suppress
@@ -25,6 +26,7 @@ HYPER_PARAMETERS = (
     "hparams_type",
     "datamodule_hyper_parameters",
 )
+_BROKEN = (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile)
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
@@ -74,6 +76,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(source, "it does not exist" if not source.exists() else "it is not a file")
         try:
             _verify(source)
+        except PermissionError as error:
+            raise _error(source, "permission denied") from error
+        except _BROKEN as error:
+            raise _error(source, f"it is damaged ({str(error)[:100]})") from error
+        try:
             if weights_only is False:
                 checkpoint = torch.load(source, map_location=map_location, weights_only=False)
             else:
@@ -85,10 +92,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _error(
                 source, f"it holds more than plain data: {reason.strip()[:160]}"
             ) from error
-        except PermissionError as error:
-            raise _error(source, "permission denied") from error
-        except (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZipFile) as error:
-            raise _error(source, f"it is damaged ({str(error)[:100]})") from error
+        except Exception as error:
+            raise _not_loaded(source, error) from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
         # An exported model has no version, which Lightning asks for; a run's checkpoint has one.
@@ -170,6 +175,31 @@ def _error(path: Path, what: str) -> UserError:
         best = min(others, key=lambda p: (p.name != "best.ckpt", -p.stat().st_mtime))
         way_out = f"Another one is there: --ckpt_path {best}."
     return UserError(f"The checkpoint {path} cannot be loaded: {what}. {way_out}")
+
+
+def _not_loaded(path: Path, error: Exception) -> Exception:
+    """What to say of a file that torch cannot load, although its checksums are right."""
+    kinds: list[type] = []
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        values = frame.f_locals.values()
+        kinds += [value for value in values if isinstance(value, type) and is_subclass(value)]
+    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    if kinds:
+        # No other checkpoint is offered, since each one of the run holds such a tensor.
+        return UserError(
+            f"The checkpoint {path} cannot be loaded: it is not damaged, but torch cannot make a "
+            f"tensor of the class {kinds[-1].__name__} again, which it holds ({reason}). The run's "
+            "other checkpoints hold such tensors, too. Load it with the versions of torch and of "
+            "the package of that class that wrote it, or begin the run again with plain tensors "
+            "as weights."
+        )
+    if isinstance(error, _BROKEN):
+        return _error(path, f"it is damaged ({str(error)[:100]})")
+    return error
+
+
+def is_subclass(kind: type) -> bool:
+    return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter)
 
 
 def use_atomic_checkpoints(trainer: Any) -> None:

@@ -185,3 +185,28 @@ def test_tensors_of_a_subclass_that_torch_may_load_are_loaded(tmp_path: Path) ->
         AtomicCheckpointIO().save_checkpoint(saved, path)
         found = AtomicCheckpointIO().load_checkpoint(path)["state_dict"]["weight"]
     assert type(found) is Quantised and (found + 0).tolist() == [0.5, -1.5]
+
+
+class Unloadable(Quantised):
+    """Another version of its class cannot be made of what was saved."""
+
+    newer = False
+
+    def __setstate__(self, state: Any) -> None:
+        if self.newer:
+            raise AttributeError("'Unloadable' object has no attribute 'block_size'")
+        vars(self).update(state)
+
+
+def test_an_intact_checkpoint_of_an_unloadable_subclass_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = Unloadable(torch.tensor([1, -3], dtype=torch.int8), torch.tensor(0.5))
+    saved = {"state_dict": {"weight": weight}, "pytorch-lightning_version": "2.6.0"}
+    with torch.serialization.safe_globals([Unloadable]):
+        for name in ("last.ckpt", "best.ckpt"):
+            AtomicCheckpointIO().save_checkpoint(saved, tmp_path / name)
+        monkeypatch.setattr(Unloadable, "newer", True)
+        with pytest.raises(UserError, match=r"not damaged.*Unloadable.*no attribute") as error:
+            AtomicCheckpointIO().load_checkpoint(tmp_path / "last.ckpt")
+    assert "--ckpt_path" not in str(error.value)
