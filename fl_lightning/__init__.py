@@ -80,4 +80,4 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     """The public names, so that they are completed before their first use."""
-    return sorted({*globals(), *__all__})
+    return sorted({"__version__", *__all__})

@@ -38,7 +38,7 @@ from fl_lightning.cli.method_options import (
     method_class,
 )
 from fl_lightning.cli.network_sizes import fit_network_to_data
-from fl_lightning.cli.parsing_errors import Refusal, why_not_built
+from fl_lightning.cli.parsing_errors import Refusal, not_found, why_not_built
 from fl_lightning.cli.run_folder import (
     RunCheckpoint,
     RunEvents,
@@ -364,8 +364,8 @@ class CommandCLI(LightningCLI):
             config = completed(config, ids)
         try:
             self.config_init = self.parser.instantiate_classes(config)
-        except (ValueError, TypeError) as error:
-            message = why_not_built(error)
+        except (ValueError, TypeError, OSError) as error:
+            message = not_found(error, config.as_dict()) or why_not_built(error)
             if isinstance(error, UserError) or message is None:
                 raise
             raise UserError(message) from error

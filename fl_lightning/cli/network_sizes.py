@@ -80,9 +80,10 @@ def fit_network_to_data(command: Command) -> None:
         _check(learner, facts, learners)
     if built and guessed:
         command.notes.append(
-            f"{_AT}: {facts.name} does not say what its samples are, so it is built for "
-            f"{' and '.join(guessed)}; give its numbers, or num_classes and sample_shape as "
-            "attributes of the data's class"
+            f"{_AT}: the network is built for {' and '.join(guessed)}. That is a guess, since "
+            f"{facts.name} does not say what its samples are. If they are something else, set "
+            "num_classes and the network's sizes there, or give the data's class the attributes "
+            "num_classes and sample_shape"
         )
     command.config["model"] = {**model, "learner": merge(model.get("learner"), _sizes(learner))}
     if built:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -356,6 +357,13 @@ class Refusal:
         inner = re.search(rf"'{name}': '([^']*)'", value)
         if inner is not None and value.startswith("{'class_path': "):
             value = inner[1]
+        if self.option == "data.clients" and re.fullmatch(r"[\w.]+", value):
+            return (
+                f": {value!r} is not accepted: data.clients is a list, one data set per client. "
+                f"Write clients: [{{class_path: {value}, init_args: {{…}}}}, …]. A function that "
+                "makes all of them is called in a program: FromDatasets(clients=make()). To split "
+                "one data set, give data.train and data.partition."
+            )
         expected = " or ".join(dict.fromkeys(types)) or line or self.leaf
         return f": {value!r} is not accepted; expected {expected}."
 
@@ -401,6 +409,38 @@ def why_not_built(error: BaseException) -> str | None:
     if not message and isinstance(error, UserError):
         message = str(error)
     return message or None
+
+
+def not_found(error: BaseException, config: dict[str, Any]) -> str | None:
+    """The paragraph for a file or folder that a class did not find; None for other errors.
+
+    It names the option whose value leads there.
+    """
+    found = re.search(r"No such file or directory: '([^']+)'", str(error))
+    if found is None or isinstance(error, UserError):
+        return None
+    path = found[1]
+    for option, value in _texts(config, ""):
+        if value and (path == value or path.startswith(f"{value.rstrip('/')}/")):
+            what = "" if path == value else f" ({path!r} is missing)"
+            return (
+                f"{option}: there is no file or folder {value!r}{what}. Give the path of one that "
+                f"exists; a relative one begins at {os.getcwd()}."
+            )
+    return None
+
+
+def _texts(node: Any, path: str) -> Iterator[tuple[str, str]]:
+    """(option, value) of all texts in a config, by the names that the command line has."""
+    if isinstance(node, str):
+        yield path, node
+    elif isinstance(node, list):
+        for place, item in enumerate(node):
+            yield from _texts(item, f"{path}[{place}]")
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            inner = path if key == "init_args" else f"{path}.{key}".removeprefix(".")
+            yield from _texts(value, inner)
 
 
 def not_an_optimizer(error: Exception) -> str | None:

@@ -57,6 +57,7 @@ class RunFolder(Checkpoint):
         self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
         self._card: RunCard | None = None
         self._record: RunRecord | None = None
+        self._in_run = False  # whether a Trainer has begun with it
         self._begun: tuple[object, object] = (None, None)  # the Trainer and module of a fit here
 
     @property
@@ -68,7 +69,8 @@ class RunFolder(Checkpoint):
     # The checkpoint's, under the names by which others ask for them.
     @property
     def state_key(self) -> str:
-        return self._checkpoint.state_key
+        # Lightning refuses two equal keys as it makes a Trainer; `setup` says it of two folders.
+        return self._checkpoint.state_key if self._in_run else f"RunFolder {id(self)}"
 
     @property
     def dirpath(self) -> str:
@@ -89,6 +91,8 @@ class RunFolder(Checkpoint):
         self._checkpoint.load_state_dict(state_dict)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._in_run = True
+        _refuse_another(trainer)
         if stage != "fit" or not _writes(trainer):
             return
         run_folder.check_name(self.folder)
@@ -181,3 +185,14 @@ class RunFolder(Checkpoint):
 def _writes(trainer: pl.Trainer) -> bool:
     """Whether this is more than a trial run."""
     return not vars(trainer).get("fast_dev_run")
+
+
+def _refuse_another(trainer: Any) -> None:
+    """Refuse two folders for one run."""
+    folders = [each.folder for each in trainer.callbacks if isinstance(each, RunFolder)]
+    if len(folders) > 1:
+        given = ", ".join(f"RunFolder({str(folder)!r})" for folder in folders)
+        raise UserError(
+            f"callbacks=[{given}]: a run has one folder, and this Trainer has {len(folders)} of "
+            f"them. Keep one: pl.Trainer(callbacks=[RunFolder({str(folders[0])!r})])."
+        )

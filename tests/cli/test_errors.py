@@ -219,6 +219,26 @@ def test_unknown_config_and_command(cli: Cli) -> None:
     said(cli("test", "nowhere"), "nowhere", "config.yaml")
 
 
+FOLDER = "{class_path: torchvision.datasets.ImageFolder, init_args: {root: /nope%s}}"
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (f"train: {FOLDER % ''}", ["data.train.root: there is no file or folder '/nope'"]),
+        (f"clients: [{FOLDER % '/a'}]", ["data.clients[0].root: there is no", "'/nope/a'"]),
+        ("clients: my_data.split", ["'my_data.split'", "clients: [{class_path: my_data.split"]),
+    ],
+)
+def test_data_sets_that_are_not_there_are_named_with_their_option(
+    cli: Cli, given: str, words: list[str]
+) -> None:
+    arguments = f"{given}, num_clients: 2" if given.startswith("train") else given
+    text = f"data: {{class_path: FromDatasets, init_args: {{{arguments}}}}}"
+    (cli.folder / "mine.yaml").write_text(text, "utf-8")
+    said(cli(*FIT, "-c", "mine.yaml"), *words)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -89,7 +89,7 @@ def test_the_digits_are_scikit_learns() -> None:
 def test_public_names_are_completed_before_their_first_use(bare_python: str) -> None:
     program = (
         "import fl_lightning, fl_lightning.models as models; "
-        "assert set(fl_lightning.__all__) <= set(dir(fl_lightning)); "
+        "assert {'__version__', *fl_lightning.__all__} == set(dir(fl_lightning)); "
         "assert set(models.__all__) <= set(dir(models)); "
         "assert 'FederatedModule' not in vars(fl_lightning)"
     )

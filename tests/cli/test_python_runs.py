@@ -151,6 +151,14 @@ def test_one_callback_does_not_put_a_second_run_over_the_first(tmp_path: Path) -
     assert len(load(tmp_path / "a").metrics["val/acc"]) == 2
 
 
+@pytest.mark.parametrize("other", [{}, {"monitor": "val/loss"}])
+def test_a_run_has_one_folder(other: dict[str, Any], tmp_path: Path) -> None:
+    folders = [RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b", **other)]
+    with pytest.raises(UserError, match=r"a run has one folder, and this Trainer has 2.*Keep one"):
+        trainer(1, folders, enable_checkpointing=True).fit(federated(), blobs())
+    assert not list(tmp_path.iterdir())
+
+
 def test_one_trainer_fits_twice_and_an_error_is_recorded(tmp_path: Path) -> None:
     module = federated(engine="sequential")
     run = trainer(1, [RunFolder(tmp_path / "a")], enable_checkpointing=True)
