@@ -33,7 +33,7 @@ class Scaled(Learner):
 
 class ByEpoch(Scaled):
     def scale(self) -> float:
-        return 1.0 + self.current_epoch / self.trainer.max_epochs
+        return 1.0 + self.current_epoch / (self.trainer.max_epochs or 1)
 
 
 class ByStep(Scaled):

@@ -142,7 +142,8 @@ def test_check_refuses_it_too() -> None:
 class Inferring(FederatedCallback):
     @torch.inference_mode()
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
-        return gradient + 0.1 * clients.x
+        moved: Tensor = gradient + 0.1 * clients.x
+        return moved
 
 
 class InferringAtTheServer(FederatedCallback):
@@ -154,7 +155,8 @@ class InferringAtTheServer(FederatedCallback):
 class InferringInside(FederatedCallback):
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
         with torch.inference_mode():
-            return gradient + 0.1 * clients.x
+            moved: Tensor = gradient + 0.1 * clients.x
+        return moved
 
 
 class Remembering(FederatedCallback):
