@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
@@ -23,6 +24,7 @@ from benchmarks.bare import prepared
 from benchmarks.peers import PEERS, Peer, peers
 from benchmarks.workloads import WORKLOADS, Ours
 from fl_lightning import callbacks
+from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.machine.processes import usable_cores
 
 Round = Callable[[], tuple[float, float]]
@@ -57,8 +59,7 @@ def contenders(
         found["bare"] = timed(prepared(work, "cuda"))
     runs = []
     for engine in engines:
-        methods = [getattr(callbacks, method)() for method in work.methods]
-        run = Ours(work, engine, methods, accelerator=accelerator)
+        run = Ours(work, engine, own_methods(name), accelerator=accelerator)
         runs.append(run)
         found[engine] = run.round
     return found, runs
@@ -105,6 +106,32 @@ def measure(
     }
 
 
+def outside_of_steps(name: str, rounds: int) -> float:
+    """The share of a round that is not spent in local steps, clients one after the other."""
+    run = Ours(WORKLOADS[name], "sequential", own_methods(name))
+    in_steps = 0.0
+    step = LocalStep.__call__
+
+    def timed_step(*arguments: Any) -> None:
+        nonlocal in_steps
+        began = time.perf_counter()
+        step(*arguments)
+        in_steps += time.perf_counter() - began
+
+    shares = []
+    with patch.object(LocalStep, "__call__", timed_step):
+        for _ in range(rounds + 1):
+            in_steps = 0.0
+            seconds, _ = run.round()
+            shares.append(1 - in_steps / seconds)
+    run.close()
+    return statistics.median(shares[1:])
+
+
+def own_methods(name: str) -> list[Any]:
+    return [getattr(callbacks, method)() for method in WORKLOADS[name].methods]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.speed", description=__doc__)
     parser.add_argument("workloads", nargs="*", help=f"of {', '.join(WORKLOADS)}; none: all")
@@ -146,6 +173,12 @@ def main() -> None:
             line = f"  {who:24}{result['median']:10.3f}{result['ratio']:20.2f}"
             line += f"{result['loss']:22.4f}   {taken}"
             print(line.rstrip(), flush=True)
+        if given.accelerator == "cpu":
+            share = outside_of_steps(name, given.repetitions)
+            results[name]["outside local steps"] = share
+            print(
+                f"  of a round {100 * share:.1f} % is outside local steps (reading, copies, sums)"
+            )
         given.json.write_text(json.dumps(results, indent=1))
     print(f"\nAll repetitions: {given.json}")
 

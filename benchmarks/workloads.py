@@ -105,6 +105,13 @@ class Workload:
     spread: int = 1
 
     @property
+    def draws(self) -> bool:
+        """Whether steps or data draw random numbers."""
+        parts = self.network().modules()
+        drops = (part.p > 0 for part in parts if isinstance(part, nn.Dropout))
+        return self.pictures or any(drops)
+
+    @property
     def others(self) -> Callable[[], nn.Module]:
         """The network for the bare loop and peers.
 
@@ -176,6 +183,8 @@ WORKLOADS = {
         SmallConvolutions, (3, 32, 32), 50, 1, 10, clients=50, registered=1000, weight_decay=0.0
     ),
     "W6": Workload(SmallTransformer, (16, 16), 200, 2, 20),
+    # a hundred clients of one step each: what a client costs besides its steps
+    "W7": Workload(MLP, (1, 28, 28), 50, 1, 50, clients=100, registered=1000),
     "X6": Workload(CharacterLSTM, (80,), 20, 1, 10, text=True),
     "X7": Workload(Decoder, (64,), 48, 1, 16, clients=8, text=True),
     "X8": Workload(lambda: ResNet20(10), (3, 32, 32), 64, 1, 32, adam=True),
