@@ -146,8 +146,8 @@ papers: .venv/installed-test  ## all of them (docs/protocol.md says what takes h
 gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then time and profile them
 	$(BIN)/python -m benchmarks.gpu_check
 
-faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.plant
+faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long; FAULTS=--named: no mutants)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.plant $(FAULTS)
 
 comma := ,
 VERSION := $(shell sed -n 's/^version = //p' setup.cfg)

@@ -8,33 +8,45 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.register_assert_rewrite("tests.helpers", "tests.oracles")
 
 from tests.helpers import other_lightning  # noqa: E402
-
-if os.environ.get("FL_LIGHTNING_TESTS") == "lightning":  # `make test-lightning`
-    other_lightning.stand_in()
-
-from fl_lightning.engines.door import why_closed  # noqa: E402
-from fl_lightning.machine.processes import usable_cores  # noqa: E402
 from tests.helpers.zygote import Cli, Zygote, remember_packages  # noqa: E402
-from tests.tiers import WHOLE, tier  # noqa: E402
+from tests.tiers import WHOLE, nothing_fast, tier  # noqa: E402
 
-torch.set_num_threads(1)
-
-remember_packages()
+ROOT = Path(__file__).parents[1]
+OTHER_LIGHTNING = os.environ.get("FL_LIGHTNING_TESTS") == "lightning"  # `make test-lightning`
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """As many processes as cores and one more, which works while another's test waits."""
-    return usable_cores() + 1
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Import what every test needs, but not in the process that only deals tests to others."""
+    given: dict[str, str] = getattr(config, "workerinput", {})
+    if "executable" in given:
+        sys.executable = given["executable"]  # that of the process it was forked from is another
+    if given or config.getoption("dist", "no") == "no":
+        import_what_tests_share()
+
+
+@cache
+def import_what_tests_share() -> None:
+    if OTHER_LIGHTNING:
+        other_lightning.stand_in()
+    import torch
+
+    torch.set_num_threads(1)
+    remember_packages()
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,11 +64,20 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
         gc.set_threshold(50_000, 20, 50)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """For the fast tier, leave files unread of which it has no test."""
+    if config.option.markexpr != f"not {WHOLE}" or not collection_path.is_relative_to(ROOT):
+        return None
+    return nothing_fast(collection_path.relative_to(ROOT).as_posix()) or None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the whole tier and the parametrized cases of the fast ways.
 
     The latter are skipped where these are switched off.
     """
+    from fl_lightning.engines.door import why_closed
+
     closed = why_closed()
     for item in items:
         if tier(item.nodeid, item.get_closest_marker("slow") is not None) == WHOLE:
@@ -80,11 +101,20 @@ SHARED = pytest.StashKey[Zygote]()
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
+    """Side by side, all processes share one that forks, and are themselves forked from it.
+
+    So torch, Lightning and what these import are read once. (Which Lightning is settled by then.)
+    """
+    config.stash[SHARED] = Zygote()
+    for spec in specs:
+        spec.python = None if OTHER_LIGHTNING else str(config.stash[SHARED].python)
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Side by side, all processes share one that forks, which imports while they collect."""
-    if SHARED not in node.config.stash:
-        node.config.stash[SHARED] = Zygote()
     node.workerinput["zygote"] = str(node.config.stash[SHARED].folder)
+    node.workerinput["executable"] = sys.executable
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

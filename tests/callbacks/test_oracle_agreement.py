@@ -115,7 +115,7 @@ def near(ours: Any, theirs: Any, what: str) -> None:
 
 
 ENGINES: dict[str, dict[str, Any]] = {
-    "uniform": {"engine": "sequential", "rounds": 7},
+    "uniform": {"engine": "sequential", "rounds": 5},
     # Its bits are the sequential engine's, by tests of their own.
     "samples": {"engine": "concurrent", "workers": 2},
 }

@@ -344,9 +344,11 @@ def children() -> list[int]:
     """The processes that this one has started and not waited for, but for those of pytest."""
     tasks = Path(f"/proc/{os.getpid()}/task").glob("*/children")
     found = []
+    own = Path("/proc/self/cmdline").read_text()  # itself forked from the process that has imports
     for pid in " ".join(path.read_text() for path in tasks).split():
         with suppress(FileNotFoundError, ProcessLookupError):
-            if "zygote" not in Path(f"/proc/{pid}/cmdline").read_text():
+            command = Path(f"/proc/{pid}/cmdline").read_text()
+            if "zygote" not in command or command == own:
                 found.append(int(pid))
     return found
 

@@ -1,13 +1,14 @@
 """Plant faults and see that the tests find them: `make faults`, or `python -m tests.faults.plant
-[NAME …]`.
+[--named] [NAME …]`.
 
 First the faults that public implementations of these methods have (FAULTS); then the methods'
 arithmetic and the core's decisions are made wrong in one place at a time. Each fault runs the tests
 that call what was changed (CORE, METHODS), the file's own first, until one fails, and those alone
 where SURVIVORS says why no test can tell it; tests that failed are run again without a fault. A
 NAME is a part of a fault's name or of a file's path, or path:line; files run in the order of their
-names. Exit status 1: a fault of the list was not caught, fewer than 97 % of the mutants were, one
-survived without a reason in SURVIVORS, one could not be planted, or a test failed without a fault.
+names; `--named` plants no mutants. Exit status 1: a fault of the list was not caught, fewer than
+97 % of the mutants were, one survived without a reason in SURVIVORS, one could not be planted, or a
+test failed without a fault.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ METHOD_FILES = [
     f"callbacks/{p.name}" for p in sorted((ROOT / "callbacks").glob("*.py")) if p.name not in SHOWN
 ]
 ENOUGH = 0.97
+NAMED = "--named"
 
 
 def right(file: str) -> str:
@@ -278,14 +280,15 @@ def caught_of(alive: dict[str, Fault], planted: Planted) -> set[str]:
     return catchers
 
 
-def main(names: list[str]) -> int:
+def main(arguments: list[str]) -> int:
+    names = [name for name in arguments if name != NAMED]
     listed = [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS]
     faults = [f for f in listed if not names or any(n in f.name for n in names)]
     every = [*CORE, *METHOD_FILES]
     asked = [name.partition(":") for name in names] or [("", "", "")]
     files: dict[str, list[int]] = {}
     for part, _, line in asked:
-        for file in (f for f in every if part in f):
+        for file in (f for f in every if part in f and NAMED not in arguments):
             files.setdefault(file, []).extend([int(line)] if line.isdigit() else [])
     involved = {*files, *(file for fault in faults for file, _, _ in fault.edits)}
     if not involved:

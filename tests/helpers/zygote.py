@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import io
 import json
 import logging
@@ -220,12 +221,14 @@ def _serve() -> None:
 
     del sys.path[0]  # the folder of this file
     folder = Path(sys.argv[1])
-    _serve_python(folder, "bare")
+    servers = [_serve_python(folder, "bare")]
     import fl_lightning.cli.commands
 
     remember_packages()
-    _serve_python(folder, "own")  # before the first command, which looks once for plugins
+    # before the first command, which looks once for plugins
+    servers.append(_serve_python(folder, "own"))
     _warm_up(fl_lightning.lightning.LOGGERS)
+    gc.freeze()  # what is here is no garbage, and children share its memory until they look
     listening = _listening(folder, "commands")
     # Its input is closed by those that started it, as they end.
     while sys.stdin not in select.select([listening, sys.stdin], [], [])[0]:
@@ -240,6 +243,9 @@ def _serve() -> None:
             continue
         listening.close()
         _leave(_child, command)
+    for server in servers:  # waited for, so that what they took counts as taken by the tests
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
     os._exit(0)  # without the seconds that taking torch down costs
 
 
@@ -329,13 +335,16 @@ def _leave(work: Callable[[dict[str, Any]], int], command: dict[str, Any]) -> No
 # --------------------------------------------------------------------------- python
 
 
-def _serve_python(folder: Path, name: str) -> None:
-    """Serve ``python`` over a socket from a forked process, which ends with this one."""
+def _serve_python(folder: Path, name: str) -> int:
+    """Serve ``python`` over a socket from a forked process, which ends with this one.
+
+    Gives its number.
+    """
     listening = _listening(folder, name)
     parent = os.getpid()
-    if os.fork():
+    if server := os.fork():
         listening.close()
-        return
+        return server
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
