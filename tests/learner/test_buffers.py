@@ -157,6 +157,7 @@ def test_a_memory_that_only_later_steps_write_is_said_when_it_is_met() -> None:
 
 def test_own_buffers_resume_to_the_same_bits(tmp_path: Any) -> None:
     def ends(rounds: int, path: Any = None) -> Any:
+        torch.manual_seed(0)  # where a fit starts, whatever tests drew before
         policy = {"*_memory": "own", "queue_idx": "own"}
         module = federated(Remembering(), buffers=policy, participation="all")
         run = trainer(rounds, default_root_dir=tmp_path)
