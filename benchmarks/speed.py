@@ -174,7 +174,7 @@ def main() -> None:
             line += f"{result['loss']:22.4f}   {taken}"
             print(line.rstrip(), flush=True)
         if given.accelerator == "cpu":
-            share = outside_of_steps(name, given.repetitions)
+            share = outside_of_steps(name, min(3, given.repetitions))
             results[name]["outside local steps"] = share
             print(
                 f"  of a round {100 * share:.1f} % is outside local steps (reading, copies, sums)"

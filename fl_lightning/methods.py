@@ -224,7 +224,10 @@ class Methods:
                 raise _returned(call, returned, "nothing")
 
     def end_round(self, server: Any, finished: bool) -> None:
-        """Call ``on_round_end``; where no client ``finished``, of those who hear of every round."""
+        """Call ``on_round_end`` of all callbacks.
+
+        If no client ``finished``, only callbacks with ``every_round`` get the call.
+        """
         if finished:
             self.run("on_round_end", server)
             return

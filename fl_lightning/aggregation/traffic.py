@@ -133,14 +133,17 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
 
 
 def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
-    """Count whoever was sent the model, and what arrived, in place of those whose update is used.
+    """Count every client that was sent the model, and every update that arrived.
+
+    Until here only the clients whose update was used are counted.
 
     Returns:
         the bytes of buffers, both ways.
     """
     round = ledger.round
     trained = count[CLIENTS]
-    # What the others were sent, and sent, is as much; where nobody was used, whole vectors.
+    # Clients whose updates were not used sent and received the same amount on average. If no update
+    # was used, full vectors are counted.
     each = [round.layout.size, round.layout.size * round.w.element_size()]
     buffers = sum(
         value.numel() * value.element_size()

@@ -84,7 +84,7 @@ class AtServer(pl.Callback):
         sites.counts_tests = any(isinstance(c, PerClientEvaluation) for c in trainer.callbacks)
         sites.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):
-            # What the server could draw of its own data is nobody's.
+            # The server's own data have a partition too, but no site trains on it.
             vars(trainer.datamodule)["card"] = loop.cohort.data.card
             vars(trainer.datamodule)["plot_partition"] = None
         loop.engine = sites

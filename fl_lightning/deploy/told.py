@@ -46,7 +46,7 @@ def as_one_client(data: Any, m: int) -> None:
 class Told:
     """The server's data, but for the clients' numbers of samples and batches, which sites tell."""
 
-    client_names = ()  # those of the server's own clients are nobody's
+    client_names = ()  # names in the server's own data belong to no site
 
     def __init__(self, data: Any) -> None:
         self._data = data
@@ -76,7 +76,7 @@ class Told:
         return int(self._data.batches_per_epoch(client))
 
     def card(self) -> dict[str, str]:
-        """Facts for the run's card; the partition that the server could draw is nobody's."""
+        """Facts for the run's card, without the partition of the server's own data."""
         told = sorted(self._batches)
         sizes = [int(self._sizes[client]) for client in told]
         if not sizes:

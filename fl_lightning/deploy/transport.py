@@ -42,8 +42,8 @@ class Message:
     """What a server and a site tell each other.
 
     Args:
-        what: is told, a word; see :mod:`fl_lightning.deploy.travel`.
-        site: to whom or from whom, as the transport calls it.
+        what: the kind of message, such as ``"round"``; see :mod:`fl_lightning.deploy.travel`.
+        site: the site's name in the transport: the receiver of a question, the sender of an answer.
     """
 
     what: str

@@ -376,7 +376,10 @@ def is_proven(copies: LearnerCopies) -> bool:
 def stackable(
     copies: LearnerCopies, plan: EnginePlan, one_by_one: Reason | None, note: Tell
 ) -> EnginePlan:
-    """The plan with the size of a stack, or the next best engine where nobody can be stacked."""
+    """Return the plan with the size of a stack.
+
+    If no client can be stacked, plan ``concurrent`` or ``sequential`` and note the reason.
+    """
     situation = copies.situation
     reason = fast_ways().why_not_stacked(copies)
     if not reason:

@@ -50,12 +50,11 @@ class View:
 
 
 def nobody() -> NoReturn:
-    """In place of a client, where several are trained or measured at once."""
+    """Refuse a client's number of batches while several clients train at once."""
     raise UserError(
         "training_step reads how many batches its client has (trainer.num_training_batches, "
-        "train_dataloader, is_last_batch), and several clients are trained or measured at once "
-        "here: a number of one's own has each client under engine='sequential' or 'concurrent' "
-        "alone, and where clients are measured one by one"
+        "train_dataloader, is_last_batch). Here several clients are trained or measured at once, "
+        "so there is no single number. Use --model.engine sequential or concurrent."
     )
 
 
@@ -121,7 +120,10 @@ class Present:
         return trainer.num_val_batches if self.validated is None else [self.validated]
 
     def trainer(self, trainer: Any) -> Any:
-        """``trainer`` with the present client's numbers, made once; None: None."""
+        """Return a view of ``trainer`` that shows the current client's numbers.
+
+        The view is created once. Returns None if ``trainer`` is None.
+        """
         if trainer is not None and trainer is self.view:
             return trainer
         # A copy of the learner may come with the view of the worker that it was copied from.

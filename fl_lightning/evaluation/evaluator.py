@@ -255,7 +255,7 @@ class Evaluator:
             return {"samples": 0, "loss": math.nan}
         trains = step == "training_step"
         shares = self._of_client(x, client, indices, twice=not trains)
-        # Within, the learner finds this client's numbers at its Trainer; else nobody's.
+        # The learner finds this client's numbers at its Trainer only within this call.
         self.copy.begin(self.data, lambda: client)
         total = self.sum(x, shares, self._term(False, step if trains else ""), alone=True)
         self.copy.begin(self.data)

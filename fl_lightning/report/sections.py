@@ -106,11 +106,12 @@ def claims(summary: Summary) -> Table:
     rows = [_claim(summary, said) for said in shown_first(summary.verdicts)]
     note = (
         "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family "
-        "is below 0.05, and the mean is at least the margin. Contradicted: the same the other way, "
-        "margin aside. Not reproduced: the interval's upper end is below the margin. Inconclusive: "
-        "else, and with fewer than five pairs. Equivalence (≈): two one-sided tests against ± "
-        "margin, whose interval is the 90 % one: p before Holm's correction is below 0.05 where "
-        "it lies within ± margin; contradicted where the 95 % interval lies outside. "
+        "is below 0.05, and the mean is at least the margin. Contradicted: the interval lies on "
+        "the other side of 0 and p is below 0.05; no margin applies. Not reproduced: the "
+        "interval's upper end is below the margin. Inconclusive: all else, and fewer than five "
+        "pairs. Equivalence (≈): two one-sided tests against ± margin, whose interval is the "
+        "90 % one: p before Holm's correction is below 0.05 where it lies within ± margin; "
+        "contradicted where the 95 % interval lies outside. "
         "Divergence: in every seed, at least three. Provisional: runs of its family are missing. "
         "These runs say nothing of a number published for another network, data or number of "
         "rounds."

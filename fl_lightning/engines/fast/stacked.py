@@ -236,8 +236,8 @@ class Stacked:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
-            # The learner itself is nobody's model while others are stacked: whoever reads its
-            # parameters by mistake must not go unnoticed.
+            # While clients are stacked, the learner's own parameters are no client's model. Code that reads
+            # them by mistake finds NaN.
             self.copy.x.fill_(torch.nan)
             while waiting:
                 group = waiting[: self.at_once]
@@ -269,7 +269,7 @@ class Stacked:
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
-            # The Trainer shows nobody's numbers of batches, as they differ from client to client.
+            # Clients have different numbers of batches, so the Trainer must not show one.
             self.copy.begin(work.data)
             begin(work, group)
             rates = round.rates.of_client(round.steps[ids[0]])
