@@ -96,7 +96,7 @@ class Small(pl.LightningModule):
 class Meter(FederatedCallback):
     """What the rounds cost but for the first, in which servers have nothing to send yet."""
 
-    measures = True
+    role = "measurement"
 
     def __init__(self) -> None:
         super().__init__()

@@ -62,7 +62,7 @@ class AlternatingHead(FederatedCallback):
 
     title = "FedRep"
     paper = Paper("collins2021fedrep")
-    rests = True
+    order = 1
     moves_start = False
     notes = (
         Note(

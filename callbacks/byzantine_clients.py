@@ -77,7 +77,7 @@ class ByzantineClients(FederatedCallback):
             }.get(given.get("attack") or "sign_flip")
         ]
     )
-    stands_for_clients = True
+    order = -1
 
     def __init__(
         self,

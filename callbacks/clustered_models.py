@@ -81,7 +81,6 @@ class ClusteredModels(FederatedCallback):
     paper = Paper("ghosh2020ifca")
     neutral = {"k": 1}
     draws_by_client = True
-    personal_of_all = True
     notes = (
         Refusal(
             "the centres are means of models, so with k={k} the server optimizer has to be plain "
@@ -110,13 +109,13 @@ class ClusteredModels(FederatedCallback):
             self.declare("centres", ServerState(**_CENTRES))
             self.moves_start = False  # type: ignore[misc]
         else:
-            self.gives_models = True
             self.use("broadcast", self.centres_alone)
             self.use("personal", self.best_centre)
             owners = ("transmit", "on_updates", "aggregate", "evaluated", "parts")
             self.cannot_run_with = {
                 **dict.fromkeys(owners, _OF_CENTRES),
                 **dict.fromkeys(_READERS, _READS_W),
+                "clients.w": _READS_W,
             }
 
     def centres_alone(self, server: Server) -> Tensor:

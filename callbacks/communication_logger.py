@@ -34,7 +34,7 @@ class CommunicationLogger(FederatedCallback):
         2.0
     """
 
-    measures = True
+    role = "measurement"
     every_round = True
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 

@@ -36,7 +36,7 @@ class ConsensusDistanceLogger(FederatedCallback):
     """
 
     not_over_sites = "the models of clients' layers"
-    measures = True
+    role = "measurement"
     moved = Upload(sent=False, dtype=torch.float64)
 
     def __init__(self, per_layer: bool = True) -> None:

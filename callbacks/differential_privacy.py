@@ -23,6 +23,7 @@ from fl_lightning.callback import (
     FederatedCallback,
     Note,
     Paper,
+    Refusal,
     Server,
     ServerState,
     Upload,
@@ -79,8 +80,7 @@ class DifferentialPrivacy(FederatedCallback):
 
     title = "DP-FedAvg"
     paper = Paper("mcmahan2018dp")
-    requires = {"sampling": "poisson", "buffers": "keep"}
-    aggregates_nobody = True
+    every_round = True
     cannot_run_with = {
         "select": "who takes part has to be drawn by coins, or ε does not hold",
         "parts": (
@@ -89,6 +89,12 @@ class DifferentialPrivacy(FederatedCallback):
         ),
     }
     notes = (
+        Refusal(
+            "its ε holds only with sampling='poisson', where each client takes part by a coin of "
+            "its own; this run has sampling={sampling!r}. Set sampling='poisson'.",
+            when=lambda method, run: run.sampling != "poisson",
+            settings={"sampling": "poisson", "buffers": "keep"},
+        ),
         Note(
             "the aggregation weights p_i play no part (weighting='samples').",
             when=lambda method, run: run.weighting == "samples",
@@ -146,12 +152,6 @@ class DifferentialPrivacy(FederatedCallback):
             return
         settings = pl_module.settings
         m = int(trainer.datamodule.num_clients)
-        if settings.sampling != "poisson":
-            raise UserError(
-                "DifferentialPrivacy needs sampling='poisson' (each client takes part by a coin "
-                "of its own), or its ε does not hold; this run has "
-                f"sampling={settings.sampling!r}."
-            )
         participation = settings.participation
         if isinstance(participation, float):
             self._share = participation
@@ -195,13 +195,12 @@ class DifferentialPrivacy(FederatedCallback):
         for other in others:
             name = type(other).__name__
             uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
-            gathers = other.gathers or other.has("on_updates")
             leak = ""
-            if gathers and not other.stands_for_clients:
+            if other.gathers and other.order >= 0:
                 leak = "it sees all updates"
             if any(upload.sent for upload in uploads):
                 leak = "its clients send more than their update"
-            elif uploads and not other.measures:
+            elif uploads and other.role != "measurement":
                 leak = "its server reads sums over clients of more than their updates"
             if leak:
                 raise UserError(
@@ -212,7 +211,7 @@ class DifferentialPrivacy(FederatedCallback):
             if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)
             # An attacker does not clip: what it puts in place of its update is clipped after it.
-            if other.stands_for_clients and gathers:
+            if other.order < 0 and other.gathers:
                 self.use("on_updates", self.clip_again)
         if measuring:
             self.outside = (

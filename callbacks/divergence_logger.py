@@ -52,7 +52,7 @@ class DivergenceLogger(FederatedCallback):
         True
     """
 
-    measures = True
+    role = "measurement"
     moved = Upload(sent=False, dtype=torch.float64)
     moved_squared = Upload(sent=False, shape=(), dtype=torch.float64)
 

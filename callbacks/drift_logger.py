@@ -25,7 +25,7 @@ class DriftLogger(FederatedCallback):
         True
     """
 
-    measures = True
+    role = "measurement"
     direction = Upload(sent=False, dtype=torch.float64)
     length = Upload(sent=False, shape=(), dtype=torch.float64)
     moving = Upload(sent=False, shape=(), dtype=torch.float64)

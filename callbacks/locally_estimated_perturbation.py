@@ -64,7 +64,6 @@ class LocallyEstimatedPerturbation(FederatedCallback):
     title = "FedLESAM"
     paper = Paper("fan2024fedlesam")
     tolerates_staleness = True
-    blind = True
     moves_start = False
     neutral = {"radius": 0.0}
     radius = Coefficient(least=0)
@@ -91,7 +90,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
         back = (old - clients.w).expand_as(clients.x)
         self.e[clients] = back * (self.radius / clients.norm(back)).nan_to_num(posinf=0.0)
 
-    def perturbation(self, clients: Clients, gradient: None) -> Tensor:
+    def perturbation(self, clients: Clients) -> Tensor:  # type: ignore[override]
         return self.e[clients]
 
     def on_local_end(self, clients: Clients) -> None:

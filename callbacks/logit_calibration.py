@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from fl_lightning.callback import (
+    CLASS_LABELS,
     Clients,
     Coefficient,
     FederatedCallback,
@@ -58,7 +59,7 @@ class LogitCalibration(FederatedCallback):
     tolerates_staleness = True
     neutral = {"tau": 0.0}
     taps = {"logits": "last"}
-    needs_classes = True
+    notes = (CLASS_LABELS,)
     tau = Coefficient()
 
     def __init__(self, tau: float | Schedule = 1.0, exclude_true: bool = False) -> None:

@@ -13,7 +13,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import kl_div, log_softmax
 
-from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper, Schedule
+from fl_lightning.callback import (
+    CLASS_LABELS,
+    Clients,
+    Coefficient,
+    FederatedCallback,
+    Paper,
+    Schedule,
+)
 
 
 class NotTrueDistillation(FederatedCallback):
@@ -51,7 +58,7 @@ class NotTrueDistillation(FederatedCallback):
     tolerates_staleness = True
     neutral = {"strength": 0.0}
     taps = {"logits": "last"}
-    needs_classes = True
+    notes = (CLASS_LABELS,)
     strength = Coefficient(least=0)
     temperature = Coefficient(above=0)
 

@@ -49,7 +49,6 @@ class PowerOfChoice(FederatedCallback):
 
     title = "Power-of-Choice"
     paper = Paper("cho2022power")
-    reads_loss = True
     last = ClientState(
         initial=lambda w: torch.inf,
         synchronised=False,

@@ -66,8 +66,8 @@ class QuantizedUpdate(FederatedCallback):
     title = "QSGD"
     paper = Paper("alistarh2017qsgd", "reisizadeh2020fedpaq")
     tolerates_staleness = True
-    neutral = {"levels": None}
     draws_by_client = True
+    neutral = {"levels": None}
     cannot_run_with = {"parts": "its scale would be of coordinates that are not averaged, too"}
 
     def __init__(

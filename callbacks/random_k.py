@@ -58,8 +58,8 @@ class RandomK(FederatedCallback):
     title = "rand-k"
     paper = Paper("stich2018sparsified")
     tolerates_staleness = True
-    neutral = {"fraction": 1.0}
     draws_by_client = True
+    neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is drawn of a part that is not averaged would be lost"}
 
     def __init__(self, fraction: float, memory: bool = False) -> None:

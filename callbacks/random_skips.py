@@ -60,7 +60,6 @@ class RandomSkips(FederatedCallback):
     title = "Scaffnew"
     paper = Paper("mishchenko2022proxskip")
     moves_start = False
-    requires = {"participation": "all"}
     cannot_run_with = {
         "parts": "its control variates add up to 0 only where all is averaged",
         **dict.fromkeys(("broadcast", "transmit", "on_updates", "aggregate"), _OF_THE_MEAN),
@@ -72,6 +71,7 @@ class RandomSkips(FederatedCallback):
             "Scaffnew's rule is for all clients in every round, and {n} of {m} with "
             "sampling='{sampling}' were asked for. Set participation='all'.",
             when=lambda method, run: run.n < run.m or run.sampling != "uniform",
+            settings={"participation": "all"},
         ),
         Refusal(
             "Scaffnew's rule is for the uniform mean; set weighting='uniform'.",

@@ -88,7 +88,6 @@ class RobustAggregation(FederatedCallback):
             "allouah2023mixing" if given.get("mixing") else None,
         ]
     )
-    gathers = True
     notes = (
         Note(
             "the weights of weighting='samples' play no part: each participant counts once.",

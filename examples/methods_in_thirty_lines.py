@@ -28,6 +28,7 @@ from fl_lightning import (
     ServerState,
     Upload,
 )
+from fl_lightning.callback import CLASS_LABELS
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.datamodules import Digits, Dirichlet
 from fl_lightning.models import MLP, ImageClassifier
@@ -41,7 +42,7 @@ from fl_lightning.models import MLP, ImageClassifier
 class FedBABU(FederatedCallback):
     """The body alone is trained and averaged; the head is that of w^0 at every client."""
 
-    rests = True  # its hooks of a step come after those of other methods
+    order = 1  # its hooks of a step come after those of other methods
     moves_start = False
 
     def head(self, layout):
@@ -135,7 +136,7 @@ class FedProto(FederatedCallback):
     """CE + strength mean|z - prototype_y|^2; prototypes are the means of z over all clients."""
 
     taps = {"features": "last:in"}
-    needs_classes = True
+    notes = (CLASS_LABELS,)
     strength = Coefficient()
     prototypes = ServerState(shape=("C", "F"), sent=True, synchronised=False)
     known = ServerState(shape=("C",), synchronised=False)

@@ -6,6 +6,8 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -14,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning import sampling
+from fl_lightning import reading, sampling
 from fl_lightning.checks import flag, number, one_of
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import Given
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 __all__ = [
+    "CLASS_LABELS",
     "UNIFORM_OPTIMUM",
     "Blocks",
     "ClientState",
@@ -150,7 +153,22 @@ class Note:
 
 
 class Refusal(Note):
-    """What a method cannot run with: where it applies, the run is refused with the text."""
+    """What a method cannot run with: where it applies, the run is refused with the text.
+
+    Args:
+        settings: arguments of FederatedModule with which it does not apply; the contracts run with
+            them.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        when: Callable[[Any, RunFacts], bool],
+        settings: dict[str, Any] | None = None,
+        **values: Callable[[Any, RunFacts], object],
+    ) -> None:
+        super().__init__(text, when, **values)
+        self.settings = settings or {}
 
 
 @dataclass(frozen=True)
@@ -166,11 +184,37 @@ class RunBinding:
     steps_of: Callable[[int, float], int] | None = None
 
 
+Role = Literal["method", "measurement", "system"]
+# Attributes of classes for an older version → what takes their place, and what they set.
+OLD_NAMES: dict[str, tuple[str, tuple[str, Any] | None]] = {
+    "measures": ('write role = "measurement".', ("role", "measurement")),
+    "simulates": ('write role = "system".', ("role", "system")),
+    "shapes_rounds": ('write role = "system".', None),
+    "stands_for_clients": ("write order = -1.", ("order", -1)),
+    "rests": ("write order = 1.", ("order", 1)),
+    "aggregates_nobody": ("write every_round = True.", ("every_round", True)),
+    "blind": ("leave it out, and the gradient out of perturbation(self, clients).", None),
+    "gathers": ("leave it out: reading server.updates in aggregate says it.", None),
+    "reads_loss": ("leave it out: reading clients.loss in on_local_end says it.", None),
+    "personal_of_all": ("leave it out: a method without a ClientState is asked for all.", None),
+    "needs_classes": ("write notes = (CLASS_LABELS,).", None),
+    "requires": ("give the arguments to a Refusal: Refusal(…, settings={…}).", None),
+    "gives_models": ('write cannot_run_with = {"clients.w": …}.', None),
+}
+
+# A note of methods that take batch[1] for class indices: the first steps refuse other batches.
+CLASS_LABELS = Refusal("", when=lambda method, run: False)
 UNIFORM_OPTIMUM = Note(
     "its fixed point is the optimum of the uniform mean over clients, also with "
     "weighting='samples'.",
     when=lambda method, run: run.weighting == "samples",
 )
+
+
+def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
+    """Tell whether the hook is defined as ``perturbation(self, clients)``."""
+    parameters = list(inspect.signature(perturbation).parameters.values())
+    return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
 class FederatedCallback(Given, pl.Callback):
@@ -211,20 +255,6 @@ class FederatedCallback(Given, pl.Callback):
     """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps;
     clients then start at w, so that the server knows their displacement from what they send."""
 
-    blind: ClassVar[bool] = False
-    """Whether ``perturbation`` looks at no gradient: it gets None, and each step takes one gradient
-    alone, at x + e."""
-
-    personal_of_all: ClassVar[bool] = False
-    """Whether ``personal`` is asked for clients, too, that never finished a round."""
-
-    reads_loss: ClassVar[bool] = False
-    """Whether the method reads ``clients.loss``."""
-
-    gives_models: bool = False
-    """Whether its clients train from models of its own, and w means nothing to them: other methods
-    that read ``clients.w`` are refused."""
-
     taps: dict[str, str] = {}
     """Modules of the learner to look at: ``{"logits": "last", "features": "last:in"}``.
 
@@ -234,53 +264,33 @@ class FederatedCallback(Given, pl.Callback):
     ``__init__``.
     """
 
-    needs_classes: ClassVar[bool] = False
-    """Whether ``batch[1]`` has to be class indices, one integer a sample."""
-
-    requires: ClassVar[dict[str, Any]] = {}
-    """Arguments of FederatedModule without which it refuses to run; the contracts run with them."""
-
-    aggregates_nobody: ClassVar[bool] = False
-    """Whether ``aggregate``, ``on_server_update`` and the server's step come where no client
-    finished, too."""
-
     tolerates_staleness: ClassVar[bool] = False
     """Whether it works where clients train from earlier models, at other rounds than the server's:
     its clients read no sent ServerState, and its server no number of participants."""
 
-    shapes_rounds: ClassVar[bool] = False
-    """Whether its arguments decide who takes part in a round or how much is done: a resumed run
-    needs the same ones."""
+    draws_by_client: ClassVar[bool] = False
+    """Whether what it draws for a client, or does with it, depends on the client's number. Then
+    registering the clients in another order gives another result."""
 
     every_round: ClassVar[bool] = False
     """Whether its ``on_round_end`` comes, and its server states are committed, where no client
-    finished, too."""
+    finished, too. If it has ``aggregate``, the server then steps, too."""
 
-    gathers: ClassVar[bool] = False
-    """Whether :meth:`aggregate` reads ``server.updates``: all updates in one place."""
+    role: ClassVar[Role] = "method"
+    """``"measurement"``: it only measures. What it keeps does not count as the method's.
+    ``"system"``: it says on what system a run trains, who takes part and how much each does. A
+    run's title names only methods, and only their arguments and those of systems have to be the
+    same in a resumed run."""
 
-    stands_for_clients: ClassVar[bool] = False
-    """Whether its ``on_updates`` changes updates in the clients' place: it then comes before
-    those of the server."""
-
-    draws_by_client: ClassVar[bool] = False
-    """Whether what it draws for a client goes by the client's number: registered in another order,
-    clients get other draws."""
-
-    rests: ClassVar[bool] = False
-    """Whether it keeps coordinates at rest in some steps: its hooks of a step then come after
-    those of all others."""
-
-    measures: ClassVar[bool] = False
-    """Whether it only measures: it is left out of a run's title, and what it keeps is none of the
-    method's."""
-
-    simulates: ClassVar[bool] = False
-    """Whether it only says on what system a run trains: it is left out of a run's title."""
+    order: ClassVar[int] = 0
+    """Its place in ``on_local_gradient``, ``on_local_step_end`` and ``on_updates``: methods of a
+    smaller number come first. -1: its ``on_updates`` stands for what clients do. 1: it keeps
+    coordinates at rest in some steps."""
 
     cannot_run_with: dict[str, str] = {}
     """``{hook or class name: reason}``: another callback of the run must not override that hook,
-    or be of that class."""
+    or be of that class. ``"clients.w"``: clients train from models of this method's own, so no
+    other hook may read ``clients.w``."""
 
     notes: ClassVar[tuple[Note, ...]] = ()
     """Warnings about a run before it begins."""
@@ -304,10 +314,55 @@ class FederatedCallback(Given, pl.Callback):
         self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)
         return self
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in OLD_NAMES.keys() & vars(cls).keys():
+            instead, value = OLD_NAMES[name]
+            if value is not None and vars(cls)[name]:
+                setattr(cls, *value)
+            warnings.warn(
+                f"{cls.__name__}.{name} is an old name, which the next version no longer reads: "
+                f"{instead}",
+                FutureWarning,
+                stacklevel=2,
+            )
+
     @classmethod
     def is_method(cls) -> bool:
         """Tell whether a run is named after it: it neither only measures nor only simulates."""
-        return not (cls.measures or cls.simulates)
+        return cls.role == "method"
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it takes all updates in one place."""
+        return self.has("on_updates") or self._reads("aggregate", "updates")
+
+    @property
+    def reads_loss(self) -> bool:
+        """Whether it reads ``clients.loss``."""
+        return self._reads("on_local_end", "loss")
+
+    @property
+    def personal_of_all(self) -> bool:
+        """Whether clients that never finished a round have a ``personal`` model, too.
+
+        They have, if the method keeps no state of a client, which they would lack.
+        """
+        kept = [d for d in self.declarations().values() if isinstance(d, ClientState)]
+        return self.has("personal") and not kept
+
+    @property
+    def needs_classes(self) -> bool:
+        """Whether ``batch[1]`` has to be class indices, one integer per sample."""
+        return CLASS_LABELS in self.notes
+
+    @property
+    def blind(self) -> bool:
+        """Whether its ``perturbation`` takes no gradient."""
+        return self.has("perturbation") and takes_no_gradient(self.perturbation)
+
+    def _reads(self, hook: str, attribute: str) -> bool:
+        return self.has(hook) and attribute in reading.of_others(self, getattr(self, hook))
 
     def declare(self, name: str, declaration: Declaration) -> None:
         """Declare state in ``__init__``, where it depends on arguments."""
@@ -375,7 +430,7 @@ class FederatedCallback(Given, pl.Callback):
             purpose: what is drawn; methods that name it alike draw alike.
             counters: up to three, such as the round and the client's number.
         """
-        return sampling.generator(self._run.seed, "method: " + purpose, *counters)
+        return self._keyed("method: " + purpose, *counters)
 
     def steps_of(self, client: int, epochs: float) -> int:
         """Local steps of so many epochs of a client, to compute :meth:`steps` from."""
@@ -457,8 +512,8 @@ class FederatedCallback(Given, pl.Callback):
         """One owner. Return e ``(n, D)``: the loss gradient is taken again at x + e.
 
         Batch and randomness are the same. ``gradient`` ``(n, D)`` may be changed and returned; its
-        memory is reused, so keep a copy of what is needed later. With ``blind = True`` in the class
-        it is None, and the gradient at x + e is the step's only one.
+        memory is reused, so keep a copy of what is needed later. Defined without it, as
+        ``perturbation(self, clients)``, the gradient at x + e is the step's only one.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
@@ -499,8 +554,7 @@ class FederatedCallback(Given, pl.Callback):
     def aggregate(self, server: Server) -> Tensor:
         """One owner. The aggregated update ``(D,)`` in place of the weighted mean.
 
-        With ``gathers = True`` in the class, ``server.updates`` ``(n, D)`` has each participant's,
-        ascending by client.
+        ``server.updates`` ``(n, D)`` has each participant's, ascending by client.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 

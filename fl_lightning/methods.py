@@ -18,6 +18,7 @@ from fl_lightning.callback import (
     RunFacts,
     ServerState,
     Upload,
+    takes_no_gradient,
 )
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.round.ledger import Ledger
@@ -86,7 +87,7 @@ class Methods:
             refuse_inference_mode(callback)
         # What changes updates for the clients comes before what the server does to them, and what
         # keeps coordinates at rest comes after all that moves them.
-        ordered = sorted(self.callbacks, key=lambda c: (c.rests, not c.stands_for_clients))
+        ordered = sorted(self.callbacks, key=lambda c: c.order)
         # A loss is the same until all have ended that may ask for its gradient.
         ending = sorted(self.callbacks, key=looks)
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
@@ -110,6 +111,8 @@ class Methods:
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
+                if hook == "perturbation" and takes_no_gradient(owners[0].perturbation):
+                    self._owners[hook] = WithoutGradient(owners[0])
                 self._owned_by[hook] = owners[0]
                 if hook == "transmit":
                     self._sends = owners[0].sends
@@ -299,7 +302,7 @@ class Methods:
     @property
     def aggregates_nobody(self) -> bool:
         """Tell whether the server takes its step where no client finished, too."""
-        return any(c.aggregates_nobody for c in self.callbacks if c.has("aggregate"))
+        return any(c.every_round for c in self.callbacks if c.has("aggregate"))
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
@@ -317,18 +320,21 @@ class Methods:
     @property
     def gathering(self) -> list[str]:
         """The names of callbacks that take all updates of a round together."""
-        return [type(c).__name__ for c in self.callbacks if c.gathers or c.has("on_updates")]
+        return [type(c).__name__ for c in self.callbacks if c.gathers]
 
     @property
     def measuring(self) -> set[str]:
         """The names of callbacks that only measure."""
-        return {type(c).__name__ for c in self.callbacks if c.measures}
+        return {type(c).__name__ for c in self.callbacks if c.role == "measurement"}
 
     @property
     def gives_models(self) -> str:
         """The callback by whose own models clients train; empty: they train from w."""
-        names = [type(c).__name__ for c in self.callbacks if c.gives_models]
-        return names[0] if names else ""
+        for callback in self.callbacks:
+            old = getattr(callback, "gives_models", False)
+            if old or "clients.w" in callback.cannot_run_with:
+                return type(callback).__name__
+        return ""
 
     @property
     def reads_loss(self) -> bool:
@@ -379,7 +385,11 @@ class Methods:
         """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``."""
         texts = []
         for callback in self.callbacks:
-            changes = callback.shapes_rounds or any(map(callback.has, CHANGING))
+            changes = (
+                callback.role == "system"
+                or getattr(callback, "shapes_rounds", False)
+                or any(map(callback.has, CHANGING))
+            )
             if changes and not callback.declarations():
                 texts.append(f"{type(callback).__name__}({arguments(callback)})")
         return ", ".join(sorted(texts)) or "none"
@@ -388,6 +398,18 @@ class Methods:
         """The methods' names, without those that only measure or simulate."""
         names = [c.title or type(c).__name__ for c in self.callbacks if c.is_method()]
         return " + ".join(names) or "FedAvg"
+
+
+class WithoutGradient:
+    """A ``perturbation`` that takes no gradient, called as if it took one."""
+
+    def __init__(self, callback: FederatedCallback) -> None:
+        self.__self__ = callback
+        self.__qualname__ = callback.perturbation.__qualname__
+        self._hook: Callable[..., Tensor] = callback.perturbation
+
+    def __call__(self, clients: Any, gradient: Any) -> Tensor:
+        return self._hook(clients)
 
 
 def looks(callback: FederatedCallback) -> bool:

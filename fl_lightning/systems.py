@@ -79,9 +79,8 @@ class SystemHeterogeneity(FederatedCallback):
 
     neutral: ClassVar[dict[str, Any]] = {"dropout": 0.0, "min_work": 1.0}
     # It decides who takes part and how much is done, which no method's state depends on.
-    simulates = True
+    role = "system"
     tolerates_staleness = True
-    shapes_rounds = True
 
     def __init__(
         self,
@@ -139,8 +138,7 @@ class VirtualClock(FederatedCallback):
         UserError: an argument that cannot work, sampling that is not uniform.
     """
 
-    simulates = True
-    shapes_rounds = True
+    role = "system"
     cannot_run_with = {"select": "the clock has to know beforehand who is drawn"}
 
     def __init__(
@@ -222,7 +220,7 @@ def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
     found = []
     for callback in methods.callbacks:
         # What a method gives in place of w is counted as its own states are.
-        less_down = callback.has("broadcast") and not callback.gives_models
+        less_down = callback.has("broadcast") and "clients.w" not in callback.cannot_run_with
         parts = callback.has("parts")
         if (up and (parts or _sends_less(callback))) or (down and (parts or less_down)):
             found.append(type(callback).__name__)
@@ -259,7 +257,7 @@ def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods
                 "Leave VirtualClock out."
             )
         sends = any(key.startswith(f"{name}.") for key in methods.sent_to_clients())
-        if sends or not (callback.measures or callback.tolerates_staleness):
+        if sends or not (callback.role == "measurement" or callback.tolerates_staleness):
             raise UserError(
                 f"method: {name} does not say that it tolerates staleness, and in an asynchronous "
                 "run clients train from earlier models, with server states of now. Leave one of "

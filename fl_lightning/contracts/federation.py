@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fl_lightning.callback import FederatedCallback
+from fl_lightning.callback import FederatedCallback, Refusal
 from fl_lightning.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.evaluation import personal
@@ -148,6 +148,14 @@ class Watch(pl.Callback):
             self.ended(pl_module)
 
 
+def required_by(method: type[FederatedCallback]) -> dict[str, Any]:
+    """Arguments of FederatedModule without which a method refuses to run."""
+    required: dict[str, Any] = dict(getattr(method, "requires", {}))  # an old name
+    for note in method.notes:
+        required |= note.settings if isinstance(note, Refusal) else {}
+    return required
+
+
 def fit(
     callbacks: Sequence[FederatedCallback],
     rounds: int = ROUNDS,
@@ -166,7 +174,7 @@ def fit(
     """
     required: dict[str, Any] = {}
     for callback in callbacks:
-        required |= callback.requires
+        required |= required_by(type(callback))
     # The defaults come first, over them what the methods need, and over that what a check varies.
     arguments = {
         "participation": 3,

@@ -24,6 +24,7 @@ from fl_lightning.contracts.federation import (
     outcome,
     require_finite,
     require_same,
+    required_by,
 )
 from fl_lightning.contracts.verdict import Failed, NotApplicable, where
 from fl_lightning.errors import Diverged, UserError
@@ -84,7 +85,7 @@ class Method:
     @cached_property
     def average(self) -> Outcome:
         """What FedAvg leaves with the settings that the method requires."""
-        return fedavg(**self.cls.requires)
+        return fedavg(**required_by(self.cls))
 
 
 def fedavg(**settings: Any) -> Outcome:
@@ -115,10 +116,10 @@ def neutral(method: Method) -> None:
     # Plainly, and with weights and clipping, which act on what the method adds.
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
-        ours = outcome(fit([callback], **{**method.cls.requires, **setting}))
+        ours = outcome(fit([callback], **{**required_by(method.cls), **setting}))
         average = method.average
         if setting:
-            average = fedavg(**{**method.cls.requires, **setting})
+            average = fedavg(**{**required_by(method.cls), **setting})
         # A perturbation of length 0 costs a gradient nevertheless.
         theirs = {n: value for n, value in average.items() if not n.startswith("log cost/")}
         require_same(
@@ -147,7 +148,7 @@ def order_of_clients(method: Method) -> None:
 
     Batches and participation are full, as draws go by the clients' numbers.
     """
-    if method.cls.stands_for_clients:
+    if method.cls.order < 0:
         raise NotApplicable("it changes what some clients send, by their numbers")
     if method.factory().draws_by_client:
         raise NotApplicable("what it draws for a client goes by the client's number")
@@ -375,7 +376,7 @@ def buffers(method: Method) -> None:
     average = method.average
     ours = method.plain
     if who:
-        average = fedavg(**{**method.cls.requires, **who})
+        average = fedavg(**{**required_by(method.cls), **who})
         ours = method.run(**who)
     kept = {name for name in average if name.startswith("buffer ")}
     require_same(

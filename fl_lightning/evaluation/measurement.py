@@ -20,7 +20,7 @@ class Measurement(FederatedCallback):
         UserError: ``every_n_rounds`` is neither None nor an integer above 0.
     """
 
-    measures = True
+    role = "measurement"
     of_samples = True  # what it logs is made of clients' samples
 
     def __init__(self, every_n_rounds: int | None = 10) -> None:

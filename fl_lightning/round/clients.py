@@ -266,12 +266,13 @@ class Clients:
     def loss(self) -> Tensor:
         """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``.
 
-        It is there for methods with ``reads_loss = True``.
+        It is there if the source of a method's ``on_local_end`` reads it.
         """
         if LOSS not in self._group.logs:
             raise RuntimeError(
-                "clients.loss is there in on_local_end, where a method's class says reads_loss = "
-                "True"
+                "clients.loss is there in on_local_end. The run keeps it only if the source of a "
+                "method's on_local_end, or of a method of its class that it calls, reads "
+                "clients.loss"
             )
         return self._group.logs[LOSS].reshape(-1, 1)
 

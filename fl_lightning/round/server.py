@@ -111,8 +111,9 @@ class Server:
         """
         if self._ledger.gathered is None:
             raise RuntimeError(
-                "server.updates is there from on_updates on, where a callback of the run has "
-                "that hook, or says gathers = True"
+                "server.updates is there from on_updates on. The run gathers updates only if a "
+                "callback has that hook, or if the source of its aggregate, or of a method of its "
+                "class that it calls, reads server.updates"
             )
         return self._ledger.gathered
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -45,7 +45,8 @@ class Staging(Protocol):
 class Owner(Protocol):
     """The callback that declares."""
 
-    measures: ClassVar[bool]
+    @property
+    def role(self) -> str: ...
 
     @property
     def _ledger(self) -> Staging: ...
@@ -224,7 +225,7 @@ class ServerState(State):
         if callback is None:
             return self
         key = self.key(callback)
-        declared = callback.declarations().values() if callback.measures else ()
+        declared = callback.declarations().values() if callback.role == "measurement" else ()
         # A logger may keep what it sums over clients, without noise.
         if any(isinstance(each, Upload) for each in declared):
             callback._ledger.refuse_outsiders(key)

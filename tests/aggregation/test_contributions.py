@@ -136,7 +136,7 @@ class Sends(FederatedCallback):
 
 
 class Together(FederatedCallback):
-    gathers = True
+    def on_updates(self, server: Any) -> None: ...
 
 
 def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributions, Total]:

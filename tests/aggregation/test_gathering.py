@@ -32,8 +32,6 @@ class Looking(FederatedCallback):
 
 
 class Median(FederatedCallback):
-    gathers = True
-
     def aggregate(self, server: Any) -> Tensor:
         return server.updates.median(0).values
 
@@ -61,8 +59,6 @@ def test_rows_are_what_each_client_transmitted_in_ascending_order() -> None:
     seen: dict[str, Any] = {}
 
     class Marked(FederatedCallback):
-        gathers = True
-
         def transmit(self, clients: Clients, update: Tensor) -> Tensor:
             return torch.ones_like(update) * (1.0 + clients.ids[:, None])
 
@@ -173,7 +169,7 @@ def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error()
         def on_server_update(self, server: Any) -> None:
             server.update += server.updates.mean(0)
 
-    with pytest.raises(RuntimeError, match="gathers = True"):
+    with pytest.raises(RuntimeError, match=r"reads server\.updates"):
         trainer(1, [Asking()]).fit(federated(), blobs())
 
     class Shorter(FederatedCallback):
@@ -189,7 +185,7 @@ def test_what_stands_for_clients_comes_before_what_the_server_does() -> None:
 
     def hook(name: str, of_clients: bool) -> FederatedCallback:
         body = {
-            "stands_for_clients": of_clients,
+            "order": -1 if of_clients else 0,
             "on_updates": lambda self, server: order.append(name),
         }
         made: FederatedCallback = type(name, (FederatedCallback,), body)()

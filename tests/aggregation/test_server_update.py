@@ -225,8 +225,7 @@ def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:
 
 def test_without_any_client_the_mean_update_is_zero_where_a_method_steps_all_the_same() -> None:
     class Drifting(FederatedCallback):
-        requires = {"sampling": "poisson"}
-        aggregates_nobody = True
+        every_round = True
 
         def aggregate(self, server: Any) -> Tensor:
             seen.append((server.n, server.update.clone()))

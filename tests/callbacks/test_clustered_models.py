@@ -128,7 +128,7 @@ class GoesByW(FederatedCallback):
 class Distance(GoesByW):
     """A logger of a user's own, which may look at w."""
 
-    measures = True
+    role = "measurement"
 
     def on_local_gradient(self, clients: Any, gradient: torch.Tensor) -> None:
         clients.w.norm()

@@ -277,7 +277,7 @@ class PeeksByInstance(FederatedCallback):
 
 
 class Attacks(FederatedCallback):
-    stands_for_clients = True
+    order = -1
 
     def on_updates(self, server):
         server.updates = torch.full_like(server.updates, 1000.0)
@@ -328,8 +328,8 @@ def test_values_that_cannot_work_are_refused(arguments, said):
 @pytest.mark.parametrize(
     ("others", "arguments", "said"),
     [
-        ([], {"sampling": "uniform"}, "needs sampling='poisson'"),
-        ([], {"sampling": "bernoulli"}, "needs sampling='poisson'"),
+        ([], {"sampling": "uniform"}, "holds only with sampling='poisson'"),
+        ([], {"sampling": "bernoulli"}, "holds only with sampling='poisson'"),
         ([callbacks.ControlVariates()], {}, "ControlVariates cannot run together"),
         ([callbacks.DynamicRegularization()], {}, "DynamicRegularization cannot run together"),
         ([Sends()], {}, "Sends cannot run together"),

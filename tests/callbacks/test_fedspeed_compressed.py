@@ -21,8 +21,6 @@ PENALTY = 0.2
 class Gathered(FederatedCallback):
     """What the server got, and its model before and after, by round."""
 
-    gathers = True
-
     def __init__(self, found: list[dict[str, Tensor]]) -> None:
         super().__init__()
         self._found = found

@@ -323,7 +323,7 @@ class ReadsByInstance(FederatedCallback):
 class Measures(FederatedCallback):
     """Says that it only measures, and does not."""
 
-    measures = True
+    role = "measurement"
     raw = Upload(sent=False)
 
     def on_local_end(self, clients):

@@ -13,6 +13,7 @@ import torch
 
 from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps
 from fl_lightning import callbacks as c
+from fl_lightning.callback import CLASS_LABELS
 from fl_lightning.contracts import runs
 from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.contracts.verdict import Check, CheckReport
@@ -162,7 +163,7 @@ def test_an_error_that_fails_every_run_is_told_once() -> None:
 
 def test_a_method_that_reads_label_counts_in_hooks_is_rehearsed() -> None:
     class Counts(FederatedCallback):
-        needs_classes = True
+        notes = (CLASS_LABELS,)
         kept = ClientState(shape=(3,), synchronised=False)
 
         def on_local_end(self, clients: Any) -> None:

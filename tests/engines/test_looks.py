@@ -451,7 +451,7 @@ def test_what_looks_cost_is_counted(given: dict[str, Any]) -> None:
     assert cost(Asks(), **given) == (steps, batches)
 
     class Measures(Asks, Watching):
-        measures = True
+        role = "measurement"
 
     assert cost(Measures(), **given) == (steps, 0)
 

@@ -91,7 +91,7 @@ HOOK_FAULTS = [
     ),
     Fault(
         "IFCA: who never took part has w",
-        [(CLUSTERS, "personal_of_all = True", "personal_of_all = False")],
+        [("fl_lightning/callback.py", 'self.has("personal") and not kept', "False")],
     ),
     Fault(
         "broadcast: clients get w",

@@ -16,7 +16,6 @@ from fl_lightning import ClientState, Coefficient, FederatedCallback, ServerStat
 class ClippedMedian(FederatedCallback):
     """u_i <- u_i min(1, C/|u_i|); m <- beta m + median(u); d = m. Largest last losses take part."""
 
-    gathers = True
     beta = Coefficient(below=1)
     clip = Coefficient(above=0)
     m = ServerState(synchronised=True)

@@ -269,9 +269,7 @@ class HiddenShift(FederatedCallback):
 class BlindAgain(FederatedCallback):
     """A perturbation that mixes clients, without a gradient."""
 
-    blind = True
-
-    def perturbation(self, clients: Clients, gradient: None) -> Tensor:
+    def perturbation(self, clients: Clients) -> Tensor:
         return 0.01 * clients.x / clients.x.norm()
 
 

@@ -212,10 +212,7 @@ def test_draws_follow_from_seed_purpose_and_counters() -> None:
 class Blind(FederatedCallback):
     """Shifts by a tenth, without a look at the gradient."""
 
-    blind = True
-
-    def perturbation(self, clients: Any, gradient: None) -> Tensor:
-        assert gradient is None
+    def perturbation(self, clients: Any) -> Tensor:
         return torch.full_like(clients.x, 0.1)
 
 
@@ -253,9 +250,7 @@ def test_a_blind_perturbation_is_seen_by_the_only_gradient(engine: str) -> None:
 
 def test_a_wrong_shape_is_told() -> None:
     class Flat(FederatedCallback):
-        blind = True
-
-        def perturbation(self, clients: Any, gradient: None) -> Tensor:
+        def perturbation(self, clients: Any) -> Tensor:
             return clients.w
 
     with pytest.raises(TypeError, match="has to return a tensor of shape"):

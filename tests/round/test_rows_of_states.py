@@ -94,7 +94,6 @@ def test_a_column_given_to_a_state_of_one_number_is_told_with_the_way_out(
     engine: str, kind: Any
 ) -> None:
     class Losses(FederatedCallback):
-        reads_loss = True
         last = kind(shape=())
 
         def on_local_end(self, clients: Any) -> None:

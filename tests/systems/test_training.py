@@ -274,7 +274,7 @@ def test_what_is_sent_is_complete_in_itself(
     given: list[Tensor] = []
 
     class Watch(FederatedCallback):
-        measures = True
+        role = "measurement"
 
         def on_round_start(self, server: Any) -> None:
             given.append(server.w.clone())
@@ -355,7 +355,7 @@ def test_that_the_clock_knows_no_compression_is_said_before_round_0(
     told: list[str] = []
 
     class First(FederatedCallback):
-        measures = True
+        role = "measurement"
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             self.module = pl_module

@@ -1,0 +1,77 @@
+"""What the hooks of a callback read and set, by their source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Collection, Iterator
+from functools import lru_cache
+from typing import Any
+
+
+def of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
+    """The attributes of ``self`` that a hook reads, in methods that it calls too."""
+    for node, own in _attributes(callback, hook):
+        if _name(node) == own and isinstance(node.ctx, ast.Load):
+            yield node.attr
+
+
+def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
+    """The attributes that a hook reads of its arguments and of other names, not of ``self``.
+
+    Methods that it calls count, too. Where there is no source, they are all names that the hook
+    itself uses.
+    """
+    if not inspect.isfunction(getattr(hook, "__func__", hook)):
+        return ()
+    if not _parsed(hook)[1]:
+        names: tuple[str, ...] = inspect.unwrap(getattr(hook, "__func__", hook)).__code__.co_names
+        return names
+    return {node.attr for node, own in _attributes(callback, hook) if _name(node) not in ("", own)}
+
+
+def assigned(hook: Callable[..., Any]) -> Iterator[str]:
+    """The attributes of ``self`` that a hook assigns whatever the settings, under no condition."""
+    tree, own = _parsed(hook)
+    for function in ast.iter_child_nodes(tree):
+        for statement in getattr(function, "body", []):
+            for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
+                if isinstance(target, ast.Attribute) and _name(target) == own:
+                    yield target.attr
+
+
+def _name(node: ast.Attribute) -> str:
+    return node.value.id if isinstance(node.value, ast.Name) else ""
+
+
+def _attributes(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[ast.Attribute, str]]:
+    """The attributes in a hook and the methods that it calls, each with the name of ``self``."""
+    # A method may choose a hook of its own, so the one that it has is looked at.
+    waiting = [hook]
+    seen = set[str]()
+    while waiting:
+        tree, own = _parsed(waiting.pop())
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Attribute):
+                continue
+            yield node, own
+            called = getattr(type(callback), node.attr, None)
+            if _name(node) == own and inspect.isfunction(called) and node.attr not in seen:
+                seen.add(node.attr)
+                waiting.append(called)
+
+
+def _parsed(hook: Callable[..., Any]) -> tuple[ast.AST, str]:
+    """A function's source as a tree, empty where there is none, and its name for ``self``."""
+    return _tree(inspect.unwrap(getattr(hook, "__func__", hook)))
+
+
+@lru_cache(1000)
+def _tree(function: Any) -> tuple[ast.AST, str]:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return ast.Module([], []), ""
+    names = getattr(function, "__code__").co_varnames  # noqa: B009  # any callable may stand here
+    return tree, names[0] if names else ""
