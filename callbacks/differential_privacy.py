@@ -26,7 +26,6 @@ from fl_lightning.callback import (
     Refusal,
     Server,
     ServerState,
-    Upload,
     UserError,
     number,
 )
@@ -194,11 +193,11 @@ class DifferentialPrivacy(FederatedCallback):
         measuring = []
         for other in others:
             name = type(other).__name__
-            uploads = [d for d in other.declarations().values() if isinstance(d, Upload)]
+            uploads = [each for each in other.declarations().values() if each.summed]
             leak = ""
             if other.gathers and other.order >= 0:
                 leak = "it sees all updates"
-            if any(upload.sent for upload in uploads):
+            if any(upload.goes_up(()) for upload in uploads):
                 leak = "its clients send more than their update"
             elif uploads and other.role != "measurement":
                 leak = "its server reads sums over clients of more than their updates"

@@ -348,7 +348,7 @@ class FederatedCallback(Given, pl.Callback):
 
         They have, if the method keeps no state of a client, which they would lack.
         """
-        kept = [d for d in self.declarations().values() if isinstance(d, ClientState)]
+        kept = [each for each in self.declarations().values() if each.keeps_rows]
         return self.has("personal") and not kept
 
     @property

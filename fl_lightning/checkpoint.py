@@ -382,9 +382,7 @@ def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
 
 def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Tensor) -> None:
     """Refuse server states of another shape or type than methods declared."""
-    own: dict[str, Tensor] = {}
-    for key, declaration in declared.items():
-        own[key] = w.new_empty(declaration.sized(w.numel()), dtype=declaration.dtype or w.dtype)
+    own = {key: declared[key].zeros(w) for key in held if key in declared}
     check_alike(held, own, f"{KEY}.server")
 
 

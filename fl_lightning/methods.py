@@ -16,13 +16,10 @@ from fl_lightning.callback import (
     Refusal,
     RunBinding,
     RunFacts,
-    ServerState,
-    Upload,
     takes_no_gradient,
 )
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import ClientState, State
 from fl_lightning.schedules import arguments
 
 OWNED = {
@@ -150,7 +147,7 @@ class Methods:
                 "of a run can do. Keep one of them."
             )
         for declared in callback.declarations().values():
-            if isinstance(declared, State) and declared.synchronised is None:
+            if declared.synchronised is None:
                 raise UserError(
                     f"method: {declared.key(callback)} does not say what partial averaging does "
                     "to it, so the two cannot run together. Declare synchronised=True (kept "
@@ -255,8 +252,8 @@ class Methods:
         owner = self.owner("parts")
         return owner(layout) if owner else []
 
-    def sent_to_clients(self) -> dict[str, ServerState]:
-        return {k: d for k, d in self.declared.items() if isinstance(d, ServerState) and d.sent}
+    def sent_to_clients(self) -> dict[str, Declaration]:
+        return {key: declared for key, declared in self.declared.items() if declared.goes_down}
 
     @property
     def steps(self) -> Callable[[int, Sequence[int]], list[int]] | None:
@@ -346,28 +343,17 @@ class Methods:
         """Tell whether a state starts from w^0, so that w^0 has to be kept."""
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
-    def sent_by_clients(self) -> dict[str, Upload]:
-        """The uploads that are counted: the server cannot compute them from what is sent anyway."""
+    def going_up(self) -> dict[str, Declaration]:
+        """What clients send beside their update, and is counted.
+
+        These are states that are reported, and uploads that the server cannot compute from what is
+        sent anyway.
+        """
         known = {self._sends}
         # Where clients start at w, their model gives their displacement, and the other way round.
         if self._sends and not self.move_starts:
             known = {"x", "displacement"}
-        source = {"derived": "displacement", "derived from x": "x"}
-        uploads: dict[str, Upload] = {}
-        for key, declaration in self.declared.items():
-            if not isinstance(declaration, Upload) or not declaration.sent:
-                continue
-            if source.get(str(declaration.sent)) not in known:
-                uploads[key] = declaration
-        return uploads
-
-    def reported(self) -> dict[str, ClientState]:
-        """The clients' states whose rows go up, as the server reads them."""
-        states: dict[str, ClientState] = {}
-        for key, declaration in self.declared.items():
-            if isinstance(declaration, ClientState) and declaration.reported:
-                states[key] = declaration
-        return states
+        return {key: each for key, each in self.declared.items() if each.goes_up(known)}
 
     def in_steps_of_others(self) -> str:
         """The first callback of others with a hook in each local step, or an empty string."""

@@ -21,7 +21,6 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import BUFFER
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import Upload
 from fl_lightning.round.totals import Total
 
 # In runs with personal models a client's latest round is a row of it, under this name.
@@ -202,9 +201,7 @@ class Contributions:
             values.weighted = update if self.uniform else update * weight
             values.update = None if self.uniform else update
         for key, value in home.uploads.items():
-            declared = self.methods.declared[key]
-            assert isinstance(declared, Upload)
-            upload = value.to(declared.summed_as(home.update.dtype))
+            upload = value.to(self.methods.declared[key].summed_as(home.update.dtype))
             values.uploads[key] = upload
             if not self.uniform:
                 values.weighted_uploads[key] = upload * weight

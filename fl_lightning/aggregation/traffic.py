@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from itertools import chain
 
-import torch
 from torch import Tensor
 
 from fl_lightning.methods import Methods
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import Declaration
 from fl_lightning.virtual.plan import Planned
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS = range(7)
@@ -35,8 +33,7 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
 
 def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     """Add a client's upload: its update, where it is averaged, uploads and rows that go up."""
-    counted = methods.sent_by_clients()
-    reported = methods.reported()
+    going_up = methods.going_up()
     averaged = group.round.averaged
     size = group.x.element_size()
     everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
@@ -44,15 +41,11 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     # The client has been collected by now, so reading a tensor waits for nothing.
     up = everywhere if parameters is None else float(parameters)
     up_bytes = up * size if number is None else float(number)
-    for key, value in group.uploads.items():
-        if key in counted:
-            count = everywhere if counted[key].shape is None else value[0].numel()
+    for key, value in chain(group.uploads.items(), group.written()):
+        if key in going_up:
+            count = everywhere if going_up[key].by_coordinate else value[0].numel()
             up = up + count
             up_bytes = up_bytes + count * value.element_size()
-    for key, rows in group.written():
-        if key in reported:
-            up = up + rows[0].numel()
-            up_bytes = up_bytes + rows[0].numel() * rows.element_size()
     counts[UP_PARAMETERS] = round(up)
     counts[UP_BYTES] = round(up_bytes)
 
@@ -112,15 +105,14 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         down = round(count[CLIENTS] * each)
         down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
-        if declared.sent == "known":
+        if declared.goes_down == "known":
             continue
         value = ledger.written_server(key)
         if value is None:  # never written: nothing to send
             continue
-        if declared.shape is None:
+        numbers = count[CLIENTS] * value.numel()
+        if declared.by_coordinate:
             numbers = count[DOWN_PARAMETERS]
-        else:
-            numbers = count[CLIENTS] * value.numel()
         down = down + numbers
         down_bytes = down_bytes + numbers * value.element_size()
     return {
@@ -169,14 +161,7 @@ def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
     own_models = bool(methods.gives_models) and methods.owner("broadcast") is not None
     given = 0 if own_models else vector
     ways = []
-    up: list[Declaration] = [*methods.sent_by_clients().values(), *methods.reported().values()]
-    sent = methods.sent_to_clients().values()
-    down: list[Declaration] = [state for state in sent if state.sent != "known"]
-    for total, declared in ((given, down), (vector, up)):
-        for each in declared:
-            size = round_vector.element_size()
-            if each.dtype is not None:
-                size = torch.empty(0, dtype=each.dtype).element_size()
-            total += size * math.prod(each.sized(numbers))
-        ways.append(total)
+    down = [each for each in methods.sent_to_clients().values() if each.goes_down != "known"]
+    for total, declared in ((given, down), (vector, methods.going_up().values())):
+        ways.append(total + sum(each.bytes(round_vector) for each in declared))
     return ways[0], ways[1]

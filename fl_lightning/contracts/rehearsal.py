@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fl_lightning.callback import Clients, ClientState, FederatedCallback, ServerState
+from fl_lightning.callback import Clients, Declaration, FederatedCallback
 from fl_lightning.contracts import snapshots
 from fl_lightning.contracts.federation import Outcome, fit, require_same
 from fl_lightning.contracts.runs import Method
@@ -31,7 +31,6 @@ from fl_lightning.methods import LOOKING, Methods, checked_rows
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import State
 
 STEPS = 2
 # (name of the hook, the call) -> what it returned
@@ -50,9 +49,9 @@ class Stage:
         self.rows: dict[str, Tensor] = {}
         server_states: dict[str, Tensor] = {}
         for key, declared in self.methods.declared.items():
-            if isinstance(declared, ClientState):
+            if declared.keeps_rows:
                 self.rows[key] = self._filled(key, declared, m, w)
-            elif isinstance(declared, ServerState):
+            elif declared.at_server:
                 server_states[key] = self._filled(key, declared, m, w)[0]
         self.round = Round(
             t=1,
@@ -76,9 +75,10 @@ class Stage:
     def _random(seed: int, *shape: int) -> Tensor:
         return torch.rand(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
-    def _filled(self, key: str, declared: State, m: int, w: Tensor) -> Tensor:
-        value = 0.1 * (0.5 + self._random(len(key), m, *declared.sized(w.numel())))
-        return value.to(declared.dtype or w.dtype)
+    def _filled(self, key: str, declared: Declaration, m: int, w: Tensor) -> Tensor:
+        like = declared.zeros(w)
+        value = 0.1 * (0.5 + self._random(len(key), m, *like.shape))
+        return value.to(like)
 
     def gradient(self, group: ClientGroup, at: Tensor) -> Tensor:
         ids = group.ids

@@ -28,7 +28,7 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import ServerState
+from fl_lightning.round.state import Declaration
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import decay_factor
 
@@ -190,7 +190,7 @@ class Site(FederatedLoop):
         self.methods.bind(ledger)
         contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
         answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
-        reported = self.methods.reported()
+        going_up = self.methods.going_up()
         finished: list[int] = []
         lock = threading.Lock()
 
@@ -205,7 +205,7 @@ class Site(FederatedLoop):
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
                 # By value, before the engine uses the client's memory again.
-                travel.packed_client(answer, home, round.averaged, code, reported)
+                travel.packed_client(answer, home, round.averaged, code, going_up)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
         self.engine.train(round, leaves, collect, lambda: None)
@@ -326,7 +326,7 @@ def counted_in(message: Message) -> dict[int, int]:
 class AtSiteLedger(Ledger):
     """A round as a site knows it: server states are those that are sent to clients."""
 
-    def server_state(self, key: str, declaration: ServerState) -> Tensor:
+    def server_state(self, key: str, declaration: Declaration) -> Tensor:
         if key not in self.round.server_states:
             raise UserError(
                 f"method: {key} is read in a hook that takes clients and is not sent to them, so "

@@ -10,7 +10,7 @@ from collections.abc import Collection
 from typing import Any
 
 from fl_lightning import reading
-from fl_lightning.callback import FederatedCallback, ServerState
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError
 
 AT_SITES = (
@@ -61,7 +61,7 @@ def _check(callback: FederatedCallback) -> None:
             read.setdefault(attribute, hook)
     for attribute, hook in read.items():
         state = declared.get(attribute)
-        if isinstance(state, ServerState) and not state.sent:
+        if state is not None and state.at_server and not state.goes_down:
             raise UserError(
                 f"method: {name} reads its server state {attribute} in {hook}, which sites run, "
                 f"and the state is not sent to them. Declare it with {attribute} = "

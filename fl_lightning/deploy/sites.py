@@ -28,7 +28,6 @@ from fl_lightning.loop import FederatedLoop
 from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import Upload
 
 ASK_AGAIN = 1.0  # seconds, where a client's site is not there
 OTHERS = 30.0  # seconds, for other sites to say what is wrong there, too
@@ -492,7 +491,6 @@ class Sites:
 
     def _whole_upload(self, round: Round, key: str) -> tuple[tuple[int, ...], torch.dtype]:
         declared = self.loop.methods.declared[key]
-        assert isinstance(declared, Upload)
         return declared.sized(round.layout.size), declared.dtype or round.w.dtype
 
     def close(self) -> None:

@@ -14,7 +14,6 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
-from fl_lightning.round.state import Declaration, Initial
 from fl_lightning.storage.secret import Key
 
 # The rows in which clients keep their own buffers have this before the buffer's name.
@@ -256,17 +255,3 @@ class Round:
     def averaged(self) -> Tensor | None:
         """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
         return None if self.parts is None else self.parts.averaged(self.t)
-
-    def initial(self, declaration: Declaration, initial: Initial) -> Tensor:
-        """A state's value before it was ever written; it stands in each of several rows."""
-        size = declaration.sized(self.w.numel())
-        dtype = declaration.dtype or self.w.dtype
-        if initial == "zeros":
-            return torch.zeros(size, dtype=dtype, device=self.w.device)
-        if callable(initial):
-            value = initial(self.w)
-        elif initial == "initial_model":
-            value = self.initial_model
-        else:
-            value = self.w
-        return torch.as_tensor(value, device=self.w.device).to(dtype).expand(size)

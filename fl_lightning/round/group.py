@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.machine.devices import to_device
 from fl_lightning.round.context import Evaluate, InStep, Round
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
-from fl_lightning.round.state import ClientState, PerClient, Scratch, Upload
+from fl_lightning.round.state import PerClient, Upload
 
 # Where a method reads the loss of local steps, it travels with what is logged, under this name.
 LOSS = "the loss of local steps"
@@ -188,22 +188,19 @@ class ClientGroup:
 
     def load(self, key: str, declaration: PerClient, client: int) -> Tensor:
         """One client's row as the round found it, or as its state begins."""
-        row = self.round.read(key, client) if isinstance(declaration, ClientState) else None
+        row = self.round.read(key, client) if declaration.keeps_rows else None
         if row is not None:
             return to_device(row, self.x.device)
         if declaration.initial != "zeros":
-            return self.round.initial(declaration, declaration.initial)
+            return declaration.first(self.round)
         # The rows are stacked, which copies them, so one zero may stand for each row until then.
-        like = self.x[0]
-        if declaration.shape is not None:
-            like = self.x.new_empty(declaration.sized(self.x.shape[1]))
-        zero = torch.zeros((), dtype=declaration.dtype or like.dtype, device=like.device)
-        return zero.expand_as(like)
+        zero = torch.zeros((), dtype=declaration.dtype or self.x.dtype, device=self.x.device)
+        return zero.expand(declaration.sized(self.x.shape[1]))
 
     def write(self, key: str, declaration: PerClient, value: Tensor) -> None:
         """Assign to the rows of a state."""
         # Scratch that is assigned before it is read needs no zeros, which would be overwritten.
-        if key not in self.rows and isinstance(declaration, Scratch):
+        if key not in self.rows and not declaration.keeps_rows:
             one = self.load(key, declaration, self.ids[0])
             self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape))
         rows = self.read(key, declaration)
@@ -241,16 +238,12 @@ class ClientGroup:
         """Rows of states that outlive the round, where they were assigned or changed in place."""
         for key, rows in self.rows.items():
             changed = rows._version != self.change_counts[key]
-            if changed and isinstance(self.declared[key], ClientState):
+            if changed and self.declared[key].keeps_rows:
                 yield key, rows
 
     def drop_scratch(self) -> None:
         """Forget the rows that nobody reads any more."""
-        self.rows = {
-            key: rows
-            for key, rows in self.rows.items()
-            if isinstance(self.declared[key], ClientState)
-        }
+        self.rows = {key: rows for key, rows in self.rows.items() if self.declared[key].keeps_rows}
 
     def kept_parts(self) -> dict[str, Tensor]:
         """The rows in which a client, a group of one, keeps its copies of parts."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
-from fl_lightning.round.state import ClientState, Declaration, ServerState, State, Upload
+from fl_lightning.round.state import Declaration, Upload
 from fl_lightning.round.totals import Total
 from fl_lightning.storage.rows import Rows
 from fl_lightning.virtual.plan import Planned
@@ -111,7 +112,7 @@ class Ledger:
         finally:
             self._at_server = False
 
-    def server_state(self, key: str, declaration: ServerState) -> Tensor:
+    def server_state(self, key: str, declaration: Declaration) -> Tensor:
         """The present value; in server hooks it is a copy, which the commit makes the state."""
         value = self._present(key, declaration)
         if not self._at_server and self._lent.get(key, (None,))[0] is not value:
@@ -125,7 +126,7 @@ class Ledger:
                 return key
         return ""
 
-    def _present(self, key: str, declaration: ServerState) -> Tensor:
+    def _present(self, key: str, declaration: Declaration) -> Tensor:
         # What a hook assigned comes before what it only read, and both before the round's start.
         if key in self.server:
             return self.server[key]
@@ -134,7 +135,7 @@ class Ledger:
         value = self.round.server_states.get(key)
         if value is None:
             if key not in self._initial:
-                self._initial[key] = self._unwritten(declaration)
+                self._initial[key] = declaration.first(self.round)
             value = self._initial[key]
         if self._at_server:
             value = self._copies[key] = value.clone()
@@ -149,7 +150,7 @@ class Ledger:
             return copy
         return self.server.get(key, self.round.server_states.get(key))
 
-    def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None:
+    def set_server_state(self, key: str, declaration: Declaration, value: Tensor) -> None:
         if not self._at_server:
             raise RuntimeError(
                 f"{key} was assigned in a hook that takes clients; the server's state changes in "
@@ -184,7 +185,7 @@ class Ledger:
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
         if key in self.total.uploads:
             return self.total.uploads[key]
-        zeros = self.round.initial(declaration, "zeros")
+        zeros = declaration.zeros(self.round.w)
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def server_states_to_commit(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
@@ -195,18 +196,10 @@ class Ledger:
         for key, copy in self._copies.items():
             if self.written_server(key) is copy:
                 self.server[key] = copy
-        averaged = self.round.averaged
-        settled = dict(self.server)
+        settled: dict[str, Tensor] = {}
         for key, value in self.server.items():
-            declaration = declared[key]
-            assert isinstance(declaration, ServerState)
-            # Of k rows of D numbers each keeps them.
-            by_coordinate = averaged is not None and value.shape[-1:] == averaged.shape
-            if averaged is not None and declaration.synchronised and by_coordinate:
-                old = self.round.server_states.get(key)
-                if old is None:
-                    old = self._unwritten(declaration)
-                settled[key] = torch.where(averaged, value, old)
+            old = partial(self._old, self.round.server_states.get(key), declared[key], value)
+            settled[key] = declared[key].settled(value, old, self.round.averaged)
         return settled
 
     def rows_to_commit(self, declared: Mapping[str, Declaration]) -> Rows:
@@ -214,23 +207,21 @@ class Ledger:
 
         Synchronised ones keep their value where a part is not averaged.
         """
-        averaged = self.round.averaged
         settled: Rows = {key: dict(by_client) for key, by_client in self.rows.items()}
-        if averaged is None:
+        if self.round.averaged is None:
             return settled
-        mask = averaged.cpu()
+        mask = self.round.averaged.cpu()
         for key, by_client in settled.items():
-            declaration = declared.get(key)
-            if not isinstance(declaration, ClientState) or not declaration.synchronised:
-                continue
-            for client, row in by_client.items():
-                if row.shape[-1:] != mask.shape:
-                    continue
-                old = self.round.read(key, client)
-                if old is None:
-                    old = self._unwritten(declaration).cpu()
-                by_client[client] = torch.where(mask, row, old)
+            # The framework's own rows are declared by nobody.
+            if key in declared:
+                for client, row in by_client.items():
+                    committed = self.round.read(key, client)
+                    old = partial(self._old, committed, declared[key], row)
+                    by_client[client] = declared[key].settled(row, old, mask)
         return settled
 
-    def _unwritten(self, declaration: State) -> Tensor:
-        return self.round.initial(declaration, declaration.initial)
+    def _old(self, committed: Tensor | None, declaration: Declaration, value: Tensor) -> Tensor:
+        """A state's value before the round, beside ``value`` after it."""
+        if committed is not None:
+            return committed
+        return declaration.first(self.round).to(value.device)

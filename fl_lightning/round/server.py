@@ -15,7 +15,7 @@ from fl_lightning.machine.processes import gathered, world_size
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import ClientState
+from fl_lightning.round.state import Declaration
 from fl_lightning.sampling import generator
 from fl_lightning.storage.secret import drawn_from
 
@@ -170,10 +170,10 @@ class Server:
         content = onto.detach().cpu().contiguous().numpy().tobytes()
         return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
 
-    def _guard_rows(self, key: str, declaration: ClientState | None = None) -> None:
+    def _guard_rows(self, key: str, declaration: Declaration | None = None) -> None:
         """Refuse clients' rows to a server that does not have them."""
         self._guard(f"the rows of {key} at the server")
-        reported = declaration is not None and declaration.reported
+        reported = declaration is not None and declaration.goes_up(())
         if self._ledger.rows_elsewhere and not reported:
             raise UserError(
                 f"method: {self._caller} reads the rows of {key} at the server, and they stay at "
@@ -214,7 +214,7 @@ class Server:
         # The hook may go on to change the tensor in place.
         self.logs[name] = value.detach().clone() if isinstance(value, Tensor) else value
 
-    def committed(self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]) -> Tensor:
+    def committed(self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]) -> Tensor:
         """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""
         self._guard_rows(key, declaration)
         clients = [int(i) for i in ids]
@@ -224,7 +224,7 @@ class Server:
         rows: dict[int, Tensor] = {}
         for rows_there in gathered(rows_here):
             rows.update(rows_there)
-        unwritten = self._round.initial(declaration, declaration.initial)
+        unwritten = declaration.first(self._round)
         if not clients:
             return unwritten.new_empty(0, *unwritten.shape)
         return torch.stack([rows[i].to(unwritten) if i in rows else unwritten for i in clients])

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ class Staging(Protocol):
     def w(self) -> Tensor: ...
     @property
     def layout(self) -> Layout: ...
-    def server_state(self, key: str, declaration: ServerState) -> Tensor: ...
-    def set_server_state(self, key: str, declaration: ServerState, value: Tensor) -> None: ...
+    def server_state(self, key: str, declaration: Declaration) -> Tensor: ...
+    def set_server_state(self, key: str, declaration: Declaration, value: Tensor) -> None: ...
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]: ...
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor: ...
     def refuse_outsiders(self, what: str) -> None: ...
@@ -72,13 +72,28 @@ class Staged(Protocol):
     """The server."""
 
     def committed(
-        self, key: str, declaration: ClientState, ids: Tensor | Sequence[int]
+        self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]
     ) -> Tensor: ...
     def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
+class Start(Protocol):
+    """The facts of a round from which state begins."""
+
+    @property
+    def w(self) -> Tensor: ...
+    @property
+    def initial_model(self) -> Tensor: ...
+
+
 class Declaration:
     """State of a method, declared in the class body: ``name = ClientState()``.
+
+    All that a run asks of a kind of state is answered here or by its class: no other file of the
+    core tells kinds apart. A new kind is a subclass in this file, exported by ``callback.py``.
+
+    ``keeps_rows``: whether rows of clients outlive the round. ``at_server``: whether it is the
+    server's, in one copy. ``summed``: whether the server reads sums over clients of it.
 
     Args:
         shape: of one row; None: ``(D,)``; ``("k", "D")``: k rows of D numbers, k being an attribute
@@ -86,10 +101,73 @@ class Declaration:
         dtype: None: the learner's (sums have at least float32).
     """
 
+    keeps_rows: ClassVar[bool] = False
+    at_server: ClassVar[bool] = False
+    summed: ClassVar[bool] = False
+    initial: Initial = "zeros"
+    # Under partial averaging, whether coordinates that are not averaged keep their old value.
+    # None: the method does not say, and has to.
+    synchronised: bool | None = False
+
     def __init__(self, shape: Shape | None = None, dtype: torch.dtype | None = None) -> None:
         self.shape = shape
         self.dtype = dtype
         self.name = ""
+
+    def goes_up(self, known: Collection[str]) -> bool:
+        """Tell whether what clients wrote travels to the server, and is counted.
+
+        ``known``: what the server can compute from updates: ``"x"``, ``"displacement"``.
+        """
+        return False
+
+    @property
+    def goes_down(self) -> Literal["counted", "known", ""]:
+        """Whether participants get it; ``"known"``: it is not counted."""
+        return ""
+
+    @property
+    def by_coordinate(self) -> bool:
+        """Whether only those of its numbers travel that are of an averaged coordinate."""
+        return False
+
+    def bytes(self, w: Tensor) -> int:
+        """The bytes of a whole value in a run with this model."""
+        size = (self.dtype or w.dtype).itemsize
+        return size * math.prod(self.sized(w.numel()))
+
+    def zeros(self, w: Tensor) -> Tensor:
+        """A value of zeros in a run with this model."""
+        size = self.sized(w.numel())
+        return torch.zeros(size, dtype=self.dtype or w.dtype, device=w.device)
+
+    def first(self, round: Start) -> Tensor:
+        """The value before it was ever written; it stands in each of several rows."""
+        if self.initial == "zeros":
+            return self.zeros(round.w)
+        if callable(self.initial):
+            value = self.initial(round.w)
+        elif self.initial == "initial_model":
+            value = round.initial_model
+        else:
+            value = round.w
+        first = torch.as_tensor(value, device=round.w.device).to(self.dtype or round.w.dtype)
+        return first.expand(self.sized(round.w.numel()))
+
+    def settled(self, value: Tensor, old: Callable[[], Tensor], averaged: Tensor | None) -> Tensor:
+        """The value that is committed.
+
+        Synchronised state keeps its old value where a part is not averaged; of k rows of D numbers
+        each does. ``averaged``: ``(D,)`` bool; None: all is averaged.
+        """
+        if averaged is None or not self.synchronised or value.shape[-1:] != averaged.shape:
+            return value
+        return torch.where(averaged, value, old())
+
+    def summed_as(self, default: torch.dtype) -> torch.dtype:
+        """The dtype of its sums, at least float32 for floats; ``default``: the learner's."""
+        dtype = self.dtype or default
+        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
@@ -151,8 +229,6 @@ class State(Declaration):
 class PerClient(Declaration):
     """Read as rows, ``self.name[clients]``."""
 
-    initial: Initial
-
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
     @overload
@@ -176,6 +252,8 @@ class ClientState(State, PerClient):
             rows, also where clients are at sites.
     """
 
+    keeps_rows = True
+
     def __init__(
         self,
         initial: Initial = "zeros",
@@ -187,11 +265,12 @@ class ClientState(State, PerClient):
         super().__init__(initial, synchronised, shape, dtype)
         self.reported = reported
 
+    def goes_up(self, known: Collection[str]) -> bool:
+        return self.reported
+
 
 class Scratch(PerClient):
     """Rows ``self.name[clients]`` of one round, zeros at its start; neither saved nor sent."""
-
-    initial: Initial = "zeros"
 
 
 class ServerState(State):
@@ -206,6 +285,8 @@ class ServerState(State):
         synchronised: as for :class:`ClientState`.
     """
 
+    at_server = True
+
     def __init__(
         self,
         initial: Initial = "zeros",
@@ -217,6 +298,16 @@ class ServerState(State):
         super().__init__(initial, synchronised, shape, dtype)
         self.sent = sent
 
+    @property
+    def goes_down(self) -> Literal["counted", "known", ""]:
+        if self.sent == "known":
+            return "known"
+        return "counted" if self.sent else ""
+
+    @property
+    def by_coordinate(self) -> bool:
+        return self.shape is None
+
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
     @overload
@@ -227,7 +318,7 @@ class ServerState(State):
         key = self.key(callback)
         declared = callback.declarations().values() if callback.role == "measurement" else ()
         # A logger may keep what it sums over clients, without noise.
-        if any(isinstance(each, Upload) for each in declared):
+        if any(each.summed for each in declared):
             callback._ledger.refuse_outsiders(key)
         return callback._ledger.server_state(key, self.of(callback))
 
@@ -247,6 +338,8 @@ class Upload(Declaration):
             they send something else. False: never.
     """
 
+    summed = True
+
     def __init__(
         self,
         sent: bool | Literal["derived", "derived from x"] = True,
@@ -256,17 +349,20 @@ class Upload(Declaration):
         super().__init__(shape, dtype)
         self.sent = sent
 
+    def goes_up(self, known: Collection[str]) -> bool:
+        source = {"derived": "displacement", "derived from x": "x"}
+        return bool(self.sent) and source.get(str(self.sent)) not in known
+
+    @property
+    def by_coordinate(self) -> bool:
+        return self.shape is None
+
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
     @overload
     def __get__(self, callback: Owner, owner: type) -> UploadSums: ...
     def __get__(self, callback: Owner | None, owner: type) -> Self | UploadSums:
         return self if callback is None else UploadSums(callback, self.of(callback))
-
-    def summed_as(self, default: torch.dtype) -> torch.dtype:
-        """The dtype of its sums, at least float32 for floats; ``default``: the learner's."""
-        dtype = self.dtype or default
-        return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
 
 class StateRows:
@@ -296,7 +392,7 @@ class StateRows:
         They are the same in every process. A client without a row has the initial value. Rows that
         this round writes are not among them; see :meth:`staged`.
         """
-        if not isinstance(self._declaration, ClientState):
+        if not self._declaration.keeps_rows:
             raise TypeError(
                 f"{self._declaration.name} lives for one round; only a ClientState has committed "
                 "rows"
