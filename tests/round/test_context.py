@@ -23,15 +23,15 @@ def test_rates_decay_and_a_method_that_needs_one_refuses_several() -> None:
 
 def test_a_state_begins_as_its_declaration_says() -> None:
     round = a_round()
-    zeros = round.initial(ServerState(), "zeros")
+    zeros = ServerState().first(round)
     assert zeros.shape == (D,) and zeros.dtype == torch.float64 and not zeros.any()
-    whole = round.initial(ServerState(shape=(2, 3), dtype=torch.int64), "zeros")
+    whole = ServerState(shape=(2, 3), dtype=torch.int64).first(round)
     assert whole.shape == (2, 3) and whole.dtype == torch.int64
-    assert torch.equal(round.initial(ServerState(), "initial_model"), round.w0)
-    assert torch.equal(round.initial(ServerState(), "current_model"), round.w)
-    both = round.initial(ServerState(shape=(2, "D")), "initial_model")
+    assert torch.equal(ServerState("initial_model").first(round), round.w0)
+    assert torch.equal(ServerState("current_model").first(round), round.w)
+    both = ServerState("initial_model", shape=(2, "D")).first(round)
     assert torch.equal(both, torch.stack([round.w0, round.w0])), "it stands in every row"
-    made = round.initial(ServerState(shape=(2,), dtype=torch.float32), lambda w: w.sum())
+    made = ServerState(lambda w: w.sum(), shape=(2,), dtype=torch.float32).first(round)
     assert made.tolist() == [10.0, 10.0] and made.dtype == torch.float32
 
 

@@ -12,6 +12,7 @@ from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, ServerState, Upload
 from fl_lightning.callbacks import CommunicationLogger, PartialAveraging
 from fl_lightning.testing import check_method, tiny_run
+from tests.helpers.learners import client_rows
 
 
 class Kept(FederatedCallback):
@@ -102,3 +103,40 @@ def test_a_column_given_to_a_state_of_one_number_is_told_with_the_way_out(
     said = r"Losses\.last\[clients\] is \(\d,\), .* assigned is \(\d, 1\), a column .* \[:, 0\]"
     with pytest.raises(ValueError, match=said):
         tiny_run(Losses(), engine=engine)
+
+
+class Count(ClientState):
+    """A kind of state of one's own: a whole number per client, from 1 on, which goes up."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda w: 1, synchronised=False, shape=(), dtype=torch.int64)
+
+    def goes_up(self, known: Any) -> bool:
+        return True
+
+
+class Counting(FederatedCallback):
+    """Each client counts the rounds that it took part in, and the server logs the most."""
+
+    rounds = Count()
+
+    def on_local_end(self, clients: Any) -> None:
+        self.rounds[clients] += 1
+
+    def on_round_end(self, server: Any) -> None:
+        server.log("most", max(int(rows.max()) for _, rows in self.rounds.staged(server)))
+
+
+def test_a_new_kind_of_state_is_one_class() -> None:
+    counted = tiny_run(Counting(), CommunicationLogger(), rounds=3, participation="all")
+    metrics = counted.trainer.callback_metrics
+    assert float(metrics["most"]) == 4
+    plain = tiny_run(CommunicationLogger(), rounds=3, participation="all")
+    name = "communication/up_parameters"
+    clients = counted.trainer.datamodule.num_clients
+    more = float(metrics[name]) - float(plain.trainer.callback_metrics[name])
+    assert more == 3 * clients, "one number per client and round"
+    rows = client_rows(counted)
+    assert [int(row) for row in rows.values()] == [4] * clients
+    assert {row.dtype for row in rows.values()} == {torch.int64}
+    assert str(check_method(Counting)).startswith("Counting: all contracts hold")
