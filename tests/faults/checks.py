@@ -197,6 +197,7 @@ def of_method(file: str) -> list[str]:
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/callback.py": [ENDS],
+    "fl_lightning/round/state.py": ["tests/round/test_ledger.py", ROWS],
     "fl_lightning/module.py": [TAKEN],
     "fl_lightning/checkpoint.py": [
         "tests/storage/test_resume.py",

@@ -154,9 +154,9 @@ HOOK_FAULTS = [
         "states of k rows: what is not averaged moves",
         [
             (
-                "fl_lightning/round/ledger.py",
-                "value.shape[-1:] == averaged.shape",
-                "value.shape == averaged.shape",
+                "fl_lightning/round/state.py",
+                "value.shape[-1:] != averaged.shape",
+                "value.shape != averaged.shape",
             )
         ],
     ),
@@ -169,8 +169,8 @@ HOOK_FAULTS = [
         [
             (
                 "fl_lightning/callback.py",
-                'sampling.generator(self._run.seed, "method: "',
-                'sampling.generator(0, "method: "',
+                "sampling.generator(self._run.seed, purpose",
+                "sampling.generator(0, purpose",
             )
         ],
     ),
