@@ -18,16 +18,13 @@ from benchmarks.workloads import LR, Pictures, Workload, loss_of
 Arrays = tuple[Tensor, Tensor]
 
 
-def prepared(work: Workload, device: str, readers: int = 0) -> Callable[[], float]:
+def prepared(work: Workload, device: str) -> Callable[[], float]:
     """A workload's round, which gives its mean loss.
 
     FedAvg's work stands for methods that the loop does not have.
-
-    Args:
-        readers: processes of torch's DataLoader, where samples are files.
     """
     torch.manual_seed(0)
-    loop = Bare(work, device, readers)
+    loop = Bare(work, device)
     return lambda: loop.round(loop.clients)
 
 
@@ -37,9 +34,8 @@ class Bare:
     With control variates of Option II where the workload's method is SCAFFOLD.
     """
 
-    def __init__(self, work: Workload, device: str = "cpu", readers: int = 0) -> None:
+    def __init__(self, work: Workload, device: str = "cpu") -> None:
         self.work = work
-        self.readers = readers
         self.network = work.others().to(device)
         self.scaffold = "ControlVariates" in work.methods
         self.clients: list[Any]
@@ -88,7 +84,7 @@ class Bare:
     def epoch(self, samples: Any) -> Iterator[Arrays]:
         size = self.work.batch_size
         if self.work.pictures:
-            yield from DataLoader(samples, size, shuffle=True, num_workers=self.readers)
+            yield from DataLoader(samples, size, shuffle=True)
             return
         x, y = samples
         for chosen in torch.randperm(len(x)).split(size):

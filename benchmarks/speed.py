@@ -52,8 +52,6 @@ def contenders(
         loops = {
             f"bare, {n} thread{'s' * (n > 1)}": Peer("bare", n) for n in sorted({1, min(2, cores)})
         }
-        if work.pictures:
-            loops["bare, 1 thread, 2 readers"] = Peer("bare", readers=2)
         found |= peers(work, {**loops, **(PEERS if others else {})})
     else:
         found["bare"] = timed(prepared(work, "cuda"))

@@ -34,13 +34,12 @@ class Missing(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A row of the table: a module here, intra-op threads of each process, processes that train
-    together, and processes that read files."""
+    """A row of the table: a module here, intra-op threads of each process, and processes that train
+    together."""
 
     module: str
     threads: int = 1
     processes: int = 1
-    readers: int = 0
 
 
 PEERS = {

@@ -11,4 +11,4 @@ from benchmarks.workloads import Workload
 
 
 def play(work: Workload, peer: Peer, rounds: Rounds) -> None:
-    rounds(prepared(work, "cpu", peer.readers))
+    rounds(prepared(work, "cpu"))

@@ -236,8 +236,8 @@ class Stacked:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
-            # While clients are stacked, the learner's own parameters are no client's model. Code that reads
-            # them by mistake finds NaN.
+            # While clients are stacked, the learner's own parameters are no client's model. Code
+            # that reads them by mistake finds NaN.
             self.copy.x.fill_(torch.nan)
             while waiting:
                 group = waiting[: self.at_once]
