@@ -119,6 +119,9 @@ ROOM = 10**7
 def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
     """The results of a run as (label, value), where they were logged; its notes come last."""
     folder = Path(trainer.default_root_dir)
+    # Without a run's folder, files lie where the Trainer's logger puts them.
+    if not (folder / "run.json").is_file() and trainer.log_dir is not None:
+        folder = Path(trainer.log_dir)
     rows = [("rounds", str(trainer.current_epoch))]
     for name in shown_metrics(trainer):
         if name != "train/loss" and not math.isnan(metrics.last(name)):

@@ -115,8 +115,9 @@ def other_settings(differing: Iterable[str]) -> UserError:
     shown = "; ".join(list(differing)[:4])
     return UserError(
         f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
-        "two runs. Give the settings of the run's config.yaml, or "
-        "model.strict_resume=false to go on all the same."
+        "two runs. To begin another run with the new settings, add --trainer.default_root_dir "
+        "with a new folder. To go on with the old run, give the settings of its config.yaml. To "
+        "go on with the new settings all the same, add --model.strict_resume false."
     )
 
 

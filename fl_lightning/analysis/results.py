@@ -42,6 +42,10 @@ class Indices(Sequence[Any]):
         return self._datamodule.client_indices(range(len(self))[client])
 
 
+# Any of these is in a run's folder; the last one in a site's.
+OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", site_journal.JOURNAL)
+
+
 class Run:
     """A run's folder; everything is read when it is first asked for.
 
@@ -66,6 +70,11 @@ class Run:
             raise UserError(
                 f"load({str(folder)!r}): there is no such folder. Give that of a run, such as "
                 "runs/x."
+            )
+        if not any((self.folder / name).exists() for name in OF_A_RUN):
+            raise UserError(
+                f"load({str(folder)!r}): this is not a run's folder. fl-lightning fit makes one; "
+                "for a run from Python give the Trainer the callback RunFolder('runs/mine')."
             )
 
     def __repr__(self) -> str:
@@ -107,12 +116,13 @@ class Run:
         return store
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        """The client's row of ``"ClassName.name"`` at the last checkpoint; None where it had none.
+        """The client's row of ``"ClassName.name"`` at the last checkpoint.
 
-        Of a site's folder: after the client's last round.
+        None if the client has not taken part yet. Of a site's folder: after the client's last
+        round.
 
         Raises:
-            UserError: no client has a row of that name.
+            UserError: no client has a row of that name, or the run has no such client.
         """
         names = [n for n in self._store.names() if not n.startswith(site_journal.STAGED)]
         if name not in names:
@@ -121,7 +131,19 @@ class Run:
                 f"There are: {', '.join(names) or 'none'}."
             )
         row = self._store.read(name, client)
-        return None if row is None else row.clone()
+        if row is None:
+            self._check_client(client)
+            return None
+        return row.clone()
+
+    def _check_client(self, client: int) -> None:
+        """Refuse a number that is no client's, as far as the run's data are known."""
+        try:
+            m = len(self.partition)
+        except UserError:
+            return
+        if not 0 <= client < m:
+            raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
     @cached_property
     def learner(self) -> pl.LightningModule:

@@ -408,7 +408,8 @@ def prepare(command: str, argv: list[str]) -> Command:
             raise UserError(
                 f"{command} {prepared.run}: not a run's folder (it has no config.yaml). "
                 "Give the folder of a run, or configs: "
-                f"fl-lightning {command} -c base -c data/digits."
+                f"fl-lightning {command} -c base -c data/digits. A run from Python has a folder if "
+                "its Trainer has the callback RunFolder."
             )
         prepared.add_config(str(prepared.run / "config.yaml"))
         prepared.config["ckpt_path"] = "last"

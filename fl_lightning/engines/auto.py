@@ -160,7 +160,7 @@ TABLE = (
         "{known.shown_by_two_copies.text}, and {known.not_forked}",
     ),
     Row(
-        "clients draw random numbers, and there is one worker or less than 200 ms of a round",
+        "clients draw random numbers, and there is one worker, or a round takes less than 200 ms",
         lambda known: known.draws and not known.worth_processes,
         "sequential",
         "one",

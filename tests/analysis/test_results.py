@@ -275,6 +275,8 @@ def test_a_run_is_read_back(tmp_path: Path) -> None:
         run.metrics["val/ac"]
     with pytest.raises(UserError, match="no such folder"):
         results.load(tmp_path / "none")
+    with pytest.raises(UserError, match=r"not a run's folder.*RunFolder"):
+        results.load(tmp_path / "checkpoints")
 
 
 def test_a_real_run_gives_back_its_learner_and_partition(
@@ -307,7 +309,10 @@ def test_a_real_run_gives_back_its_learner_and_partition(
         logger.removeHandler(caplog.handler)
     assert caplog.messages == [] and all(each.level == logging.INFO for each in loggers)
     assert torch.rand(1) == wanted  # the caller's random numbers are left alone
-    indices = np.concatenate([run.partition[i] for i in range(len(run.partition))])
+    m = len(run.partition)
+    indices = np.concatenate([run.partition[i] for i in range(m)])
+    with pytest.raises(UserError, match=f"client {m}: there are {m} clients"):
+        run.client_state("ControlVariates.c_i", m)
     assert sorted(indices) == list(range(len(indices))) and len(indices) == sum(data.client_sizes())
     right = [(learner(x).argmax(1) == y).float() for x, y in data.val_dataloader()]
     assert float(torch.cat(right).mean()) == pytest.approx(run.metrics.last("val/acc"), abs=1e-6)
