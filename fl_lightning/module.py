@@ -26,6 +26,7 @@ from fl_lightning.lightning import (
     explain_to_other_trainers,
     is_default_bar,
 )
+from fl_lightning.machine.agreement import Alike, check_logged_alike
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
@@ -137,6 +138,7 @@ class FederatedModule(LearnerHooks):
         self.run = FederatedRun(self.settings, self.global_model)
         self.logged = Logged()
         self.stop_requested = False
+        self._last_round = False  # whether a callback stopped the run as this round began
         # Those of a checkpoint wait here until its settings are known to be this run's.
         self._optimizer_states: Any = None
 
@@ -337,17 +339,30 @@ class FederatedModule(LearnerHooks):
             self.run.note(said)
 
     def on_train_epoch_start(self) -> None:
+        # Lightning would count this round and not run it: it is the last one instead.
+        self._last_round = bool(self.trainer.should_stop)
+        self.trainer.should_stop = False
         seed_round(self.run_seed, self.current_epoch)
         self.learner.on_train_epoch_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
         """Run the round of this epoch; returns its mean loss, where a callback asks for it."""
         self.run.run_round(self.current_epoch)
-        # A signal may reach one process alone, and all have to stop after the same round.
-        self.trainer.should_stop |= any(gathered(self.stop_requested))
         return self.run.outputs()
 
+    def on_train_batch_end(self, *args: Any) -> None:
+        # A signal or a callback may stop one process alone. Lightning is about to decide whether
+        # to validate, and after that whether to go on: all processes have to do the same.
+        self.trainer.should_stop = any(gathered(self._stops))
+
+    @property
+    def _stops(self) -> bool:
+        return self.stop_requested or self._last_round or bool(self.trainer.should_stop)
+
     def on_train_epoch_end(self) -> None:
+        alike = Alike(self._stops, self.global_vector)
+        alike.check_model(self.current_epoch)
+        self.trainer.should_stop = alike.stops
         self.learner.on_train_epoch_end()
         # As Lightning resets what steps logged: a later validation or test begins with none of it.
         self.run.reset_metrics()
@@ -356,6 +371,16 @@ class FederatedModule(LearnerHooks):
         if self.run.reporter is not None:
             self.run.reporter.validation_starts()
         self.learner.on_validation_start()
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, index: int, *loader: int) -> None:
+        self.learner.on_validation_batch_end(outputs, batch, index, *loader)
+        # Behind a loader's last batch Lightning brings together what steps logged.
+        if index + 1 == self.trainer.num_val_batches[loader[0] if loader else 0]:
+            check_logged_alike(self.trainer)
+
+    def on_validation_epoch_end(self) -> None:
+        self.learner.on_validation_epoch_end()
+        check_logged_alike(self.trainer)
 
     def on_validation_end(self) -> None:
         self.learner.on_validation_end()

@@ -102,7 +102,8 @@ def choose(
     if plan.engine == "concurrent":
         return concurrent(copies, plan, note, uncaptured)
     if one_by_one is not None and one_by_one.keeps:
-        note(kept_outside(type(situation.learner).__name__, one_by_one.text))
+        name = type(situation.learner).__name__
+        note(kept_outside(name, one_by_one.text, situation.world_size))
     if one_by_one is not None and one_by_one.note:
         note(one_by_one.note)
     if situation.capture is True:
@@ -121,13 +122,17 @@ def more_threads(threads: int, cores: int) -> str:
     )
 
 
-def kept_outside(learner: str, what: str) -> str:
+def kept_outside(learner: str, what: str, processes: int) -> str:
     """What a user should know of a learner that keeps state outside its buffers."""
+    apart = (
+        f". Each of the {processes} processes has its own, of the clients that it trains, so the "
+        "model is not the one that a single process trains"
+    )
     return (
         f"{learner} keeps state outside its buffers ({what}): under engine='sequential' it runs on "
         "from client to client, beginning with steps that are tried before round 0 where copies of "
         "the learner share it, and no checkpoint holds it. In a buffer (register_buffer) it would "
-        "start at the server's for each client"
+        f"start at the server's for each client{apart if processes > 1 else ''}"
     )
 
 

@@ -9,9 +9,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.looks import copied, versions_in
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.methods import Methods, checked_rows
@@ -237,8 +238,7 @@ class LocalStep:
             batch = tree_map(copied, batch)
         gradient = gradient_of(batch, self.index, **options)
         if batch is not self.batch and self.first:
-            tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-            self.changes_batch |= any(tensor._version for tensor in tensors)
+            self.changes_batch |= any(versions_in(batch))
         return gradient
 
     def loss_gradient(self) -> Any:
@@ -281,12 +281,3 @@ class LocalStep:
         assert self.group.clipped is not None
         self.group.clipped.add_((factor < 1)[:, 0])
         return gradient * factor
-
-
-def copied(leaf: Any) -> Any:
-    """A tensor in memory of its own; anything else as it is."""
-    return (
-        leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, Tensor)
-        else leaf
-    )

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.random_state import RandomState
@@ -32,6 +32,7 @@ class Looks:
     clients: Clients
     buffers: Mapping[str, Tensor]
     latest: Any  # batch, step and random state with which the latest pass began; None: no step
+    changes_batch: bool | None  # whether training_step changes its batch in place; None: unknown
 
     def __init__(self, methods: Methods, copy: LearnerCopy, draws: bool) -> None:
         self.methods = methods
@@ -48,6 +49,7 @@ class Looks:
         check_owners(self.owners, self.every)
         self.latest = None
         self.all_generators = True
+        self.changes_batch = None
 
     def begin(self, group: ClientGroup) -> None:
         """From here on passes are this client's, until its round ends."""
@@ -55,6 +57,7 @@ class Looks:
         self.buffers = group.round.buffers_of(group.ids[0])
         self.latest = None
         self.all_generators = True
+        self.changes_batch = None
         group.seen_at = self.seen_at
 
     def end(self) -> None:
@@ -67,7 +70,10 @@ class Looks:
         before: RandomState | None = None
         if self.draws:
             before = RandomState(copy.x, not self.all_generators)
-        self.latest = (batch, step, before)
+        # A learner changes its batch in place in a client's first step, or never.
+        given = batch if self.changes_batch is False else tree_map(copied, batch)
+        versions = versions_in(batch) if self.changes_batch is None else None
+        self.latest = (given, step, before)
 
         def change(tap: Tap, output: Any) -> Any:
             owner = self.owners.get(tap.method)
@@ -77,6 +83,8 @@ class Looks:
 
         with tapped(copy.learner, self.every, change) as seen:
             output, loss = copy.loss(batch, step)
+        if versions is not None:
+            self.changes_batch = versions_in(batch) != versions
         # Reading NumPy's and Python's generators is slow; who draws from them does at once.
         if self.all_generators and before is not None:
             self.all_generators = before.drawn_since()
@@ -105,6 +113,8 @@ class Looks:
         group.looked_up = group.looked_up or bool(group.round.own_buffers)
         copy = self.copy
         batch, step, before = self.latest
+        if self.changes_batch:
+            batch = tree_map(copied, batch)
         now = None if before is None else RandomState(copy.x, before.torch_alone)
         if before is not None:
             before.restore()
@@ -222,6 +232,19 @@ def check_logits(taps: list[Tap], seen: Mapping[Tap, Any], labels: Tensor) -> No
                 "the module that the learner registers last: assign the one that classifies after "
                 "all others in its __init__, or name it in a subclass's taps."
             )
+
+
+def copied(leaf: Any) -> Any:
+    """A tensor in memory of its own; anything else as it is."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+
+def versions_in(batch: Any) -> list[int]:
+    """How often each of a batch's tensors was changed in place."""
+    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def kept(memory: set[int], value: Any) -> Any:

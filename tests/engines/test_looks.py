@@ -115,6 +115,40 @@ def test_the_same_batch_and_random_numbers_in_either_mode(learner: type[Lit]) ->
     assert not any(alike) if learner is not Lit else all(alike)
 
 
+class Halving(Lit):
+    """Changes its batch in place."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batch[0].mul_(0.5)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("given", [{"engine": "sequential"}, {"engine": "concurrent"}])
+@pytest.mark.parametrize("method", [c.NotTrueDistillation, c.ModelContrast])
+def test_a_teacher_sees_the_batch_as_the_data_gave_it(method: Any, given: Any) -> None:
+    """A training_step that halves its batch in place, and one that halves a copy."""
+
+    class Copying(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step([batch[0] * 0.5, batch[1]], batch_idx)
+
+    found = []
+    for learner in (Copying, Halving):
+        torch.manual_seed(3)
+        module = federated(learner(), local_epochs=2, **given)
+        trainer(3, [method()]).fit(module, blobs())
+        found.append(module.global_vector)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("learner", [Halving, Lit])
+def test_looks_at_a_changed_batch_leave_no_trace(learner: type[Lit]) -> None:
+    method = Watching()
+    assert_same(left(learner, method), left(learner))
+    for seen in method.seen:
+        assert torch.equal(seen["now"], seen["logits"])
+
+
 def test_a_teacher_has_the_buffers_that_the_client_got_this_round() -> None:
     method = Watching()
     learner, data = Normed().double(), blobs()
