@@ -3,8 +3,8 @@
 ``page`` writes both tables into docs: what a round of each packaged method costs and is, from what
 its classes declare and from rounds of a small run (``docs/methods.md``), and the accuracy of all of
 them with tuned coefficients (``docs/methods/compared.md``), from the runs that are in
-``docs/results/methods``. A method without such runs has empty cells. ``keep`` copies what has ended
-under ``runs`` into that folder. The runs are a sweep, which may be stopped and goes on:
+``docs/results/methods``. A method without such runs has empty cells. ``keep`` adds what has ended
+under ``runs`` to the tables there. The runs are a sweep, which may be stopped and goes on:
 
     nice -n 19 fl-lightning sweep experiment/methods/fashionmnist-100 \\
         --out runs/methods/fashionmnist-100
@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.kept import unpacked
 from benchmarks.papers import keep, report, sweeps
 from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning.cli.cite_command import cited, references
@@ -364,10 +365,10 @@ def compared(results: Path) -> str:
 
 def reported(results: Path) -> dict[str, Any]:
     """The report over the runs that are kept, as its JSON; empty where there are none."""
-    folders = sweeps(results)
-    if not folders:
-        return {"arms": {}, "pairs": [], "settings": {}}
-    with tempfile.TemporaryDirectory() as made:
+    with unpacked(results) as runs, tempfile.TemporaryDirectory() as made:
+        folders = sweeps(runs)
+        if not folders:
+            return {"arms": {}, "pairs": [], "settings": {}}
         if report(folders, Path(made), None, "--no_seconds"):
             raise SystemExit(f"{results}: these runs cannot be reported")
         found: dict[str, Any] = json.loads((Path(made) / "report.json").read_text("utf-8"))

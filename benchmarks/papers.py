@@ -1,20 +1,20 @@
 """The papers' small twins, re-made: ``python -m benchmarks.papers
-{all,quick,full,keep,page,check}``.
+{all,quick,full,keep,unpack,page,check}``.
 
 ``all`` runs every sweep of the protocol in its order, and takes up what a stop has left; ``quick``
 runs P1, P2 and P5 with five seeds, 60 rounds, the learning rates that were kept, and the arms that
 claims are about. Both write to
 ``runs/papers`` and say how their verdicts compare with those of ``docs/results``, which they never
-touch. ``keep`` copies what has ended there into ``docs/results``, ``page`` makes
-``docs/results.md`` of what is there, and ``check`` holds that to the protocol. ``full`` runs the
-papers' whole tables. Data: FL_LIGHTNING_DATA, else fetched.
+touch. ``keep`` adds what has ended there to the tables in ``docs/results``, and ``unpack`` makes
+folders of runs from these tables, in ``runs/papers/all``. ``page`` makes ``docs/results.md`` of the
+tables, and ``check`` holds them to the protocol. ``full`` runs the papers' whole tables. Data:
+FL_LIGHTNING_DATA, else fetched.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import gzip
 import hashlib
 import json
 import math
@@ -33,7 +33,9 @@ from typing import Any
 
 import yaml
 
+from benchmarks.kept import OF_A_RUN, OF_A_SWEEP, copy, pack, read, unpack, unpacked
 from fl_lightning.cli.compose import packaged, parse_yaml
+from fl_lightning.metrics import comma_separated, read_rows
 
 RESULTS = Path("docs/results")
 PAGE = Path("docs/results.md")
@@ -70,8 +72,11 @@ UNITS: dict[str, Callable[[float], str]] = {
     "signed": lambda value: f"{value:+.2f}",
 }
 INTERVAL = ("mean", "low", "high", "n")
-OF_A_RUN = ("run.json", "config.yaml")  # and metrics.csv, packed
-OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
+# Runs that share their machine take longer, so their seconds say nothing.
+CLOCKS = ("time/round", "time/cpu", "time/validation")
+# What docs/results may come to, with figures.
+FILES = 80
+MEGABYTES = 8
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.papers", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("what", choices=["all", "quick", "full", "keep", "page", "check"])
+    parser.add_argument("what", choices=["all", "quick", "full", "keep", "unpack", "page", "check"])
     parser.add_argument("--dry_run", action="store_true", help="all, quick: list what would run")
     parser.add_argument("--jobs", help="all, quick: runs at once")
     parser.add_argument(
@@ -103,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return status
     if given.what == "keep":
         return keep(OUT / "all", RESULTS)
+    if given.what == "unpack":
+        unpack(RESULTS, OUT / "all")
+        return 0
     if given.what == "page":
         return page(RESULTS, PAGE)
     if given.what == "check":
@@ -149,9 +157,12 @@ def sweep(name: str, what: str) -> list[str]:
     )
     if what == "quick":
         command += CUT
-        stored = RESULTS / stem / "selections.yaml"
-        if stored.is_file():
-            command.append(f"select.from={stored}")
+        column = 1 + OF_A_SWEEP.index("selections.yaml")
+        stored = {row[0]: row[column] for row in read(RESULTS / "sweeps.csv")}
+        if chosen := stored.get(stem):
+            file_of_rates = OUT / "quick" / f"{stem}.selections.yaml"
+            file_of_rates.write_text(chosen, "utf-8")
+            command.append(f"select.from={file_of_rates}")
     return command
 
 
@@ -223,49 +234,38 @@ def labels_of(folders: Sequence[Path], labels: Path) -> dict[str, str]:
 
 
 def keep(source: Path, target: Path) -> int:
-    """Copy what ended under ``source`` into ``target``: no checkpoints, and no path of this
-    machine.
+    """Add what ended under ``source`` to the tables in ``target``: no checkpoints, and no path of
+    this machine.
 
     A run that is there already stays as it is. What was selected by comes too, so that a sweep
-    whose folder is copied back goes on from there.
+    goes on from there once ``unpack`` has made folders of it.
     """
-    for folder in sweeps(source):
-        own = target / folder.name
-        kept = 0
-        for path in sorted(
-            [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
-        ):
-            place = own / path.parent.relative_to(folder)
-            ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
-            if ended and not (place / "run.json").is_file():
-                for name in OF_A_RUN:
-                    copy(path.parent / name, place / name)
-                (place / "metrics.csv.gz").write_bytes(
-                    gzip.compress((path.parent / "metrics.csv").read_bytes(), mtime=0)
-                )
-                kept += 1
-        for name in OF_A_SWEEP:
-            if (folder / name).is_file():
-                copy(folder / name, own / name)
-        print(f"{own}: {kept} runs more")
-    # What `page` makes of the runs stands beside them, and is no part of what is kept.
-    size = sum(
-        path.stat().st_size
-        for folder in sweeps(target)
-        for path in folder.rglob("*")
-        if path.is_file()
-    )
-    print(f"{target}: {size / 2**20:.1f} MB, of 24 at most")
-    return int(size > 24 * 2**20)
-
-
-def copy(path: Path, target: Path) -> None:
-    """Copy a text; a root of data and the folder of work are called ``data`` and ``.`` in it."""
-    text = path.read_text("utf-8")
-    for place, called in ((os.environ.get("FL_LIGHTNING_DATA"), "data"), (os.getcwd(), ".")):
-        text = text.replace(place, called) if place and Path(place).is_absolute() else text
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text, "utf-8")
+    with unpacked(target) as made:
+        for folder in sweeps(source):
+            own = made / folder.name
+            kept = 0
+            for path in sorted(
+                [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
+            ):
+                place = own / path.parent.relative_to(folder)
+                ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
+                if ended and not (place / "run.json").is_file():
+                    for name in OF_A_RUN:
+                        copy(path.parent / name, place / name)
+                    names, rows = read_rows(path.with_name("metrics.csv"), complete=True)
+                    names = [name for name in names if name not in CLOCKS]
+                    cells = [[row[name] for name in names] for row in rows]
+                    (place / "metrics.csv").write_text(comma_separated([names, *cells]), "utf-8")
+                    kept += 1
+            for name in OF_A_SWEEP:
+                if (folder / name).is_file():
+                    copy(folder / name, own / name)
+            print(f"{target / folder.name}: {kept} runs more")
+        pack(made, target)
+    files = [path for path in target.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    print(f"{target}: {len(files)} files of {FILES} at most, {size:.1f} MB of {MEGABYTES}")
+    return int(len(files) > FILES or size > MEGABYTES)
 
 
 # --------------------------------------------------------------------------- the page
@@ -274,9 +274,14 @@ def copy(path: Path, target: Path) -> None:
 def page(results: Path, target: Path) -> int:
     """``docs/results.md``: the findings in words, the report over what is kept, and what has no
     runs yet."""
+    with unpacked(results) as made:
+        return page_of(sweeps(made), results, target)
+
+
+def page_of(folders: Sequence[Path], results: Path, target: Path) -> int:
+    """The page over these sweeps' ``folders``, with the texts that are in ``results``."""
     from PIL import Image
 
-    folders = sweeps(results)
     text = "# The papers, re-made on a small machine\n\n"
     text += (
         "Generated by `make results`; [protocol.md](protocol.md) says what was fixed before "
@@ -292,6 +297,10 @@ def page(results: Path, target: Path) -> int:
             labels = labels_of(folders, results / "labels.yaml")
             if report(folders, out, labels, "--no_seconds", "--figures", "png"):
                 return 1
+            # The page names the folders that the runs have within the tables.
+            for file in (out / "report.json", out / "report.md"):
+                named = file.read_text("utf-8").replace(str(folders[0].parent), str(results))
+                file.write_text(named, "utf-8")
             said = json.loads((out / "report.json").read_text("utf-8"))
             seen = observed(folders, results / "observed.yaml")
             below = (out / "report.md").read_text("utf-8").partition("\n")[2]
@@ -464,9 +473,15 @@ def objections(results: Path) -> list[str]:
     later one with the same configs, with the protocol's sweep file and claims. It is a run of the
     protocol, none is silently absent, and no seed that selected is reported.
     """
+    with unpacked(results) as made:
+        return objections_to(sweeps(made), results)
+
+
+def objections_to(folders: Sequence[Path], results: Path) -> list[str]:
+    """What speaks against the runs in the sweeps' ``folders``, by ``results``' protocol.txt."""
     commits = protocols(results)
     objected = []
-    for folder in sweeps(results):
+    for folder in folders:
         row, name = next(item for item in ROWS.items() if item[1].rpartition("/")[2] == folder.name)
         tag = LATER.get(row, FIRST)
         if tag not in commits:

@@ -1,4 +1,4 @@
-"""The numbers of a report, calculated again from the files of its runs, without our own code.
+"""The numbers of a report, calculated again from the tables of its runs, without our own code.
 
 Written from the texts (docs/report.md, docs/protocol.md), not from the code that follows them too:
 it imports nothing of ours, so that a slip of either shows as a difference.
@@ -7,9 +7,10 @@ it imports nothing of ours, so that a slip of either shows as a difference.
 from __future__ import annotations
 
 import csv
-import gzip
 import hashlib
+import io
 import json
+import lzma
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -74,16 +75,25 @@ class Run:
         return [self.columns[metric][row] for row in self.evaluated(metric)]
 
 
-def read_run(folder: Path) -> Run:
-    packed = folder / "metrics.csv.gz"
-    raw = gzip.decompress(packed.read_bytes()) if packed.exists() else None
-    text = (folder / "metrics.csv").read_text() if raw is None else raw.decode()
-    header, *lines = csv.reader(text.splitlines())
-    columns: dict[str, list[float]] = {name: [] for name in header}
-    for line in lines:
-        for name, cell in zip(header, line, strict=True):
-            columns[name].append(float(cell) if cell else math.nan)
-    return Run(folder, json.loads((folder / "run.json").read_text()), columns)
+def read_table(path: Path) -> list[dict[str, str]]:
+    """The rows of a CSV file, packed by xz or plain."""
+    raw = path.read_bytes()
+    text = (lzma.decompress(raw) if path.suffix == ".xz" else raw).decode()
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def read_runs(sweep: Path) -> list[Run]:
+    """The runs in the tables of a sweep, those that selected too."""
+    cells = {}
+    for row in read_table(sweep / "curves.csv.xz"):
+        curve = [float(cell) if cell else math.nan for cell in row["cells"].split(" ")]
+        cells[row["run"], row["metric"]] = curve
+    runs = []
+    for row in read_table(sweep / "runs.csv.xz"):
+        place = row["folder"]
+        columns = {name: cells[place, name] for name in json.loads(row["columns"])}
+        runs.append(Run(Path(place), json.loads(row["run.json"]), columns))
+    return runs
 
 
 # Scores of one run.
@@ -237,12 +247,12 @@ def holm(ps: Sequence[Number]) -> list[Number]:
 class Sweeps:
     """The runs of sweeps with one and the same claims, and those claims."""
 
-    def __init__(self, folders: Sequence[Path]) -> None:
-        self.folders = folders
-        found = [path for folder in folders for path in folder.rglob("run.json")]
-        kept = [path.parent for path in sorted(found) if "select" not in path.parts[-5:]]
-        self.runs = [read_run(folder) for folder in kept]
-        self.text = (folders[0] / "claims.yaml").read_bytes()
+    def __init__(self, results: Path, sweeps: Sequence[dict[str, str]]) -> None:
+        self.sweeps = sweeps
+        self.names = [row["sweep"] for row in sweeps]
+        found = [run for name in self.names for run in read_runs(results / name)]
+        self.runs = [run for run in found if run.folder.parts[0] != "select"]
+        self.text = sweeps[0]["claims.yaml"].encode()
         self.claims: list[dict[str, Any]] = yaml.safe_load(self.text)
         self.arms: dict[str, dict[int, Run]] = {}
         for run in self.runs:
@@ -257,13 +267,10 @@ class Sweeps:
     def seeds(self) -> set[int]:
         """The seeds that the sweep is to make, as its file and its list of runs have them."""
         planned = {run.seed for run in self.runs}
-        for folder in self.folders:
-            if (folder / "runs.csv").exists():
-                rows = csv.DictReader((folder / "runs.csv").read_text().splitlines())
-                planned |= {int(row["seed"]) for row in rows}
-            if (folder / "sweep.yaml").exists():
-                grid = yaml.safe_load((folder / "sweep.yaml").read_text())["grid"]
-                planned |= set(grid["seed_everything"])
+        for sweep in self.sweeps:
+            rows = csv.DictReader(sweep["runs.csv"].splitlines())
+            planned |= {int(row["seed"]) for row in rows}
+            planned |= set(yaml.safe_load(sweep["sweep.yaml"])["grid"]["seed_everything"])
         return planned
 
     def ended(self, arms: Iterable[str]) -> list[int]:
@@ -489,7 +496,7 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
         if kind == "equivalence":
             inner = interval(values, percent=90)
             rows[claim["id"]] |= {"low_90": inner.low, "high_90": inner.high}
-        if theirs := printed_differences(claim, sweeps.folders):
+        if theirs := printed_differences(claim, sweeps.names):
             rows[claim["id"]]["published"] = theirs
         families.setdefault(claim.get("family"), []).append(claim["id"])
     for ids in families.values():
@@ -505,14 +512,14 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
 ROOT = Path(__file__).parents[2]
 
 
-def printed_differences(claim: dict[str, Any], folders: Sequence[Path]) -> dict[str, Number]:
+def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[str, Number]:
     """Source → what a paper printed for a less what it printed for b, or the log of their ratio.
 
-    The sweep is the packaged one whose file is called as its folder.
+    The sweep is the packaged one whose file has its name.
     """
     if claim.get("kind", "difference") not in ("difference", "equivalence"):
         return {}
-    files = [path for folder in folders for path in ROOT.glob(f"configs/**/{folder.name}.yaml")]
+    files = [path for sweep in sweeps for path in ROOT.glob(f"configs/**/{sweep}.yaml")]
     names = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in files]
     found: dict[str, Number] = {}
     for table in printed_tables():
@@ -577,9 +584,9 @@ def calculated_arm(
     return arm
 
 
-def grouped(folder: Path) -> list[Sweeps]:
-    """The sweeps in a folder; those with the same claims are one."""
-    groups: dict[bytes, list[Path]] = {}
-    for path in sorted(folder.glob("*/claims.yaml")):
-        groups.setdefault(path.read_bytes(), []).append(path.parent)
-    return [Sweeps(folders) for folders in groups.values()]
+def grouped(results: Path) -> list[Sweeps]:
+    """The sweeps in the tables of a folder; those with the same claims are one."""
+    groups: dict[str, list[dict[str, str]]] = {}
+    for row in read_table(results / "sweeps.csv"):
+        groups.setdefault(row["claims.yaml"], []).append(row)
+    return [Sweeps(results, sweeps) for sweeps in groups.values()]

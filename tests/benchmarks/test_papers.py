@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import papers
+from benchmarks.kept import pack, unpack, unpacked
 from fl_lightning.report.claims import read_claims
 from fl_lightning.report.runs import find
 from fl_lightning.report.summary import summarise
@@ -46,18 +48,49 @@ def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machin
     ran: Path,
 ) -> None:
     assert papers.keep(papers.OUT / "all", papers.RESULTS) == 0
-    kept = sorted(path.parent.name for path in papers.RESULTS.glob("x-small/new/*/run.json"))
-    assert kept == [f"seed-{seed}" for seed in range(20, 25)], (
-        "the one that runs still is not there"
-    )
-    assert not list(papers.RESULTS.rglob("*.ckpt"))
-    assert len(list(papers.RESULTS.glob("x-small/select/*/0.1/*/run.json"))) == 12, (
-        "a copy goes on from its selection"
-    )
-    assert "root: data}" in (papers.RESULTS / "x-small/new/seed-20/config.yaml").read_text()
-    assert (papers.RESULTS / "x-small/claims.yaml").read_text() == CLAIM, (
-        "whose hash the runs recorded"
-    )
+    made = [path.relative_to(papers.RESULTS).as_posix() for path in papers.RESULTS.rglob("*.*")]
+    assert sorted(made) == ["sweeps.csv", "x-small/curves.csv.xz", "x-small/runs.csv.xz"]
+    with unpacked(papers.RESULTS) as folders:
+        sweep = folders / "x-small"
+        kept = sorted(path.parent.name for path in sweep.glob("new/*/run.json"))
+        assert kept == [f"seed-{seed}" for seed in range(20, 25)], (
+            "the one that runs still is not there"
+        )
+        assert not list(sweep.rglob("*.ckpt"))
+        assert len(list(sweep.glob("select/*/0.1/*/run.json"))) == 12, (
+            "a copy goes on from its selection"
+        )
+        assert "root: data}" in (sweep / "new/seed-20/config.yaml").read_text()
+        assert (sweep / "claims.yaml").read_text() == CLAIM, "whose hash the runs recorded"
+
+
+def test_tables_hold_every_digit_and_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
+    columns = {"val/acc": [0.1 + 0.2, None, 5e-324], "b, c": [1e16, -0.0, 1 / 3], "a": [None] * 3}
+    run = make_run(tmp_path / "runs/x/arm/seed-1", "arm", 1, columns)
+    make_run(tmp_path / "runs/x/arm/seed-2", "arm", 2, {"a": [math.inf]})
+    (tmp_path / "runs/x/sweep.yaml").write_text('text: "of, two\nlines"\n')
+    for target in ("one", "two"):
+        pack(tmp_path / "runs", tmp_path / target)
+    unpack(tmp_path / "one", tmp_path / "back")
+    for path in (run / "metrics.csv", run / "run.json", tmp_path / "runs/x/sweep.yaml"):
+        back = tmp_path / "back" / path.relative_to(tmp_path / "runs")
+        assert back.read_bytes() == path.read_bytes()
+    for path in (tmp_path / "one").rglob("*.*"):
+        other = tmp_path / "two" / path.relative_to(tmp_path / "one")
+        assert path.read_bytes() == other.read_bytes()
+
+
+def test_runs_are_added_to_tables_whose_own_runs_stay(ran: Path) -> None:
+    papers.keep(papers.OUT / "all", papers.RESULTS)
+    finished = papers.OUT / "all/x-small/new/seed-25/run.json"
+    finished.write_text(finished.read_text().replace("running", "done"))
+    again = papers.OUT / "all/x-small/new/seed-20/run.json"
+    again.write_text(again.read_text().replace("FedAvg", "another"))
+    shutil.rmtree(papers.OUT / "all/x-small/old/seed-22")
+    papers.keep(papers.OUT / "all", papers.RESULTS)
+    with unpacked(papers.RESULTS) as folders:
+        assert len(list(folders.glob("x-small/*/seed-*/metrics.csv"))) == 12
+        assert "FedAvg" in (folders / "x-small/new/seed-20/run.json").read_text()
 
 
 def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_missing(
@@ -128,10 +161,15 @@ def test_quick_takes_stored_rates_and_never_writes_over_the_committed_results(ra
     name = papers.ROWS["P2"]
     stem = name.rpartition("/")[2]
     assert not any("select.from" in part for part in papers.sweep(name, "quick"))
-    (papers.RESULTS / stem).mkdir(parents=True)
-    (papers.RESULTS / stem / "selections.yaml").write_text("{}\n")
+    committed = ran / "committed" / stem
+    make_arm(committed, "arm", {20: 0.5})
+    (committed / "sweep.yaml").write_text("configs: [base]\n")
+    (committed / "selections.yaml").write_text("{arm: {lr: 0.1}}\n")
+    pack(committed.parent, papers.RESULTS)
     command = papers.sweep(name, "quick")
-    assert f"select.from=docs/results/{stem}/selections.yaml" in command
+    rates = f"runs/papers/quick/{stem}.selections.yaml"
+    assert f"select.from={rates}" in command
+    assert Path(rates).read_text() == "{arm: {lr: 0.1}}\n"
     assert command[command.index("--out") + 1].startswith("runs/papers/quick/")
 
 
@@ -154,6 +192,11 @@ def test_committed_runs_are_the_protocols() -> None:
     if not all(papers.descends("HEAD", commit) for commit in commits):
         pytest.skip("this clone lacks the protocol's commit: git fetch --unshallow")
     assert papers.objections(papers.RESULTS) == []
+
+
+def objected_to() -> list[str]:
+    """What is objected to in folders of runs; protocol.txt is beside them."""
+    return papers.objections_to(papers.sweeps(papers.RESULTS), papers.RESULTS)
 
 
 def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objected_to(
@@ -188,7 +231,7 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     (folder / "sweep.yaml").write_text("configs: [base]\n\n# over it: data.init_args.root=data\n")
     (folder / "runs.csv").write_text("arm,seed,status,folder\n")
     (papers.RESULTS / "protocol.txt").write_text(f"{protocol} protocol-1\n")
-    assert papers.objections(papers.RESULTS) == []
+    assert objected_to() == []
 
     def change(place: str, **more: str) -> None:
         path = folder / place / "run.json"
@@ -203,7 +246,7 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     change("select/old/0.1/seed-100", started="2026-01-01T00:00:00+00:00")
     make_arm(folder / "select/old", "0.1", {20: 0.5}, **good)
     (folder / "sweep.yaml").write_text("configs: [other]\n")
-    objected = papers.objections(papers.RESULTS)
+    objected = objected_to()
     expected = {
         every[0]: "began before the protocol",
         every[1]: f"ran from {protocol}-dirty",
@@ -261,14 +304,14 @@ def test_a_row_is_held_to_the_protocol_that_it_came_with(
         made(first, commit, 3)
         made(later, commits[2], 3)
         (papers.RESULTS / "protocol.txt").write_text(both)
-        assert papers.objections(papers.RESULTS) == []
+        assert objected_to() == []
     (papers.RESULTS / "protocol.txt").write_text(f"{commits[0]} protocol-1\n")
     named = papers.RESULTS / "protocol.txt"
-    assert papers.objections(papers.RESULTS) == [f"{stem}: protocol-2 is not in {named}"]
+    assert objected_to() == [f"{stem}: protocol-2 is not in {named}"]
     named.write_text(both)
     made(later, commits[0], 1)
     place = papers.places(later)[0]
-    assert papers.objections(papers.RESULTS) == [
+    assert objected_to() == [
         f"{stem}/{place}: began before the protocol",
         f"{stem}/{place}: ran from {commits[0]}",
     ]
