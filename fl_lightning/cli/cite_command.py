@@ -83,15 +83,15 @@ def references() -> dict[str, str]:
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     """The classes, with their arguments, that a paper may have been written about."""
-    for method in as_list(config.get("method")):
-        if _keys(method, ()) or _is_method(method):
-            yield method
     model = config.get("model") or {}
-    data = config.get("data") or {}
-    arguments = data.get("init_args") or {} if isinstance(data, dict) else {}
     if asynchronous := model.get("asynchronous"):
         given = asynchronous.get("init_args") or asynchronous
         yield {"class_path": "Buffered", "init_args": given}
+    for method in as_list(config.get("method")):
+        if _keys(method, ()) or _is_method(method):
+            yield method
+    data = config.get("data") or {}
+    arguments = data.get("init_args") or {} if isinstance(data, dict) else {}
     for part in (model.get("server_optimizer"), data, arguments.get("partition")):
         if part:
             yield part
