@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from benchmarks import methods
+from benchmarks.kept import pack
 from fl_lightning.cli.compose import packaged, parse_yaml, read
 from fl_lightning.sweep.grid import arms
 from fl_lightning.sweep.spec import read_spec
@@ -106,8 +107,9 @@ def test_a_kept_run_fills_its_cells_and_no_other(cli: Cli) -> None:
     }
     sweep = {"configs": ["base", "data/digits", "logger/csv"], "fixed": fixed, "grid": grid}
     (cli.folder / "small.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
-    result = cli("sweep", "small.yaml", "--out", "kept/small", "--jobs", 1)
+    result = cli("sweep", "small.yaml", "--out", "runs/small", "--jobs", 1)
     assert result.returncode == 0, result.stderr
+    pack(cli.folder / "runs", cli.folder / "kept")
     shown, _, waiting = methods.compared(cli.folder / "kept").partition("\n\n")
     lines = shown.splitlines()
     cells = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in lines[2:]}
