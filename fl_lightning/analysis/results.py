@@ -137,7 +137,7 @@ class Run:
         return row.clone()
 
     def _check_client(self, client: int) -> None:
-        """Refuse a number that is no client's, as far as the run's data are known."""
+        """Refuse a client number that the run does not have, if the run's data can be made."""
         try:
             m = len(self.partition)
         except UserError:

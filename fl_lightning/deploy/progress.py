@@ -1,4 +1,4 @@
-"""What a learner reads of the run's progress, so that it reads the same at a site as at the server.
+"""The run's progress as a learner reads it: a site shows it the same values as the server.
 
 The server runs the hooks of rounds and of validation, and a site does not. Numbers that those hooks
 leave in attributes of the learner travel with each message. What cannot travel is named.

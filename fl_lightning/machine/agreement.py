@@ -1,4 +1,4 @@
-"""What every process of a run has to do alike, since their values are brought together."""
+"""Checks that all processes of a run do the same where their values are combined."""
 
 from __future__ import annotations
 
