@@ -43,7 +43,7 @@ class Indices(Sequence[Any]):
 
 
 # Any of these is in a run's folder; the last one in a site's.
-OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", site_journal.JOURNAL)
+OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", "checkpoints", site_journal.JOURNAL)
 
 
 class Run:

@@ -297,8 +297,8 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
             seen = texts[0] if texts else f"exit status {codes}"
             raise Failed(
                 f"a run in {world} processes failed: {seen}",
-                "server hooks run in every process with the same values; they must not depend on "
-                "what one process has",
+                "server hooks run in every process and must do the same there: what the server "
+                "needs of all clients goes through Upload or staged()",
             )
         together: Outcome = {}
         # What several processes have is the first one's.
