@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner.adapters import adapters_of
 
 LAYERS = (
     nn.modules.conv._ConvNd,
@@ -32,7 +33,8 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
     (8, (slice(6, 8, None), torch.Size([2])))
 
     ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has
-    them; ``norms``: those of normalisation layers.
+    them; ``norms``: those of normalisation layers; ``adapters``: the low-rank adapters (LoRA), in
+    the order of the layout.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -47,6 +49,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         for path, names in layers_of(learner).items():
             self.layers[path] = [name for name in names if name in self]
         self.norms = [name for name in norms_of(learner) if name in self]
+        self.adapters = adapters_of(learner, self)
 
     def named(self, which: str, asking: str) -> list[str]:
         """Parameters by a pattern of names (``fnmatch``), or of a group.

@@ -1,0 +1,178 @@
+"""Adapters are found by the names of their parameters, with peft and without it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from fl_lightning import FederatedModule, UserError
+from fl_lightning.learner.adapters import check_products, check_there, check_untied
+from fl_lightning.learner.layout import Layout
+from tests.helpers.low_rank import Adapted, LowRank
+
+
+def test_a_pair_is_two_parameters_that_differ_in_lora_a_and_lora_b() -> None:
+    learner = Adapted()
+    layout = FederatedModule(learner).layout
+    first, head = layout.adapters
+    assert (first.name, head.name) == ("first", "head")
+    assert (first.a, first.b) == ("first.lora_A", "first.lora_B")
+    assert (first.weight, first.rank, first.scale) == ("first.weight", 3, 0.7)
+    assert (head.weight, head.rank, head.scale) == ("head.weight", 2, 1.5)
+    vector = torch.arange(layout.size, dtype=torch.float64)
+    a, b = first.matrices(vector)
+    assert a.shape == (3, 3) and b.shape == (5, 3) and first.size == 8
+    assert a.reshape(-1).equal(vector[layout["first.lora_A"][0]])
+    b.zero_()
+    assert not vector[layout["first.lora_B"][0]].any()
+
+
+def test_an_ordinary_learner_has_none() -> None:
+    layout = Layout(nn.Linear(3, 2))
+    assert layout.adapters == []
+    with pytest.raises(UserError, match=r"Rolo is for adapters.*get_peft_model"):
+        check_there(layout, "Rolo")
+
+
+def test_a_factor_that_is_frozen_is_no_half_of_a_pair() -> None:
+    learner = Adapted()
+    learner.first.lora_A.requires_grad_(False)
+    assert [each.name for each in Layout(learner).adapters] == ["head"]
+
+
+def test_without_scaling_and_without_a_weight() -> None:
+    class Bare(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lora_A = nn.Parameter(torch.zeros(2, 3))
+            self.lora_B = nn.Parameter(torch.zeros(4, 2))
+
+    (own,) = Layout(Bare()).adapters
+    assert (own.name, own.weight, own.scale) == ("", "", 1.0)
+    with pytest.raises(UserError, match=r"Flora adds to the frozen weight"):
+        check_untied(Layout(Bare()), "Flora")
+
+
+def test_a_weight_that_another_module_uses_is_told() -> None:
+    learner = Adapted()
+    learner.twin = nn.Linear(5, 4)
+    learner.twin.weight = learner.head.weight
+    with pytest.raises(UserError, match=r"Flora changes the frozen weight head\.weight.*twin"):
+        check_untied(Layout(learner), "Flora")
+
+
+def test_a_network_that_is_reached_by_two_paths_is_not_tied() -> None:
+    learner = Adapted()
+    learner.also = learner.head
+    check_untied(Layout(learner), "Flora")
+
+
+def test_a_convolution_has_no_product() -> None:
+    learner = Adapted()
+    learner.first.lora_A = nn.Parameter(torch.zeros(3, 3, 2, 2))
+    with pytest.raises(UserError, match=r"Flex computes.*first\.lora_A.*convolution"):
+        check_products(Layout(learner), "Flex")
+
+
+# --------------------------------------------------------------------------- with peft
+
+
+@pytest.fixture
+def peft() -> Any:
+    return pytest.importorskip("peft", reason="pip install 'fl-lightning[lora]'")
+
+
+class Own(pl.LightningModule):
+    """A LightningModule of the user's own around a network with peft inside."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+
+def test_pefts_are_found_inside_of_a_module_of_ones_own(peft: Any) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0", "2"], rank_pattern={"2": 3})
+    learner = Own(peft.get_peft_model(net(), config))
+    one, two = Layout(learner).adapters
+    assert one.name == "network.base_model.model.0.default"
+    assert one.a == "network.base_model.model.0.lora_A.default.weight"
+    assert one.weight == "network.base_model.model.0.base_layer.weight"
+    assert (one.rank, one.scale, two.rank, two.scale) == (2, 3.0, 3, 2.0)
+    check_products(Layout(learner), "Flex")
+    check_untied(Layout(learner), "Flora")
+
+
+def test_the_addition_is_what_peft_merges(peft: Any) -> None:
+    config = peft.LoraConfig(r=2, lora_alpha=5, target_modules=["0"], use_rslora=True)
+    learner = Own(peft.get_peft_model(net(), config))
+    layout = Layout(learner)
+    (own,) = layout.adapters
+    parameters = dict(learner.named_parameters())
+    vector = torch.randn(layout.size)
+    for view, name in zip(layout.views(vector), layout, strict=True):
+        parameters[name].data = view.clone()
+    before = parameters[own.weight].data.clone()
+    a, b = own.matrices(vector)
+    learner.network.merge_adapter()
+    torch.testing.assert_close(parameters[own.weight].data, before + own.scale * b @ a)
+    assert own.scale == pytest.approx(5 / 2**0.5)
+
+
+def test_several_adapters_on_one_weight(peft: Any) -> None:
+    network = peft.get_peft_model(net(), peft.LoraConfig(r=2, target_modules=["0"]))
+    network.add_adapter("other", peft.LoraConfig(r=1, lora_alpha=4, target_modules=["0"]))
+    for name, parameter in network.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    one, other = Layout(Own(network)).adapters
+    assert one.weight == other.weight and (one.rank, other.rank) == (2, 1)
+    assert (one.scale, other.scale) == (4.0, 4.0)
+    assert other.name.endswith(".other")
+
+
+def test_conv1d_of_gpt2_is_transposed(peft: Any) -> None:
+    transformers = pytest.importorskip("transformers", reason="pip install 'fl-lightning[text]'")
+    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "vocab_size": 11, "n_positions": 8}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    (own,) = Layout(Own(peft.get_peft_model(model, config))).adapters
+    assert own.transposed and own.shapes == ((2, 8), (24, 2))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"use_dora": True}, "DoRA"),
+        ({"lora_bias": True}, "lora_bias"),
+        ({"target_modules": ["table"]}, "embedding"),
+        ({"target_modules": ["conv"]}, "convolution"),
+    ],
+)
+def test_what_adds_something_else_is_refused_by_name(peft: Any, given: Any, says: str) -> None:
+    network = net()
+    network.table = nn.Embedding(3, 4)
+    network.conv = nn.Conv2d(2, 2, 3)
+    config = peft.LoraConfig(**{"r": 2, "target_modules": ["0"], **given})
+    layout = Layout(Own(peft.get_peft_model(network, config)))
+    with pytest.raises(UserError, match=rf"Flex computes with B·A.*lora_.*{says}"):
+        check_products(layout, "Flex")
+
+
+def test_the_scaling_of_the_module_above_is_another_one() -> None:
+    learner = Adapted()
+    learner.scaling = 9.0
+    del learner.first.scaling
+    assert [each.scale for each in Layout(learner).adapters] == [1.0, 1.5]
+
+
+def test_rank_and_place_of_an_own_module() -> None:
+    (own,) = Layout(LowRank(3, 4, 2, 0.5)).adapters
+    assert (own.name, own.weight, own.scale) == ("", "weight", 0.5)
