@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from fl_lightning.datamodules.client_tests import (
     check_test_clients,
 )
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
+from fl_lightning.datamodules.names import by_name
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
 from fl_lightning.datamodules.samples import (
     CPU,
@@ -66,9 +67,10 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             of ``clients``, from each one's own list.
         client_test_fraction: each client holds this share of its samples out to test on, of each
             class alike.
-        clients: the clients' index arrays themselves, in place of a partition.
+        clients: the clients' index arrays themselves, in place of a partition; ``{name: array}``
+            names the clients.
         test_clients: each client's positions in the test data, its own test set, in place of
-            ``client_test_fraction``; any sequence, lazy ones too.
+            ``client_test_fraction``; any sequence, lazy ones too, or ``{name: array}``.
         seed: of the split, the order of samples and the augmentation; None: the run's.
         drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples);
             K_i counts the rest.
@@ -93,20 +95,21 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         batch_size: int | None = 50,
         val_fraction: float = 0.0,
         client_test_fraction: float = 0.0,
-        clients: Sequence[Any] | None = None,
+        clients: Sequence[Any] | Mapping[str, Any] | None = None,
         seed: int | None = None,
         samples: int | None = None,
         drop_last: bool = False,
         eval_batch_size: int | None = None,
-        test_clients: Sequence[Any] | None = None,
+        test_clients: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
+        names, given, tests = by_name(clients, test_clients)
         batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
         if num_clients is not None and num_clients < 1:
             raise UserError(f"num_clients is {num_clients}: give at least 1.")
         check_shares(val_fraction, client_test_fraction, samples)
-        check_given(clients, num_clients, partition)
-        check_test_clients(test_clients, client_test_fraction)
+        check_given(given, num_clients, partition)
+        check_test_clients(tests, client_test_fraction)
         self.batch_size = batch_size
         self.drop_last = drop_last
         self.eval_batch_size = eval_batch_size
@@ -122,8 +125,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self.test_set: Samples | None = None
         self.groups: NDArray[Any] | None = None
         self._wanted_clients = num_clients
-        self._given = clients
-        self._test_clients = test_clients
+        self._given: Sequence[Any] | None = given
+        self._test_clients: Sequence[Any] | None = tests
+        self._names_given = names
+        if names:
+            self.client_names = names
         # Set by ``load`` where clients come with test sets.
         self.own_tests: OwnTests | GroupTests | None = None
         self._split: Split | None = None
@@ -164,6 +170,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """Load once, and split once per seed."""
         if self.train_set is None:
             self.load()
+            if self._names_given:
+                self.client_names = self._names_given
             check_biases(self.biases, self.train_set)
         seed = self.run_seed
         count = (self._wanted_clients, self.default_clients)
@@ -248,6 +256,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     # The clients' names, where the data have some; ``load`` names all of ``groups``, ascending.
     client_names: Sequence[str] = ()
+    # The classes' names in the order of their labels, where the data have some.
+    class_names: Sequence[str] = ()
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:

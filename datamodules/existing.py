@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
@@ -10,10 +10,11 @@ import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.classes import check_classes
+from fl_lightning.datamodules.classes import check_classes, relabelled
 from fl_lightning.datamodules.client_tests import OwnTests, check_test_clients
 from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
 from fl_lightning.datamodules.loaders import say
+from fl_lightning.datamodules.names import by_name
 from fl_lightning.datamodules.partitions import check_sequence
 from fl_lightning.datamodules.reading import Workers, check_workers, own_generator
 from fl_lightning.datamodules.samples import DatasetSamples
@@ -29,15 +30,22 @@ class FromDatasets(FederatedDataModule):
         train: the training data, to be split by ``partition`` over ``num_clients``.
         val, test: evaluated whole; without ``val`` the test set is validated on.
         test_clients: one Dataset a client, which may be empty: its own test set. Without ``test``
-            all of them together are the test set.
+            all of them together are the test set. ``{name: Dataset}`` where ``clients`` has names;
+            a client that it leaves out has no test samples.
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
             dataset's attribute ``targets`` or ``labels``.
-        clients: instead of ``train``: one Dataset a client, where the split exists already. Where
-            data sets name their ``classes``, as ImageFolder does, all have to name the same.
+        clients: instead of ``train``: one Dataset a client, where the split exists already;
+            ``{name: Dataset}`` names the clients. Where data sets name their ``classes``, as
+            ImageFolder does, all have to name the same in the same order, unless the argument
+            ``classes`` is given.
+        classes: names of all classes, in the order of their numbers. Each data set's labels are
+            then numbered by the names that it has itself; samples have to be pairs (x, label).
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.
         num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for
             0 too where the datasets draw no random numbers: with processes these follow (seed,
             round, client, step).
+
+    ``class_names``: of the data sets, in the order of their labels, where they name their classes.
     """
 
     def __init__(
@@ -47,10 +55,13 @@ class FromDatasets(FederatedDataModule):
         val: Dataset | None = None,  # type: ignore[type-arg]
         test: Dataset | None = None,  # type: ignore[type-arg]
         targets: Sequence[int] | None = None,
-        clients: Sequence[Dataset] | None = None,  # type: ignore[type-arg]
+        clients: Sequence[Dataset] | Mapping[str, Dataset] | None = None,  # type: ignore[type-arg]
         collate: Callable[[list[Any]], Any] | None = None,
         num_workers: int = 0,
-        test_clients: Sequence[Dataset] | None = None,  # type: ignore[type-arg]
+        test_clients: (
+            Sequence[Dataset] | Mapping[str, Dataset] | None  # type: ignore[type-arg]
+        ) = None,
+        classes: Sequence[str] | None = None,
         **arguments: Any,
     ) -> None:
         if (train is None) == (clients is None):
@@ -58,30 +69,37 @@ class FromDatasets(FederatedDataModule):
                 "FromDatasets needs train, or clients (a list of one Dataset a client): give one "
                 "of the two."
             )
+        if classes is not None and targets is not None:
+            raise UserError(
+                "FromDatasets: classes numbers the labels by name, and targets gives numbers: give "
+                "one of the two."
+            )
+        names, clients, test_clients = by_name(clients, test_clients)
+        given: _Given = {
+            "clients": _listed("clients", clients),
+            "train": None if train is None else [train],
+            "test_clients": _listed("test_clients", test_clients),
+            "val": None if val is None else [val],
+            "test": None if test is None else [test],
+        }
+        self.class_names = _numbered(given, names, classes)
         indices = None
-        if clients is not None:
-            whole, indices = _joined("clients", clients)
+        if given["clients"] is not None:
+            whole, indices = _joined(given["clients"])
             train = whole or train
-        super().__init__(clients=indices, **arguments)
+        elif given["train"] is not None:
+            (train,) = given["train"]
+        named = indices if not names or indices is None else dict(zip(names, indices, strict=True))
+        super().__init__(clients=named, **arguments)
         self._tested: tuple[Dataset[Any] | None, list[Any]] | None = None
-        if test_clients is not None:
-            check_test_clients(test_clients, self.client_test_fraction)
-            self._tested = _joined("test_clients", test_clients)
+        if given["test_clients"] is not None:
+            check_test_clients(given["test_clients"], self.client_test_fraction)
+            self._tested = _joined(given["test_clients"])
             check_workers(num_workers, self._tested[0])
-        for name, dataset in (("train", train), ("val", val), ("test", test)):
+        val, test = (None if given[name] is None else given[name][0] for name in ("val", "test"))
+        for dataset in (train, val, test):
             if dataset is not None:
-                check_map_style(dataset, f"FromDatasets' {name}")
                 check_workers(num_workers, dataset)
-        trained = [("FromDatasets' train", train)]
-        evaluated = [("FromDatasets' val", val), ("FromDatasets' test", test)]
-        tested = self._tested[0] if self._tested else None
-        check_classes(
-            [
-                *(_each("clients", train) if clients is not None else trained),
-                *_each("test_clients", tested),
-                *evaluated,
-            ]
-        )
         self._datasets = (train, val, test)
         self._targets = targets
         self._collate = collate
@@ -104,18 +122,44 @@ class FromDatasets(FederatedDataModule):
             self.test_set = self.test_set or tested
 
 
-def _each(name: str, joined: Any) -> Iterator[tuple[str, Any]]:
-    """The clients' Datasets behind a joined one, each with what it is called in an error."""
-    for i, dataset in enumerate(getattr(joined, "datasets", ())):
-        yield f"FromDatasets' {name}: client {i}", dataset
+# The data sets of each argument; None where it is not given.
+_Given = dict[str, Any]
+MANY = ("clients", "test_clients")
 
 
-def _joined(name: str, given: Sequence[Dataset[Any]]) -> tuple[Dataset[Any] | None, list[Any]]:
-    """Clients' Datasets as one, None where they have no samples, and the positions of each."""
+def _listed(name: str, given: Any) -> list[Any] | None:
+    """The clients' Datasets of an argument, each of which can be read by position."""
+    if given is None:
+        return None
     check_sequence(f"FromDatasets' {name}", given, "each client's Dataset")
-    datasets = [given[i] for i in range(len(given))]
-    for i, one in enumerate(datasets):
-        check_map_style(one, f"FromDatasets' {name.removesuffix('s')} {i}")
+    return [given[i] for i in range(len(given))]
+
+
+def _numbered(given: _Given, names: Sequence[str], classes: Sequence[str] | None) -> Sequence[str]:
+    """Check that one label means one class in all data sets; replace them by ``classes``, if given.
+
+    Returns:
+        The names of the classes, in the order of their labels.
+    """
+    places: list[tuple[str, int, str]] = []
+    for name, datasets in given.items():
+        for i, dataset in enumerate(datasets or ()):
+            place = f"FromDatasets' {name}"
+            check_map_style(dataset, f"{place.removesuffix('s')} {i}" if name in MANY else place)
+            if name in MANY:
+                place += f": client {repr(names[i]) if names else i}"
+            places.append((name, i, place))
+    if classes is None:
+        return check_classes(((place, given[name][i]) for name, i, place in places), "classes")
+    if len(set(classes)) < len(classes):
+        raise UserError(f"FromDatasets' classes is {list(classes)!r}: give each name once.")
+    for name, i, place in places:
+        given[name][i] = relabelled(place, given[name][i], classes)
+    return list(classes)
+
+
+def _joined(datasets: list[Any]) -> tuple[Dataset[Any] | None, list[Any]]:
+    """Clients' Datasets as one, None where they have no samples, and the positions of each."""
     ends = np.cumsum([len(cast(Any, one)) for one in datasets], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     indices = np.split(np.arange(total), ends[:-1])
@@ -190,6 +234,7 @@ class FromDataModule(FederatedDataModule):
         self._loader_size = batch_size == "loader"
         self._loader_drops = drop_last == "loader"
         self._torn_down = False
+        self._named: dict[str, tuple[str, Any]] = {}
 
     def _transfers(self) -> Any:
         return self.datamodule
@@ -213,6 +258,7 @@ class FromDataModule(FederatedDataModule):
         self.datamodule.setup("fit")
         facts = loader_facts(self.datamodule.train_dataloader(), type(self.datamodule).__name__)
         dataset = facts.dataset
+        self._check_classes("training loader", dataset)
         fetch = facts.fetch
         targets = self._targets
         if facts.positions is not None:
@@ -262,10 +308,22 @@ class FromDataModule(FederatedDataModule):
                 f"no validation: {type(self.datamodule).__name__} has no val_dataloader",
             )
             return []
-        return self.datamodule.val_dataloader()
+        return self._of_same_classes("val_dataloader", self.datamodule.val_dataloader())
 
     def test_dataloader(self) -> Any:
-        return self.datamodule.test_dataloader()
+        return self._of_same_classes("test_dataloader", self.datamodule.test_dataloader())
+
+    def _of_same_classes(self, name: str, loaders: Any) -> Any:
+        """The loaders, whose datasets name the classes that the training loader's has."""
+        for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+            self._check_classes(name, getattr(loader, "dataset", None))
+        return loaders
+
+    def _check_classes(self, name: str, dataset: Any) -> None:
+        """Compare the names of classes with those of the training loader's dataset."""
+        self._named[name] = (f"The {name} of {type(self.datamodule).__name__}", dataset)
+        names = check_classes(self._named.values())
+        self.class_names = self.class_names or names
 
     def predict_dataloader(self) -> Any:
         return self.datamodule.predict_dataloader()

@@ -111,6 +111,7 @@ class TextClassification(FederatedDataModule):
         texts, labels = self._read(self.train, groups)
         if self.classes is None:
             self.classes = sorted(set(labels))
+        self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
             names, self.groups = np.unique(groups, return_inverse=True)
             if isinstance(self.partition, ByGroup):
