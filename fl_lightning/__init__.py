@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fl_lightning.machine.strategies import FederatedStrategy
     from fl_lightning.module import FederatedModule
     from fl_lightning.record.metrics_csv import MetricsCSV
-    from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
+    from fl_lightning.schedules import Cosine, Exponential, Linear, Schedule, Steps
 
 __version__ = "0.1.0"
 
@@ -31,7 +31,7 @@ _HOME = {
         ("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"),
         "callback",
     ),
-    **dict.fromkeys(("Cosine", "Exponential", "Schedule", "Steps"), "schedules"),
+    **dict.fromkeys(("Cosine", "Exponential", "Linear", "Schedule", "Steps"), "schedules"),
     **dict.fromkeys(("Diverged", "UserError"), "errors"),
     "FederatedCLI": "cli.drop_in",
     "FederatedModule": "module",
@@ -53,6 +53,7 @@ __all__ = [
     "FederatedModule",
     "FederatedStrategy",
     "InMemoryDataModule",
+    "Linear",
     "MetricsCSV",
     "RunFolder",
     "Schedule",

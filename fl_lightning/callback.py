@@ -22,6 +22,7 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import Given
 from fl_lightning.learner.layout import Layout
 from fl_lightning.lightning import pl
+from fl_lightning.notes import CLASS_LABELS, UNIFORM_OPTIMUM, Note, Refusal, RunFacts
 from fl_lightning.papers import Paper
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.coding import (
@@ -99,79 +100,6 @@ Part = tuple[Tensor, int | None]
 
 
 @dataclass(frozen=True)
-class RunFacts:
-    """The facts that a :class:`Note` or a :class:`Refusal` may depend on.
-
-    ``n`` of ``m`` clients take part in a round; ``weighting``, ``clip_norm``, ``sampling`` and
-    ``on_nonfinite`` are as they were given. ``optimizer``: the clients', where a step is not its
-    gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
-    is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
-    ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
-    leaves out who is late.
-    """
-
-    n: int
-    m: int
-    weighting: str
-    optimizer: str = ""
-    server: str = ""
-    server_rate: float | None = 1.0
-    clip_norm: float | None = None
-    sampling: str = "uniform"
-    on_nonfinite: str = "stop"
-    by_step: bool = False
-    deadline: bool = False
-
-
-class Note:
-    """A warning about a run before it begins, where it applies; the run's card repeats it.
-
-    Args:
-        text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to
-            ``values``.
-        when: whether it applies to a method in a run.
-        values: further names for the text, each a function of the method and the run.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        when: Callable[[Any, RunFacts], bool],
-        **values: Callable[[Any, RunFacts], object],
-    ) -> None:
-        self.text = text
-        self.when = when
-        self.values = values
-
-    def about(self, method: FederatedCallback, run: RunFacts) -> str:
-        """The text for this method and run; empty where it does not apply."""
-        if not self.when(method, run):
-            return ""
-        values = {name: value(method, run) for name, value in self.values.items()}
-        names = {**vars(method), **vars(run), **values}
-        return f"{type(method).__name__}: {self.text.format(**names)}"
-
-
-class Refusal(Note):
-    """What a method cannot run with: where it applies, the run is refused with the text.
-
-    Args:
-        settings: arguments of FederatedModule with which it does not apply; the contracts run with
-            them.
-    """
-
-    def __init__(
-        self,
-        text: str,
-        when: Callable[[Any, RunFacts], bool],
-        settings: dict[str, Any] | None = None,
-        **values: Callable[[Any, RunFacts], object],
-    ) -> None:
-        super().__init__(text, when, **values)
-        self.settings = settings or {}
-
-
-@dataclass(frozen=True)
 class RunBinding:
     """What a callback knows of its run outside of rounds, too.
 
@@ -201,14 +129,6 @@ OLD_NAMES: dict[str, tuple[str, tuple[str, Any] | None]] = {
     "requires": ("give the arguments to a Refusal: Refusal(…, settings={…}).", None),
     "gives_models": ('write cannot_run_with = {"clients.w": …}.', None),
 }
-
-# A note of methods that take batch[1] for class indices: the first steps refuse other batches.
-CLASS_LABELS = Refusal("", when=lambda method, run: False)
-UNIFORM_OPTIMUM = Note(
-    "its fixed point is the optimum of the uniform mean over clients, also with "
-    "weighting='samples'.",
-    when=lambda method, run: run.weighting == "samples",
-)
 
 
 def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
@@ -335,12 +255,12 @@ class FederatedCallback(Given, pl.Callback):
     @property
     def gathers(self) -> bool:
         """Whether it takes all updates in one place."""
-        return self.has("on_updates") or self._reads("aggregate", "updates")
+        return self.has("on_updates") or self.reads_of_clients("aggregate", "updates")
 
     @property
     def reads_loss(self) -> bool:
         """Whether it reads ``clients.loss``."""
-        return self._reads("on_local_end", "loss")
+        return self.reads_of_clients("on_local_end", "loss")
 
     @property
     def personal_of_all(self) -> bool:
@@ -361,7 +281,8 @@ class FederatedCallback(Given, pl.Callback):
         """Whether its ``perturbation`` takes no gradient."""
         return self.has("perturbation") and takes_no_gradient(self.perturbation)
 
-    def _reads(self, hook: str, attribute: str) -> bool:
+    def reads_of_clients(self, hook: str, attribute: str) -> bool:
+        """Tell whether a hook's source reads an attribute of its clients, or of its server."""
         return self.has(hook) and attribute in reading.of_others(self, getattr(self, hook))
 
     def declare(self, name: str, declaration: Declaration) -> None:
@@ -474,6 +395,13 @@ class FederatedCallback(Given, pl.Callback):
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
+    def on_layout(self, layout: Layout) -> None:
+        """Called before all other hooks, once the model is known, also after a resume.
+
+        It sets attributes that depend on the model, such as the sizes that a state's ``shape``
+        names.
+        """
+
     def on_round_start(self, server: Server) -> None:
         """At the server, before any client trains."""
 
@@ -522,6 +450,26 @@ class FederatedCallback(Given, pl.Callback):
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
         """Add a correction to the gradient ``(n, D)``, in place or returned; then it is clipped."""
+
+    def precondition(self, clients: Clients, gradient: Tensor) -> Tensor | None:
+        """One owner. The direction ``(n, D)`` that the client optimizer follows.
+
+        It comes after clipping, so clipping limits the gradient and not the direction. The client
+        optimizer has to be plain SGD: its step is then η (direction + λ x).
+        """
+
+    def on_direction(self, clients: Clients, direction: Tensor) -> Tensor | None:
+        """One owner. Change the direction of the step ``(n, D)``, in place or returned.
+
+        It comes after ``precondition``; if no method has that, ``direction`` is the gradient.
+        """
+
+    def step_rate(self, clients: Clients) -> Tensor:
+        """One owner. The factor ``(n, 1)`` of the clients' learning rate in the present step.
+
+        ``clients.elapsed`` sums the rates that were used; ``clients.lr`` stays the round's.
+        """
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_local_step_end(self, clients: Clients) -> None:
         """Called after the client optimizer's step."""

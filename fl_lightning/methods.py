@@ -19,6 +19,7 @@ from fl_lightning.callback import (
     takes_no_gradient,
 )
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.notes import refuse_optimizer
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.schedules import arguments
 
@@ -28,6 +29,9 @@ OWNED = {
     "broadcast": "what clients get as w",
     "perturbation": "where the gradient is taken",
     "on_loss_gradient": "how the loss gradient is mixed",
+    "precondition": "in which direction clients step",
+    "on_direction": "how that direction is changed",
+    "step_rate": "the learning rate of each step",
     "local_batch": "what clients train on",
     "transmit": "what clients send",
     "aggregate": "how updates are combined",
@@ -36,6 +40,7 @@ OWNED = {
     "personal": "what a client uses itself",
 }
 SHARED = (
+    "on_layout",
     "on_round_start",
     "on_local_start",
     "local_output",
@@ -49,9 +54,13 @@ SHARED = (
 )
 LOOKING = ("local_output", "local_loss")
 IN_STEPS = (
-    *("perturbation", "on_loss_gradient", "on_local_gradient", "on_local_step_end"),
+    *("perturbation", "on_loss_gradient", "on_local_gradient"),
+    *("precondition", "on_direction", "step_rate", "on_local_step_end"),
     *LOOKING,
 )
+# The hooks that change a step's gradient one after the other: before it is clipped, and after.
+BEFORE_CLIPPING = ("on_loss_gradient", "on_local_gradient")
+AFTER_CLIPPING = ("precondition", "on_direction")
 CHANGING = (
     *OWNED,
     *("on_local_start", "on_local_gradient", "on_local_step_end", "on_updates"),
@@ -62,11 +71,16 @@ CHANGING = (
 class Methods:
     """The federated callbacks of a run.
 
+    Args:
+        layout: of the model; None: it is told later, by :meth:`lay_out`.
+
     Raises:
         UserError: two callbacks of one class, or two owners of a hook that has one.
     """
 
-    def __init__(self, callbacks: Sequence[FederatedCallback]) -> None:
+    def __init__(
+        self, callbacks: Sequence[FederatedCallback], layout: Layout | None = None
+    ) -> None:
         self.callbacks = list(callbacks)
         # Calls a hook in our place: ``(hook, subject, *more)``.
         self.watch: Callable[..., Any] | None = None
@@ -114,11 +128,22 @@ class Methods:
                 if hook == "transmit":
                     self._sends = owners[0].sends
         self.declared: dict[str, Declaration] = {}
+        self._declare()
+        for callback in self.callbacks:
+            self._refuse_companions(callback)
+        if layout is not None:
+            self.lay_out(layout)
+
+    def _declare(self) -> None:
         for callback in self.callbacks:
             for declaration in callback.declarations().values():
                 self.declared[declaration.key(callback)] = declaration
-        for callback in self.callbacks:
-            self._refuse_companions(callback)
+
+    def lay_out(self, layout: Layout) -> None:
+        """Tell the callbacks the model, on which the shape of their states may depend."""
+        for told in self._hooks["on_layout"]:
+            told(layout)
+        self._declare()
 
     def _refuse_companions(self, callback: FederatedCallback) -> None:
         """Refuse callbacks that this one cannot run with, and partial averaging of silent states.
@@ -160,7 +185,9 @@ class Methods:
         Raises:
             UserError: a method cannot run with these settings.
         """
-        texts = []
+        names = {hook: type(owner).__name__ for hook, owner in self._owned_by.items()}
+        refuse_optimizer(run, names.get("precondition", ""), names.get("step_rate", ""))
+        texts = self._note_step_rates()
         for callback in self.callbacks:
             for note in callback.notes:
                 text = note.about(callback, run)
@@ -169,6 +196,30 @@ class Methods:
                 if text:
                     texts.append(text)
         return texts
+
+    def _note_step_rates(self) -> list[str]:
+        """Say which methods take steps of their own at the round's rate, beside changing rates."""
+        if "step_rate" not in self._owners:
+            return []
+        texts = []
+        for callback in self.callbacks:
+            reads = [callback.reads_of_clients(hook, "lr") for hook in IN_STEPS]
+            if any(reads):
+                texts.append(
+                    f"{type(callback).__name__} takes steps of its own at the round's learning "
+                    f"rate, which {self.name_of_owner('step_rate')} does not change."
+                )
+        return texts
+
+    def on_gradient(self, hooks: Sequence[str]) -> list[tuple[str, Callable[..., Any]]]:
+        """What changes a gradient in these hooks, in order: the names, and what to call."""
+        found: list[tuple[str, Callable[..., Any]]] = []
+        for hook in hooks:
+            calls = self._hooks.get(hook, [])
+            if hook in self._owners:
+                calls = [self._owners[hook]]
+            found += [(hook, call) for call in calls]
+        return found
 
     def bind_run(self, binding: RunBinding) -> None:
         """Let callbacks draw by the run's seed and know its data, from here on."""

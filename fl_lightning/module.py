@@ -296,6 +296,7 @@ class FederatedModule(LearnerHooks):
             self.learner.double()
         self.global_model.build()
         if self.trainer.state.fn == "fit":
+            self.run.methods.lay_out(self.layout)
             self.run.load_start(self.trainer)
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:

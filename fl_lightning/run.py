@@ -159,7 +159,7 @@ class FederatedRun:
         Raises:
             UserError: no clock says how long they take.
         """
-        methods = Methods(callbacks)
+        methods = Methods(callbacks, self.model.layout)
         cohort = self._cohort(data, self.seed(None), methods, quick=0)
         plan = systems.plan(cohort, self.settings, methods, self.model.w)
         if plan is None or plan.durations is None:

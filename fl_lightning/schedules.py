@@ -67,6 +67,26 @@ class Cosine(Schedule):
         return self.scale * (self.end + (1 - self.end) * share)
 
 
+class Linear(Schedule):
+    """``start + (end - start) t / rounds`` for rounds t before ``rounds``, then ``end``.
+
+    >>> [Linear(0.0, 1.0, rounds=4)(t) for t in (0, 1, 2, 4, 5)]
+    [0.0, 0.25, 0.5, 1.0, 1.0]
+    """
+
+    def __init__(self, start: float, end: float, rounds: int) -> None:
+        self.start = _finite("Linear: start", start)
+        self.end = _finite("Linear: end", end)
+        if rounds < 1:
+            raise UserError(f"Linear: rounds={rounds!r} is not accepted; it has to be at least 1.")
+        self.rounds = rounds
+
+    def __call__(self, round: int) -> float:
+        if round >= self.rounds:
+            return self.end
+        return self.start + (self.end - self.start) * round / self.rounds
+
+
 class Steps(Schedule):
     """The value of the latest of the given rounds; 1 before the first.
 

@@ -32,7 +32,7 @@ TRIALS = ("tests", "benchmarks")
 # Three storeys: the core runs any method, parts are what a run is made of, the workbench is
 # around runs.
 CORE = """
-errors lightning given papers reading
+errors lightning given papers reading notes
 machine sampling schedules metrics storage
 optim learner
 checks

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 
-from fl_lightning import Exponential, UserError
+from fl_lightning import Exponential, Linear, UserError
 from fl_lightning.schedules import Cosine, Schedule, Steps, arguments, decay_factor, decay_text
 from tests.helpers.learners import blobs, federated, trainer
 
@@ -96,3 +96,11 @@ def test_schedules_start_at_their_scale() -> None:
 def test_a_scale_is_a_finite_number(make: Any) -> None:
     with pytest.raises(UserError, match=r"scale=.*finite"):
         make()
+
+
+def test_linear_goes_from_start_to_end_and_stays_there() -> None:
+    assert [Linear(0.1, 0.5, 4)(t) for t in (0, 1, 4, 9)] == pytest.approx([0.1, 0.2, 0.5, 0.5])
+    with pytest.raises(UserError, match="Linear: rounds=0"):
+        Linear(0.0, 1.0, 0)
+    with pytest.raises(UserError, match="Linear: end=inf"):
+        Linear(0.0, float("inf"), 3)

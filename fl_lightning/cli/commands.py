@@ -134,8 +134,9 @@ def _client(cli: CommandCLI) -> int | None:
 def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) -> Any:
     """The state dict of the model that ``client`` uses itself."""
     callbacks = vars(cli.trainer)["callbacks"]
-    methods = Methods([each for each in callbacks if isinstance(each, FederatedCallback)])
     model = cli.model.global_model
+    ours = [each for each in callbacks if isinstance(each, FederatedCallback)]
+    methods = Methods(ours, model.layout)
     data = cli.datamodule
     models = of_checkpoint(checkpoint, model, methods, cli.trainer, data, str(cli.checkpoint))
     return model.export(model=models.of(client)).state_dict()

@@ -27,7 +27,13 @@ from fl_lightning.contracts.federation import Outcome, fit, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
 from fl_lightning.learner.layout import Layout
-from fl_lightning.methods import LOOKING, Methods, checked_rows
+from fl_lightning.methods import (
+    AFTER_CLIPPING,
+    BEFORE_CLIPPING,
+    LOOKING,
+    Methods,
+    checked_rows,
+)
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
@@ -42,7 +48,7 @@ class Stage:
 
     def __init__(self, callback: FederatedCallback, w: Tensor, layout: Layout, m: int) -> None:
         self.callback = callback
-        self.methods = Methods([callback])
+        self.methods = Methods([callback], layout)
         self.curvature = 0.5 + self._random(1, m, w.numel())
         self.centre = self._random(2, m, w.numel()) - 0.5
         # State is filled, as hooks that see nothing but zeros would show little.
@@ -111,11 +117,8 @@ class Stage:
         clients = Clients(group)
         methods.bind(Ledger(self.round))
         perturb = methods.owner("perturbation")
-        mix = methods.owner("on_loss_gradient")
+        rate = methods.owner("step_rate")
         transmit = methods.owner("transmit")
-
-        mixing = [("on_loss_gradient", mix)] if mix is not None else []
-        corrections = [("on_local_gradient", correct) for correct in methods["on_local_gradient"]]
 
         def run(hook: str) -> Iterator[tuple[str, Outcome]]:
             if methods[hook]:
@@ -124,16 +127,25 @@ class Stage:
 
         yield from run("on_local_start")
         group.begin(own_starts=True)
+        if rate is not None:
+            group.rates_used = torch.zeros_like(clients.steps)
         for group.local_step in (StagedStep(self, group, k) for k in range(STEPS)):
             g = self.gradient(group, clients.x)
             if perturb is not None:
                 seen = None if methods.blind else g
-                e = call("perturbation", partial(self._returned, perturb, clients, seen, g))
+                e = call("perturbation", partial(self._returned, perturb, g, clients, seen))
                 yield "perturbation", {"what it returned": e.clone(), **state(group)}
                 g = self.gradient(group, clients.x + e)
-            for hook, change in mixing + corrections:
+            for hook, change in methods.on_gradient(BEFORE_CLIPPING + AFTER_CLIPPING):
                 g = call(hook, partial(methods.gradient, change, clients, g))
                 yield hook, {"the gradient": g.clone(), **state(group)}
+            if rate is not None:
+                column = clients.x[:, :1]
+                factor = call("step_rate", partial(self._returned, rate, column, clients))
+                yield "step_rate", {"the rate's factor": factor.clone(), **state(group)}
+                assert group.rates_used is not None
+                group.rates_used.add_(factor)
+                g = factor * g
             clients.x.sub_(self.round.rates.lr * g)
             yield from run("on_local_step_end")
             group.step_done()
@@ -143,7 +155,7 @@ class Stage:
         yield from run("on_local_end")
         if transmit is not None:
             u = clients.x - self.round.w
-            u = call("transmit", partial(self._returned, transmit, clients, u, u))
+            u = call("transmit", partial(self._returned, transmit, u, clients, u))
             yield "transmit", {"what is sent": u.clone(), **state(group)}
         if (personal := methods.owner("personal")) is not None:
             x = call(
@@ -152,9 +164,9 @@ class Stage:
             yield "personal", {"what a client uses": x.clone(), **state(group)}
 
     def _returned(
-        self, hook: Callable[..., Any], clients: Clients, given: Tensor | None, like: Tensor
+        self, hook: Callable[..., Any], like: Tensor, clients: Clients, *given: Tensor | None
     ) -> Tensor:
-        return checked_rows(hook, self.methods.call(hook, clients, given), like)
+        return checked_rows(hook, self.methods.call(hook, clients, *given), like)
 
 
 @dataclass

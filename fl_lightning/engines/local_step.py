@@ -15,7 +15,7 @@ from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.looks import copied, versions_in
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
-from fl_lightning.methods import Methods, checked_rows
+from fl_lightning.methods import AFTER_CLIPPING, BEFORE_CLIPPING, Methods, checked_rows
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate
 from fl_lightning.round.group import ClientGroup
@@ -121,25 +121,25 @@ class LocalStep:
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
-        self.mix = methods.owner("on_loss_gradient")
-        self.corrections = methods["on_local_gradient"]
+        # Mixing takes the loss gradient alone; corrections add to whatever came of that.
+        self.changes = [call for _, call in methods.on_gradient(BEFORE_CLIPPING)]
+        self.directions = [call for _, call in methods.on_gradient(AFTER_CLIPPING)]
+        self.rate = methods.owner("step_rate")
         self.step_ends = methods["on_local_step_end"]
         self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
         if self.limit is not None:
             group.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
         # Copying gradients into one vector costs as much as the step of a small network, so it is
         # left out where nobody asks for the gradient as (n, D).
-        changed = self.mix is not None or bool(self.corrections) or self.limit is not None
-        as_vector = changed or not optimizer.plain
+        self.changed = bool(self.changes or self.directions)
+        as_vector = self.changed or self.limit is not None or not optimizer.plain
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
         # Any hook may call `gradient_at`, and the first step shows whether one does: until then a
         # step's beginning is remembered, afterwards only where it is needed.
-        hooked = (
-            self.perturb is not None or self.mix is not None or self.corrections or self.step_ends
-        )
+        hooked = self.perturb is not None or self.changed or self.rate is not None
         self.first = True
-        self.remembers = bool(hooked)
+        self.remembers = bool(hooked or self.step_ends)
         self.before: RandomState | None = None
         # Clients that are stacked have the same buffers, those of the first.
         self.buffers: Mapping[str, Tensor] = group.round.buffers_of(group.ids[0])
@@ -147,6 +147,8 @@ class LocalStep:
         self.changes_batch = False  # whether training_step changes its batch in place
         self.index: Any = 0
         group.local_step = self
+        if self.rate is not None:
+            group.rates_used = torch.zeros_like(group.column("steps", group.round.steps))
         group.gradients_a_step = 1 + (self.perturb is not None and not self.blind)
 
     @property
@@ -164,17 +166,12 @@ class LocalStep:
         # The learner's own hooks see the gradient of its loss, before any method changes it.
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)
-        if self.per_parameter is not None:
-            self.optimizer.step_each(gradient, self.model.missing)
+        if self.per_parameter is None:
+            gradient = self.direction(gradient)
+        if self.rate is None:
+            self.step(gradient)
         else:
-            # Mixing takes the loss gradient alone; corrections add to whatever came of that.
-            gradient = self.changed(gradient)
-            # Clipping comes last: it limits the step that is taken, corrections included.
-            if self.limit is not None:
-                gradient = self.clip(gradient)
-            # What a method gives a gradient to is stepped, whatever the loss depends on.
-            changed = self.mix is not None or bool(self.corrections)
-            self.optimizer.step(gradient, () if changed else self.model.missing)
+            self.step_at(gradient, self.rate)
         for end in self.step_ends:
             self.methods.call(end, self.clients)
         # `on_train_batch_end` finds the model after the step, as in plain training.
@@ -185,17 +182,46 @@ class LocalStep:
             self.first = False
             self.remembers = self.group.gradients_a_step > 1
 
-    def changed(self, gradient: Tensor) -> Tensor:
-        """The gradient as the methods leave it, one after the other."""
-        hooks = [] if self.mix is None else [self.mix]
-        hooks += self.corrections
+    def direction(self, gradient: Tensor) -> Tensor:
+        """What the client optimizer follows, from the loss gradient ``(n, D)``."""
+        clips = self.limit is not None
+        gradient = self.after(self.changes, gradient, kept=bool(self.directions) and not clips)
+        # Clipping limits the gradient, corrections included, and not the direction.
+        if clips:
+            gradient = self.clip(gradient)
+        return self.after(self.directions, gradient)
+
+    def after(
+        self, hooks: Sequence[Callable[..., Any]], gradient: Tensor, kept: bool = False
+    ) -> Tensor:
+        """The gradient as hooks leave it, one after the other; ``kept``: more hooks follow."""
         for hook in hooks:
             given = gradient
             gradient = self.methods.gradient(hook, self.clients, given)
             # What a hook returns may be rows that it keeps, and the next may change what it gets.
-            if gradient is not given and hook is not hooks[-1]:
+            if gradient is not given and (kept or hook is not hooks[-1]):
                 gradient = gradient.clone()
         return gradient
+
+    def step(self, gradient: Any) -> None:
+        """Take the client optimizer's step along a direction, or one gradient a parameter."""
+        if self.per_parameter is not None:
+            self.optimizer.step_each(gradient, self.model.missing)
+        else:
+            # What a method gives a gradient to is stepped, whatever the loss depends on.
+            self.optimizer.step(gradient, () if self.changed else self.model.missing)
+
+    def step_at(self, gradient: Any, rate: Callable[..., Any]) -> None:
+        """Take the step at the rate times what a method gives, for each client."""
+        x = self.model.x
+        # The rates are columns, and optimizers take one: of a whole step, that share is taken.
+        given = checked_rows(rate, self.methods.call(rate, self.clients), x[:, :1])
+        assert self.group.rates_used is not None
+        self.group.rates_used.add_(given)
+        before = x.clone()
+        self.step(gradient)
+        # At 1 its bits are those of the step.
+        x.copy_(before.lerp_(x, given.to(x.dtype)))
 
     def remember(self) -> None:
         """Remember generators and buffers as the step begins, for gradients at other points."""

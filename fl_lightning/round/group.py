@@ -55,6 +55,7 @@ class ClientGroup:
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
         self.clipped: Tensor | None = None  # (n,): in how many steps clipping was active
+        self.rates_used: Tensor | None = None  # (n, 1): the factors of steps taken, summed
         self.step: Tensor | None = None
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
@@ -119,6 +120,7 @@ class ClientGroup:
             "kept_elapsed": self.kept_elapsed,
             "kept_mask": self.kept_mask,
             "clipped": self.clipped,
+            "rates_used": self.rates_used,
             "step": self.step,
         }
         everything = {**named, **self.attributes, **self.columns, **self.rows}
@@ -138,6 +140,8 @@ class ClientGroup:
     def elapsed(self) -> Tensor:
         """Σ η K since the displacement's origin: ``(n, 1)``, or ``(n, D)`` where parts are kept."""
         here = self.round.rates.elapsed(self.column("steps", self.round.steps))
+        if self.rates_used is not None:
+            here = self.rates_used * self.round.rates.lr.to(self.rates_used.dtype)
         return here if self.kept_elapsed is None else here + self.kept_elapsed
 
     def gradients(self, client: int) -> int:
@@ -273,7 +277,7 @@ class ClientGroup:
         own.declared = dict(self.declared)
         own.uploads = {key: value[part] for key, value in self.uploads.items()}
         own.logs = {name: value[part] for name, value in self.logs.items()}
-        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask"):
+        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask", "rates_used"):
             value = getattr(self, name)
             setattr(own, name, None if value is None else value[part])
         return own

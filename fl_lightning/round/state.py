@@ -50,6 +50,7 @@ class Owner(Protocol):
 
     @property
     def _ledger(self) -> Staging: ...
+    def has(self, hook: str) -> bool: ...
     def declarations(self) -> dict[str, Declaration]: ...
 
 
@@ -97,7 +98,7 @@ class Declaration:
 
     Args:
         shape: of one row; None: ``(D,)``; ``("k", "D")``: k rows of D numbers, k being an attribute
-            of the callback, set in ``__init__``.
+            of the callback, set in ``__init__`` or in ``on_layout``.
         dtype: None: the learner's (sums have at least float32).
     """
 
@@ -172,7 +173,7 @@ class Declaration:
     def __set_name__(self, owner: type, name: str) -> None:
         self.name = name
 
-    def of(self, callback: object) -> Self:
+    def of(self, callback: Owner) -> Self:
         """The declaration with the callback's numbers in place of their names in ``shape``."""
         names = [size for size in self.shape or () if isinstance(size, str) and size != "D"]
         if self.shape is None or not names:
@@ -180,10 +181,13 @@ class Declaration:
         sizes: dict[str, int] = {}
         for name in names:
             size = vars(callback).get(name)
+            if size is None and callback.has("on_layout"):
+                return self  # the model is not known yet, on which the size depends
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UserError(
                     f"{self.key(callback)}: shape={self.shape!r} names {name!r}, which is "
-                    f"{size!r}; it has to be an attribute that __init__ sets to an integer from 1."
+                    f"{size!r}; it has to be an attribute that __init__ or on_layout sets to an "
+                    "integer from 1."
                 )
             sizes[name] = size
         own = copy.copy(self)

@@ -11,8 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback
-from fl_lightning.callbacks import SharpnessAwareMinimization
+from fl_lightning.callback import (
+    ClientState,
+    FederatedCallback,
+    ServerState,
+    Upload,
+    UserError,
+)
+from fl_lightning.callbacks import CommunicationLogger, SharpnessAwareMinimization
 from tests.helpers.learners import InPlace, Lit, blobs, federated, momentum, trainer
 
 ENGINES = ["sequential", "concurrent"]
@@ -103,13 +109,16 @@ class Ordered(FederatedCallback):
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
         return gradient + 1
 
+    def on_direction(self, clients: Any, direction: Tensor) -> Tensor:
+        return 3 * direction - 1
+
     def on_local_step_end(self, clients: Any) -> None:
         clients.x *= 0.5
 
 
 @pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
 @pytest.mark.parametrize("optimizer", [None, momentum])
-def test_a_gradient_is_mixed_then_corrected_then_clipped_then_stepped_with(
+def test_a_gradient_is_mixed_corrected_clipped_and_then_the_direction_changed(
     engine: str, optimizer: Any
 ) -> None:
     data = blobs(clients=1)
@@ -134,6 +143,9 @@ def test_a_gradient_is_mixed_then_corrected_then_clipped_then_stepped_with(
             assert p.grad is not None
             p.grad = 2 * p.grad + 1
         torch.nn.utils.clip_grad_norm_(learner.parameters(), 9.0)
+        for p in learner.parameters():
+            assert p.grad is not None
+            p.grad = 3 * p.grad - 1
         own.step()
         for p in learner.parameters():
             p.data *= 0.5
@@ -189,3 +201,147 @@ def test_a_step_goes_against_the_gradient_at_the_perturbed_point(
             client_optimizer=lambda p: torch.optim.SGD(p, 0.5),
         )
         assert module.global_vector.tolist() == [value, value]
+
+
+class Signs(FederatedCallback):
+    """Steps by signs, of what is left of the gradient after clipping."""
+
+    def precondition(self, clients: Any, gradient: Tensor) -> Tensor:
+        clients.log("norm", clients.norm(gradient))
+        return gradient.sign()
+
+
+class Doubled(FederatedCallback):
+    def on_direction(self, clients: Any, direction: Tensor) -> None:
+        direction.mul_(2)
+
+
+class Fading(FederatedCallback):
+    """The rate falls to a share of itself within a round."""
+
+    seen = Upload(sent=False, shape=())
+
+    def __init__(self, end: float = 0.5) -> None:
+        super().__init__()
+        self.end = end
+
+    def step_rate(self, clients: Any) -> Tensor:
+        return 1 - clients.step / clients.steps * (1 - self.end)
+
+    def on_local_end(self, clients: Any) -> None:
+        self.seen[clients] = clients.elapsed[:, 0]
+        clients.log("rate", clients.lr.expand(len(clients.client_ids)))
+
+    def on_server_update(self, server: Any) -> None:
+        server.log("elapsed", self.seen.mean())
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_preconditioned_step_follows_the_direction_and_the_decay(
+    engine: str, capture: bool
+) -> None:
+    """From 4 by signs, doubled, at a rate of ½ and a decay of ½: 4 - ½ (2 + ½ 4) = 2, then ½."""
+    if engine != "concurrent" and capture:
+        pytest.skip("only `concurrent` captures")
+    module, logged = run(
+        Bowl(),
+        [Doubled(), Signs()],
+        engine=engine,
+        capture=capture,
+        clip_norm=0.5,
+        local_steps=2,
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.5, weight_decay=0.5),
+    )
+    assert module.global_vector.tolist() == [0.5, 0.5]
+    assert float(logged["norm"]) == 0.5
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+@pytest.mark.parametrize("optimizer", [None, momentum])
+def test_the_rates_of_steps_multiply_gradient_and_decay_and_are_added_up(
+    engine: str, optimizer: Any
+) -> None:
+    unequal = {"engine": engine, "local_epochs": 2, "client_optimizer": optimizer}
+    ours, logged = run(Lit(), [Fading()], rounds=2, **unequal)
+    for i, k in enumerate([ours.steps(1, i) for i in range(2)]):
+        assert k > 1, i
+    rates = [sum(1 - j / k * 0.5 for j in range(k)) for k in (ours.steps(1, 0), ours.steps(1, 1))]
+    eta = float(logged["rate"])
+    assert float(logged["elapsed"]) == pytest.approx(eta * sum(rates) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+@pytest.mark.parametrize("optimizer", [None, momentum])
+def test_a_factor_of_one_changes_no_bit(engine: str, optimizer: Any) -> None:
+    settings = {"engine": engine, "local_epochs": 2, "client_optimizer": optimizer}
+    ours, _ = run(Lit(), [Fading(1.0)], rounds=2, **settings)
+    plain, _ = run(Lit(), [], rounds=2, **settings)
+    assert ours.global_vector.equal(plain.global_vector)
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+def test_a_factor_takes_that_share_of_a_step(engine: str) -> None:
+    """From 4 at a rate of ½: to 2, and then half a step, to 1½."""
+    module, _ = run(
+        Bowl(),
+        [Fading(0.0)],
+        engine=engine,
+        local_steps=2,
+        client_optimizer=lambda p: torch.optim.SGD(p, 0.5),
+    )
+    assert module.global_vector.tolist() == [1.5, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("methods", "arguments", "words"),
+    [
+        ([Signs()], {"client_optimizer": momentum}, r"Signs decides in which direction.*plain SGD"),
+        (
+            [Signs()],
+            {"client_optimizer": lambda p: torch.optim.Adam(p, 0.1)},
+            r"client optimizer is Adam, whose own rule",
+        ),
+        (
+            [Fading()],
+            {"client_optimizer": lambda p: torch.optim.Rprop(p, 0.1)},
+            r"Fading multiplies the learning rate.*a step of Rprop",
+        ),
+    ],
+)
+def test_optimizers_with_a_rule_of_their_own_are_refused(
+    methods: Any, arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=words):
+        run(Lit(), methods, **arguments)
+
+
+class Sized(FederatedCallback):
+    """States of as many numbers as the model has tensors."""
+
+    at_server = ServerState(shape=("B",), sent=True, synchronised=False)
+    kept = ClientState(shape=("B",), synchronised=False)
+    sent = Upload(shape=("B",))
+    names: list[str]
+
+    def on_layout(self, layout: Any) -> None:
+        self.names = list(layout)
+        self.B = len(layout)
+
+    def on_local_end(self, clients: Any) -> None:
+        rows = [clients.x[:, clients.layout[name][0]].mean(1) for name in self.names]
+        self.kept[clients] = torch.stack(rows, dim=1)
+        self.sent[clients] = self.kept[clients]
+
+    def on_server_update(self, server: Any) -> None:
+        self.at_server += self.sent.mean()
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "stacked"])
+def test_the_shape_of_states_may_depend_on_the_model(engine: str) -> None:
+    module, logged = run(Lit(), [Sized(), CommunicationLogger()], rounds=2, engine=engine)
+    size = len(module.layout)
+    assert module.server_states["Sized.at_server"].shape == (size,)
+    assert module.client_rows.read("Sized.kept", 0).shape == (size,)
+    each = module.global_vector.numel() + size
+    assert float(logged["communication/up_parameters"]) == 2 * 2 * each

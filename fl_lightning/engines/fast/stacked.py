@@ -341,12 +341,15 @@ class Kept:
         self.group = group
         self.finished = finished
         self.x = group.x[finished]
+        self.rates_used = None if group.rates_used is None else group.rates_used[finished]
         self.rows = {key: (rows._version, rows[finished]) for key, rows in group.rows.items()}
         self.given = [(given, dict(given)) for given in (group.uploads, group.logs)]
 
     def restore(self) -> None:
         group = self.group
         group.x[self.finished] = self.x
+        if group.rates_used is not None and self.rates_used is not None:
+            group.rates_used[self.finished] = self.rates_used
         for key, rows in group.rows.items():
             version, values = self.rows.get(key, (None, None))
             # Rows that were first read in this step go back to what they were loaded as.

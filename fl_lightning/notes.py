@@ -1,0 +1,127 @@
+"""What is said of a run before it begins: warnings, and refusals of settings that cannot work."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from fl_lightning.errors import UserError
+
+# Torch's optimizers whose step is their learning rate times something.
+LINEAR = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The facts that a :class:`Note` or a :class:`Refusal` may depend on.
+
+    ``n`` of ``m`` clients take part in a round; ``weighting``, ``clip_norm``, ``sampling`` and
+    ``on_nonfinite`` are as they were given. ``optimizer``: the clients', where a step is not its
+    gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
+    is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
+    ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
+    leaves out who is late.
+    """
+
+    n: int
+    m: int
+    weighting: str
+    optimizer: str = ""
+    server: str = ""
+    server_rate: float | None = 1.0
+    clip_norm: float | None = None
+    sampling: str = "uniform"
+    on_nonfinite: str = "stop"
+    by_step: bool = False
+    deadline: bool = False
+
+
+class Note:
+    """A warning about a run before it begins, where it applies; the run's card repeats it.
+
+    Args:
+        text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to
+            ``values``.
+        when: whether it applies to a method in a run.
+        values: further names for the text, each a function of the method and the run.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        when: Callable[[Any, RunFacts], bool],
+        **values: Callable[[Any, RunFacts], object],
+    ) -> None:
+        self.text = text
+        self.when = when
+        self.values = values
+
+    def about(self, method: object, run: RunFacts) -> str:
+        """The text for this method and run; empty where it does not apply."""
+        if not self.when(method, run):
+            return ""
+        values = {name: value(method, run) for name, value in self.values.items()}
+        names = {**vars(method), **vars(run), **values}
+        return f"{type(method).__name__}: {self.text.format(**names)}"
+
+
+class Refusal(Note):
+    """What a method cannot run with: where it applies, the run is refused with the text.
+
+    Args:
+        settings: arguments of FederatedModule with which it does not apply; the contracts run with
+            them.
+    """
+
+    def __init__(
+        self,
+        text: str,
+        when: Callable[[Any, RunFacts], bool],
+        settings: dict[str, Any] | None = None,
+        **values: Callable[[Any, RunFacts], object],
+    ) -> None:
+        super().__init__(text, when, **values)
+        self.settings = settings or {}
+
+
+# A note of methods that take batch[1] for class indices: the first steps refuse other batches.
+CLASS_LABELS = Refusal("", when=lambda method, run: False)
+UNIFORM_OPTIMUM = Note(
+    "its fixed point is the optimum of the uniform mean over clients, also with "
+    "weighting='samples'.",
+    when=lambda method, run: run.weighting == "samples",
+)
+
+
+def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> None:
+    """Refuse client optimizers whose own rule would change what a method decides of a step.
+
+    Args:
+        direction, rate: the methods that decide the direction and the rate of local steps; empty:
+            there is none.
+
+    Raises:
+        UserError: naming the method, the optimizer and what to set.
+    """
+    if direction and run.optimizer:
+        kind = run.optimizer
+        if kind == "SGD":
+            kind = "SGD with momentum, maximize or several groups"
+        raise UserError(
+            f"method: {direction} decides in which direction clients step, and the client "
+            f"optimizer is {kind}, whose own rule would change that direction again. Use plain "
+            "SGD: model.client_optimizer=torch.optim.SGD, with lr and weight_decay only."
+        )
+    if rate and run.by_step:
+        raise UserError(
+            f"method: {rate} decides the learning rate of each local step, and so does "
+            "client_scheduler='local_steps'. Set model.client_scheduler='rounds' or 'ignore', or "
+            f"leave {rate} out."
+        )
+    if rate and run.optimizer and run.optimizer not in LINEAR:
+        raise UserError(
+            f"method: {rate} multiplies the learning rate of each local step, and a step of "
+            f"{run.optimizer} is not its learning rate times something. Use one of torch.optim's "
+            f"{', '.join(LINEAR)}."
+        )
