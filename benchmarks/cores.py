@@ -5,6 +5,10 @@ step's time without its ATen calls, under torch's profiler), and how long a work
 fork. Threads wait for each other from 1 / that part on. Processes are forked one after the other:
 n of them need S/n + f (n+1)/2 seconds for S seconds of local steps, f being a fork's. From these
 the table says how much faster a round is on so many cores, with as many clients as cores at least.
+
+``--workers 1 2 4`` runs the workloads with so many worker processes and threads, and prints what
+they really take: seconds a round, and memory. A page that n processes share counts as 1/n of it in
+each (PSS), so that a model that all workers read counts once.
 """
 
 from __future__ import annotations
@@ -12,17 +16,18 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
 import os
+import statistics
+import threading
 import time
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.scaling_point import memory_mb
-from benchmarks.workloads import WORKLOADS, Ours
-from fl_lightning.engines.local_step import LocalStep
+from benchmarks.workloads import WORKLOADS, Ours, local_steps_timed
 
 CORES = (2, 16, 64, 192)
 
@@ -32,19 +37,10 @@ def counted(name: str) -> dict[str, Any]:
     work = WORKLOADS[name]
     run = Ours(work, "sequential")
     run.round()
-    in_steps = 0.0
-    step = LocalStep.__call__
-
-    def timed_step(*arguments: Any) -> None:
-        nonlocal in_steps
-        began = time.perf_counter()
-        step(*arguments)
-        in_steps += time.perf_counter() - began
-
-    with patch.object(LocalStep, "__call__", timed_step):
+    with local_steps_timed() as steps:
         run.round()
-        seconds = in_steps
-        in_steps = 0.0
+        seconds = steps.seconds
+        steps.seconds = 0.0
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             run.round()
     calls = (event for event in seen.key_averages() if event.key.startswith("aten::"))
@@ -53,7 +49,7 @@ def counted(name: str) -> dict[str, Any]:
     return {
         "clients": work.clients,
         "seconds": seconds,
-        "python": max(0.0, 1 - in_calls / in_steps),
+        "python": max(0.0, 1 - in_calls / steps.seconds),
         "fork": fork_seconds(),
         "resident MB": memory_mb("VmRSS"),
     }
@@ -85,13 +81,84 @@ def speed_up(facts: dict[str, Any], cores: int) -> dict[str, float]:
     }
 
 
+class Memory(threading.Thread):
+    """Looks ten times a second at the memory of this process and its workers; keeps the most."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most_mb = 0.0
+        self.workers = 0
+        self._ended = threading.Event()
+
+    def run(self) -> None:
+        children = Path(f"/proc/self/task/{os.getpid()}/children")
+        while not self._ended.wait(0.1):
+            pids = children.read_text().split()
+            self.workers = max(self.workers, len(pids))
+            self.most_mb = max(self.most_mb, sum(map(proportional_mb, ["self", *pids])))
+
+    def __enter__(self) -> Memory:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self.join()
+
+
+def proportional_mb(pid: str) -> float:
+    """A process's memory in MiB (PSS); 0 once it has ended."""
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0.0
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith("Pss:"))
+
+
+def with_workers(name: str, workers: int, rounds: int = 3) -> dict[str, float]:
+    """A workload's median round with so many workers, and the memory of all its processes."""
+    run = Ours(WORKLOADS[name], "concurrent", workers=workers)
+    run.round()
+    seconds = [run.round()[0] for _ in range(rounds)]
+    with Memory() as memory:
+        run.round()
+    run.close()
+    return {
+        "seconds": statistics.median(seconds),
+        "MB": memory.most_mb,
+        "processes": memory.workers,
+    }
+
+
+def measure_workers(names: list[str], numbers: list[int], file: Path) -> None:
+    """Print a line for each workload and number of workers, each in a process of its own."""
+    results: dict[str, Any] = {}
+    print("| | workers | seconds a round | MB in all | forked |")
+    print("|---|---|---|---|---|")
+    alone = multiprocessing.get_context("spawn")
+    for name in names:
+        for number in numbers:
+            with alone.Pool(1) as pool:
+                facts = results[f"{name}, {number}"] = pool.apply(with_workers, (name, number))
+            print(
+                f"| {name} | {number} | {facts['seconds']:.2f} | {facts['MB']:.0f} "
+                f"| {facts['processes']} |",
+                flush=True,
+            )
+            file.write_text(json.dumps(results, indent=1))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cores", description=__doc__)
     parser.add_argument("workloads", nargs="*", default=["W1", "X6", "X7", "X8", "X10", "X11"])
+    parser.add_argument("--workers", type=int, nargs="+", help="run with so many, in place of it")
     parser.add_argument("--json", type=Path, default=Path("cores.json"))
     given = parser.parse_args()
     if unknown := sorted(set(given.workloads) - set(WORKLOADS)):
         parser.error(f"unknown workload {unknown[0]}; known are {', '.join(WORKLOADS)}")
+    if given.workers:
+        measure_workers(given.workloads, given.workers, given.json)
+        return
     results = {}
     print("| | a round | Python's part | a fork |", *(f" {n} cores |" for n in CORES))
     print("|---|---|---|---|" + "---|" * len(CORES))

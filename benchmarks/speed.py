@@ -16,15 +16,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.bare import prepared
 from benchmarks.peers import PEERS, Peer, peers
-from benchmarks.workloads import WORKLOADS, Ours
+from benchmarks.workloads import WORKLOADS, Ours, local_steps_timed
 from fl_lightning import callbacks
-from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.machine.processes import usable_cores
 
 Round = Callable[[], tuple[float, float]]
@@ -107,21 +105,12 @@ def measure(
 def outside_of_steps(name: str, rounds: int) -> float:
     """The share of a round that is not spent in local steps, clients one after the other."""
     run = Ours(WORKLOADS[name], "sequential", own_methods(name))
-    in_steps = 0.0
-    step = LocalStep.__call__
-
-    def timed_step(*arguments: Any) -> None:
-        nonlocal in_steps
-        began = time.perf_counter()
-        step(*arguments)
-        in_steps += time.perf_counter() - began
-
     shares = []
-    with patch.object(LocalStep, "__call__", timed_step):
+    with local_steps_timed() as steps:
         for _ in range(rounds + 1):
-            in_steps = 0.0
+            steps.seconds = 0.0
             seconds, _ = run.round()
-            shares.append(1 - in_steps / seconds)
+            shares.append(1 - steps.seconds / seconds)
     run.close()
     return statistics.median(shares[1:])
 

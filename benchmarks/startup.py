@@ -61,8 +61,8 @@ def main() -> None:
     medians = {name: statistics.median(taken) for name, taken in seconds.items()}
     for name, median in medians.items():
         print(f"{name:<8}{median:6.2f} s   {median / medians['import']:.2f} × the import")
-    bound = 1.25 * medians["import"] + 1.5
-    print(f"fit may take 1.25 × the import + 1.5 s = {bound:.2f} s; an error's paragraph 1.1 ×")
+    bound = 1.25 * medians["import"] + 1.0
+    print(f"fit may take 1.25 × the import + 1 s = {bound:.2f} s; an error's paragraph 1.1 ×")
 
 
 if __name__ == "__main__":

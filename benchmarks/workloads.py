@@ -6,11 +6,13 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytorch_lightning as pl
@@ -40,6 +42,7 @@ from benchmarks.networks import (
 )
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.datamodules import FromDatasets
+from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.models import MLP, LeNet, ResNet18GN, ResNet20
 
 LR = 0.1
@@ -268,6 +271,27 @@ class Ours:
     def close(self) -> None:
         if self.module.run.engine is not None:
             self.module.run.engine.close()
+
+
+class Watched:
+    """Seconds in which local steps ran, since it was set to 0 last."""
+
+    seconds = 0.0
+
+
+@contextmanager
+def local_steps_timed() -> Iterator[Watched]:
+    """While it is open, the time of every local step of this process is added up."""
+    watched = Watched()
+    step = LocalStep.__call__
+
+    def timed_step(*arguments: Any) -> None:
+        began = time.perf_counter()
+        step(*arguments)
+        watched.seconds += time.perf_counter() - began
+
+    with patch.object(LocalStep, "__call__", timed_step):
+        yield watched
 
 
 def quiet_trainer(rounds: int, callbacks: list[Any], **settings: Any) -> pl.Trainer:
