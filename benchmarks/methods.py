@@ -33,7 +33,7 @@ from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning.cli.cite_command import cited, references
 from fl_lightning.cli.compose import as_list, packaged, parse_yaml, read
 from fl_lightning.cli.method_options import method_class, names_of_ours
-from fl_lightning.contracts.federation import fit, quiet
+from fl_lightning.contracts.federation import LowRank, fit, quiet
 from fl_lightning.lightning import pl
 from fl_lightning.methods import Methods
 from fl_lightning.report.tables import PERCENT
@@ -45,6 +45,8 @@ RESULTS = Path("docs/results/methods")
 SWEEP = "experiment/methods/fashionmnist-100"
 # What is added to other methods.
 ADDED = ("ri", "sam", "byzantine")
+# FedAvg and PartialAveraging on adapters.
+FOR_ADAPTERS = ("fedit", "fedsa_lora")
 # A config, and an argument by which it costs something else.
 VARIANTS: dict[str, dict[str, Any]] = {
     "scaffold": {"estimate": "gradient"},
@@ -71,6 +73,7 @@ KINDS = {
     "aggregate": "aggregation",
     "evaluated": "what is evaluated",
     "parts": "parts",
+    "trained": "what clients train",
     "personal": "personal models",
 }
 COLUMNS = (
@@ -95,6 +98,23 @@ class Small(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+
+class SmallAdapted(Small):
+    """The same network, frozen, with adapters of rank 8 and trained biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for place in (0, 3):
+            linear = self.net[place]
+            assert isinstance(linear, nn.Linear)
+            self.net[place] = LowRank(linear.in_features, linear.out_features, 8, 2.0)
+        generator = torch.Generator().manual_seed(1)
+        for name, parameter in self.named_parameters():
+            parameter.data = 0.05 * torch.randn(parameter.shape, generator=generator)
+            parameter.requires_grad_(not name.endswith("weight"))
+            if name.endswith("lora_B"):
+                parameter.data.zero_()
 
 
 class Meter(FederatedCallback):
@@ -201,10 +221,15 @@ class Packaged:
             return fit(
                 [*callbacks, *more],
                 rounds,
-                learner=Small(),  # type: ignore[arg-type]
+                learner=self.learner(),  # type: ignore[arg-type]
                 federation=federation(),
                 **{**self.arguments(), **options},
             )
+
+    def learner(self) -> Small:
+        """What it trains here: a network, with adapters where it is for these."""
+        adapted = any(method.needs_adapters for method in self.made())
+        return SmallAdapted() if adapted or self.config in FOR_ADAPTERS else Small()
 
     def called(self) -> str:
         """Its name: what its config's first line begins with, of several classes with theirs."""

@@ -16,6 +16,7 @@ from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
 from fl_lightning.callbacks.error_feedback_21 import ErrorFeedback21
 from fl_lightning.callbacks.extrapolated_step import ExtrapolatedStep
+from fl_lightning.callbacks.factor_schedule import FactorSchedule
 from fl_lightning.callbacks.global_loss_logger import GlobalLossLogger
 from fl_lightning.callbacks.global_sharpness_aware_minimization import (
     GlobalSharpnessAwareMinimization,
@@ -29,6 +30,7 @@ from fl_lightning.callbacks.model_contrast import ModelContrast
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.not_true_distillation import NotTrueDistillation
+from fl_lightning.callbacks.padded_ranks import PaddedRanks
 from fl_lightning.callbacks.partial_averaging import PartialAveraging
 from fl_lightning.callbacks.per_client_evaluation import PerClientEvaluation
 from fl_lightning.callbacks.power_of_choice import PowerOfChoice
@@ -46,6 +48,7 @@ from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMinimization
 from fl_lightning.callbacks.sign_update import SignUpdate
 from fl_lightning.callbacks.top_k_compression import TopKCompression
+from fl_lightning.callbacks.truncated_product import TruncatedProduct
 
 __all__ = [
     "AlternatingHead",
@@ -61,6 +64,7 @@ __all__ = [
     "DynamicRegularization",
     "ErrorFeedback21",
     "ExtrapolatedStep",
+    "FactorSchedule",
     "FederatedProgressBar",
     "GlobalLossLogger",
     "GlobalSharpnessAwareMinimization",
@@ -73,6 +77,7 @@ __all__ = [
     "MoreauEnvelope",
     "NormalizedAveraging",
     "NotTrueDistillation",
+    "PaddedRanks",
     "PartialAveraging",
     "PerClientEvaluation",
     "PowerOfChoice",
@@ -89,4 +94,5 @@ __all__ = [
     "SharpnessAwareMinimization",
     "SignUpdate",
     "TopKCompression",
+    "TruncatedProduct",
 ]

@@ -5,7 +5,9 @@ Learning (2024), Algorithm 1, arXiv:2404.11754: the head every round, the extrac
 M. G. Arivazhagan, V. Aggarwal, A. K. Singh, S. Choudhary: Federated Learning with Personalization
 Layers (2019), arXiv:1912.00818: the head never. X. Li, M. Jiang, X. Zhang, M. Kamp, Q. Dou: FedBN:
 Federated Learning on Non-IID Features via Local Batch Normalization (ICLR 2021), arXiv:2102.07623:
-normalisation layers never, and buffers="own". The framework keeps the clients' copies; this class
+normalisation layers never, and buffers="own". P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu:
+Selective Aggregation for Low-Rank Adaptation in Federated Learning (ICLR 2025), arXiv:2410.01463:
+B of each low-rank adapter never (FedSA-LoRA). The framework keeps the clients' copies; this class
 says which part is averaged when.
 """
 
@@ -20,7 +22,12 @@ from fl_lightning.callback import FederatedCallback, Layout, Note, Paper, RunFac
 
 Period = int | Literal["never"]
 # These have names in the field: a group of parameters that is never averaged.
-KNOWN = {"last": "FedPer", "norms": "FedBN", "all": "local training"}
+KNOWN = {
+    "last": "FedPer",
+    "norms": "FedBN",
+    "all": "local training",
+    "*lora_B*": "FedSA-LoRA",
+}
 
 
 def lost_work(method: PartialAveraging, run: RunFacts) -> float:
@@ -66,9 +73,11 @@ class PartialAveraging(FederatedCallback):
     paper = Paper(
         by=lambda given: (
             [
-                {("norms",): "li2021fedbn", ("last",): "arivazhagan2019fedper"}.get(
-                    tuple(given.get("periods") or ())
-                )
+                {
+                    ("norms",): "li2021fedbn",
+                    ("last",): "arivazhagan2019fedper",
+                    ("*lora_B*",): "guo2025fedsalora",
+                }.get(tuple(given.get("periods") or ()))
             ]
             if "never" in (given.get("periods") or {"": given.get("period")}).values()
             else ["gholami2024fedals"]

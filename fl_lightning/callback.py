@@ -24,6 +24,7 @@ from fl_lightning.learner.layout import Layout
 from fl_lightning.lightning import pl
 from fl_lightning.notes import CLASS_LABELS, UNIFORM_OPTIMUM, Note, Refusal, RunFacts
 from fl_lightning.papers import Paper
+from fl_lightning.round import low_rank
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.coding import (
     Blocks,
@@ -38,6 +39,7 @@ from fl_lightning.round.coding import (
     rounded_up,
     unpacked,
 )
+from fl_lightning.round.resting import Resting
 from fl_lightning.round.server import Server
 from fl_lightning.round.state import (
     ClientState,
@@ -84,6 +86,7 @@ __all__ = [
     "flag",
     "generator",
     "levels_of",
+    "low_rank",
     "message_of",
     "number",
     "once",
@@ -137,7 +140,7 @@ def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
     return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
-class FederatedCallback(Given, pl.Callback):
+class FederatedCallback(Given, Resting, pl.Callback):
     """Base class of methods and loggers: a Lightning callback with the hooks of a federated round.
 
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end`

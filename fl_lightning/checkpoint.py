@@ -183,6 +183,27 @@ def chosen_written(chosen: Mapping[int, tuple[int, ...]]) -> dict[str, Tensor]:
     return written(_Chosen(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """The clients that were sent w, and the round in which each was so last."""
+
+    clients: Tensor = entry(IDS)
+    rounds: Tensor = entry(IDS)
+
+
+def sent_read(held: Any, place: str) -> dict[int, int]:
+    """The kind of the round in which each client was sent w last."""
+    columns = record(_Sent)(held, place)
+    if len(columns.clients) != len(columns.rounds):
+        raise damaged(place)
+    return dict(zip(columns.clients.tolist(), columns.rounds.tolist(), strict=True))
+
+
+def sent_written(sent: Mapping[int, int]) -> dict[str, Tensor]:
+    columns = (sorted(sent), [sent[client] for client in sorted(sent)])
+    return written(_Sent(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """The run's part of a checkpoint: what is written, checked and read back.
@@ -201,6 +222,7 @@ class Held:
             fit on other data, which is refused, may save a checkpoint too.
         engine: who trains the clients.
         secret: the name of the run's secret; empty: it has none.
+        sent: the round in which each client was sent w last, where a method depends on it.
     """
 
     version: int = entry(COUNT, VERSION)
@@ -222,6 +244,7 @@ class Held:
         EnginePlan.from_dict, write=lambda plan: None if plan is None else plan.as_dict()
     )
     secret: str = entry(TEXT, "")
+    sent: dict[int, int] = entry(sent_read, {}, sent_written)
 
     @classmethod
     def of(
@@ -259,11 +282,14 @@ class Held:
             partition=state.partition,
             engine=plan,
             secret=secret.name,
+            sent=dict(state.sent),
         )
 
     def entries(self) -> dict[str, Any]:
-        """The entries of the file; older versions had no ``versions`` and ``secret``."""
+        """The entries of the file; older versions had no ``versions``, ``secret`` and ``sent``."""
         held = written(self)
+        if not self.sent:
+            del held["sent"]
         return {k: v for k, v in held.items() if k not in ("versions", "secret") or v}
 
     def restore(
@@ -301,6 +327,7 @@ class Held:
             logged=self.logged,
             chosen=self.chosen,
             versions=versions,
+            sent=dict(self.sent),
         )
 
 

@@ -26,6 +26,7 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.group import LOSS
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import Parts
+from fl_lightning.round.resting import mask_of_round, remember_sent
 from fl_lightning.round.server import Server
 from fl_lightning.round.settings import Settings
 from fl_lightning.round.totals import Total
@@ -120,7 +121,8 @@ class FederatedLoop:
             self.report(metrics, t)
             chosen = self.latest[1] if self.methods.owner("select") else None
             versions = self.versions(ledger, server)
-            self.state.commit(t, rows, server_states, metrics, chosen, versions)
+            sent = ledger.round.ids if remember_sent(self.methods) else []
+            self.state.commit(t, rows, server_states, metrics, chosen, versions, sent)
             # The store has the rows now, in memory or on disk, and drops those that exceed it.
             ledger.rows = {}
         except BaseException:
@@ -169,6 +171,9 @@ class FederatedLoop:
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(t, factor, steps.values()),
         )
+        trained = mask_of_round(self.methods, ledger.round)
+        if trained is not None:
+            ledger.round = replace(ledger.round, trained=trained)
         # The last check that may refuse the round. A checkpoint that is saved from here on, until
         # the commit, holds the model as it is now.
         self.model.hold(ledger.round.buffers)
@@ -217,6 +222,7 @@ class FederatedLoop:
             home=self.state.rows.at_home,
             own_buffers=self.buffers.own(buffers),
             noise=None if self.methods.draws_from is None else self.cohort.key,
+            sent=self.state.sent,
         )
 
     def broadcast(self, server: Server) -> Tensor | None:

@@ -20,6 +20,7 @@ from fl_lightning.callback import (
 )
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.notes import refuse_optimizer
+from fl_lightning.round import resting
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.schedules import arguments
 
@@ -37,6 +38,7 @@ OWNED = {
     "aggregate": "how updates are combined",
     "evaluated": "what is evaluated",
     "parts": "which part is averaged when",
+    "trained": "what clients train",
     "personal": "what a client uses itself",
 }
 SHARED = (
@@ -131,6 +133,7 @@ class Methods:
         self._declare()
         for callback in self.callbacks:
             self._refuse_companions(callback)
+        resting.check_companions(self.callbacks)
         if layout is not None:
             self.lay_out(layout)
 
@@ -195,6 +198,8 @@ class Methods:
                     raise UserError(f"method: {text}")
                 if text:
                     texts.append(text)
+            if why := resting.why_not_with(callback, run):
+                raise UserError(f"method: {type(callback).__name__} {why}. Leave that option out.")
         return texts
 
     def _note_step_rates(self) -> list[str]:
@@ -332,6 +337,11 @@ class Methods:
         """Tell whether local steps are perturbed without a gradient at x."""
         owner = self._owned_by.get("perturbation")
         return owner is not None and owner.blind
+
+    @property
+    def resting(self) -> FederatedCallback | None:
+        """The callback that says what clients train; None: they train all."""
+        return self._owned_by.get("trained")
 
     @property
     def personal_of_all(self) -> bool:

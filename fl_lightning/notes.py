@@ -21,7 +21,7 @@ class RunFacts:
     gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
     is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
-    leaves out who is late.
+    leaves out who is late. ``keeps_optimizer``: keep_optimizer_state.
     """
 
     n: int
@@ -35,6 +35,7 @@ class RunFacts:
     on_nonfinite: str = "stop"
     by_step: bool = False
     deadline: bool = False
+    keeps_optimizer: bool = False
 
 
 class Note:

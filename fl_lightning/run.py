@@ -274,6 +274,9 @@ class FederatedRun:
         """
         model = self.model
         cohort = self.cohort(trainer)
+        # Before a step is tried: a method may refuse what the learner cannot train, either.
+        for callback in self.methods.callbacks:
+            callback.check_layout(model.layout, cohort.m)
         kept = self.settings.keep_optimizer_state
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)
@@ -324,6 +327,7 @@ class FederatedRun:
             on_nonfinite=settings.on_nonfinite,
             by_step=rates.by_step,
             deadline=cohort.over_selection is not None and cohort.over_selection.ticks is not None,
+            keeps_optimizer=settings.keep_optimizer_state,
         )
         of_clock = systems.notes(settings.asynchronous, self.methods)
         for text in [*settings.notes(), *self.methods.notes(about), *of_clock]:

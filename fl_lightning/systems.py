@@ -221,7 +221,7 @@ def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
     for callback in methods.callbacks:
         # What a method gives in place of w is counted as its own states are.
         less_down = callback.has("broadcast") and "clients.w" not in callback.cannot_run_with
-        parts = callback.has("parts")
+        parts = callback.has("parts") or callback.has("trained")
         if (up and (parts or _sends_less(callback))) or (down and (parts or less_down)):
             found.append(type(callback).__name__)
     names = " and ".join(found)

@@ -42,6 +42,7 @@ class Brought:
         buffers: changes of those that are averaged; ``maxima``: values of those that count.
         rows: of states, by name.
         kept: how many numbers the client keeps until its next round; None: its rows tell.
+        holds: ``(D,)`` bool, the coordinates that it trained, where clients differ in that; None.
     """
 
     client: int
@@ -58,6 +59,7 @@ class Brought:
     metrics: Any = None
     mean_gradient_read: str = ""
     kept: int | None = None
+    holds: Tensor | None = None
 
 
 class Contributions:
@@ -126,7 +128,7 @@ class Contributions:
         """What a client, a group of one after ``on_local_end``, brings home."""
         (client,) = group.ids
         round = self.ledger.round
-        counts = traffic.of_client(group, round.buffers)
+        counts = traffic.of_client(group, round.buffers, self.methods)
         home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
         # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
         given = group.round.w
@@ -134,6 +136,9 @@ class Contributions:
         transmits = self.methods.owner("transmit") is not None
         # FedAsync mixes with the present model, which a client that compresses does not know.
         update = group.x - (given if base is None or transmits else base)
+        # What a client did not train it does not send, wherever it stood.
+        if group.resting is not None:
+            update = update.masked_fill(group.resting, 0.0)
         # A client counts only if all it would bring is finite: its update, the models that it
         # keeps, then its buffers.
         kept = (row for _, row in group.written() if row.shape == update.shape)
@@ -145,6 +150,8 @@ class Contributions:
             traffic.add_upload(counts, group, self.methods)
             return home
         home.finished = True
+        if group.resting is not None and round.trained is None:
+            home.holds = ~group.resting[0]
         # What clients keep of parts that are not averaged is evaluated as trained, not as sent:
         # so it is kept before `transmit` may compress or perturb the update.
         if round.parts is not None:
@@ -197,6 +204,8 @@ class Contributions:
         values.weight = torch.tensor(float(weight), dtype=torch.float64)
         if home.trained is not None:
             values.copies = home.trained * weight
+        if home.holds is not None:
+            values.holders = home.holds.to(torch.float64) * weight
         if not self.gathers:
             values.weighted = update if self.uniform else update * weight
             values.update = None if self.uniform else update

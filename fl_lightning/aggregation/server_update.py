@@ -15,6 +15,7 @@ from fl_lightning.aggregation import gathering
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.methods import Methods
+from fl_lightning.round import resting
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.ledger import Ledger
@@ -37,7 +38,7 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
         gathering.add_up(ledger, ledger.gathered)
     server.update = torch.zeros_like(round.w)
     if ledger.finished:
-        server.update = total.mean(total.weighted, round.wide).to(round.w.dtype)
+        server.update = mean_of(total, methods, server, round).to(round.w.dtype)
         # The mean divides by the discounted weights, which cancels a discount that all share. Old
         # updates have to shrink the step, so it is brought back.
         if ledger.scale != 1:
@@ -50,6 +51,17 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     # The method may still hold what it returned (a state, say), and others change the update in
     # place.
     return update.to(round.w.dtype, copy=True)
+
+
+def mean_of(total: Total, methods: Methods, server: Server, round: Round) -> Tensor:
+    """The weighted mean of what was transmitted, over those who trained a coordinate."""
+    owner = methods.resting
+    if owner is None or total.holders is None:
+        return total.mean(total.weighted, round.wide)
+    assert total.weighted is not None and total.weight is not None
+    return resting.averaged(
+        owner.averaged_over, total.weighted, total.holders, total.weight, server.given, round.w
+    )
 
 
 def masked(server: Server) -> Tensor:
@@ -188,7 +200,8 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     parts stay as they were evaluated last.
     """
     round = ledger.round
-    if server.averaged is None or bool(server.averaged.all()):
+    # What all clients leave at rest stands at w.
+    if round.parts is None or server.averaged is None or bool(server.averaged.all()):
         return None
     # Parts that stay at sites are not here: w is evaluated.
     if ledger.rows_elsewhere:

@@ -16,12 +16,12 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORW
 COUNTS = 7
 
 
-def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
+def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Methods) -> list[int]:
     """A client's counts, without what it uploads."""
     counts = [0] * COUNTS
     # Coordinates of which the client has a valid copy are not sent to it.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
-    counts[DOWN_PARAMETERS] = group.round.layout.size - kept
+    counts[DOWN_PARAMETERS] = _down(group, methods) - kept
     counts[CLIENTS] = 1
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
     counts[FORWARDS] = sum(map(group.passes, group.ids))
@@ -31,12 +31,28 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor]) -> list[int]:
     return counts
 
 
+def _down(group: ClientGroup, methods: Methods) -> int:
+    """How many coordinates of w a client is sent, kept parts aside."""
+    round = group.round
+    owner = methods.resting
+    (client,) = group.ids
+    for callback in methods.callbacks:
+        number = callback.numbers_down(round.layout, round.t, round.sent.get(client))
+        if number is not None:
+            return number
+    if owner is not None and owner.untrained == "zero" and group.resting is not None:
+        return int((~group.resting).sum())
+    return round.layout.size
+
+
 def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     """Add a client's upload: its update, where it is averaged, uploads and rows that go up."""
     going_up = methods.going_up()
     averaged = group.round.averaged
     size = group.x.element_size()
     everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
+    if averaged is None and group.resting is not None:
+        everywhere = int((~group.resting).sum())
     parameters, number = group.transmitted
     # The client has been collected by now, so reading a tensor waits for nothing.
     up = everywhere if parameters is None else float(parameters)

@@ -30,6 +30,19 @@ ROUNDS = 3
 Outcome = dict[str, Tensor]
 
 
+class LowRank(nn.Linear):
+    """A linear layer with an adapter: ``(W + scaling B A) x + bias``, W frozen, B 0 at first."""
+
+    def __init__(self, d_in: int, out: int, rank: int, scaling: float) -> None:
+        super().__init__(d_in, out)
+        self.lora_A = nn.Parameter(torch.zeros(rank, d_in))
+        self.lora_B = nn.Parameter(torch.zeros(out, rank))
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scaling * (x @ self.lora_A.T) @ self.lora_B.T
+
+
 class Learner(pl.LightningModule):
     """Two layers in float64, and a buffer that follows the inputs, not the weights.
 
@@ -40,13 +53,18 @@ class Learner(pl.LightningModule):
         dead: whether the loss is constant, so that all gradients are zero.
         embedding: None, or whether the gradient of an embedding before the layers is sparse. That
             embedding's second row and an extra parameter get no gradient at all.
+        adapters: whether the two layers' weights are frozen and have adapters, of rank 2.
     """
 
     running_mean: Tensor
     batches: Tensor
 
     def __init__(
-        self, frozen: bool = False, dead: bool = False, embedding: bool | None = None
+        self,
+        frozen: bool = False,
+        dead: bool = False,
+        embedding: bool | None = None,
+        adapters: bool = False,
     ) -> None:
         super().__init__()
         self.dead = dead
@@ -54,14 +72,18 @@ class Learner(pl.LightningModule):
         if embedding is not None:
             self.table = nn.Embedding(3, 3, sparse=embedding)
             self.unused = nn.Parameter(torch.zeros(2))
-        self.first = nn.Linear(3, 4)
-        self.head = nn.Linear(4, 3)
+        self.first: nn.Linear = LowRank(3, 4, 2, 0.5) if adapters else nn.Linear(3, 4)
+        self.head: nn.Linear = LowRank(4, 3, 2, 1.5) if adapters else nn.Linear(4, 3)
         self.double()
         generator = torch.Generator().manual_seed(5)
         for parameter in self.parameters():
             parameter.data = 0.5 * torch.randn(
                 parameter.shape, generator=generator, dtype=torch.float64
             )
+        for layer in (self.first, self.head) if adapters else ():
+            layer.weight.requires_grad_(False)
+            assert isinstance(layer, LowRank)
+            layer.lora_B.data.zero_()
         if frozen:
             self.first.bias.requires_grad_(False)
         if self.has_buffers:
@@ -166,11 +188,13 @@ def fit(
     folder: str | None = None,
     resume: bool = False,
     trainer: dict[str, Any] | None = None,
+    adapters: bool = False,
     **arguments: Any,
 ) -> FederatedModule:
     """Run on the CPU.
 
-    ``folder``: where to keep its checkpoint; ``resume``: go on from that one.
+    ``folder``: where to keep its checkpoint; ``resume``: go on from that one. ``adapters``: whether
+    the learner has some, as it has where a method needs them.
     """
     required: dict[str, Any] = {}
     for callback in callbacks:
@@ -186,7 +210,8 @@ def fit(
         **required,
         **arguments,
     }
-    module = FederatedModule(learner or Learner(), **arguments)
+    adapters |= any(callback.needs_adapters for callback in callbacks)
+    module = FederatedModule(learner or Learner(adapters=adapters), **arguments)
     watchers: list[pl.Callback] = [Watch(started, ended)]
     if folder is not None:
         watchers.append(

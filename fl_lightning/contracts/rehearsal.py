@@ -125,7 +125,11 @@ class Stage:
                 call(hook, partial(methods.run, hook, clients))
                 yield hook, state(group)
 
+        trains = methods.owner("trained")
+        if trains is not None:
+            group.resting = ~call("trained", partial(methods.call, trains, clients))
         yield from run("on_local_start")
+        group.put_to_rest(methods.resting is not None and methods.resting.untrained == "zero")
         group.begin(own_starts=True)
         if rate is not None:
             group.rates_used = torch.zeros_like(clients.steps)
@@ -147,6 +151,7 @@ class Stage:
                 group.rates_used.add_(factor)
                 g = factor * g
             clients.x.sub_(self.round.rates.lr * g)
+            group.hold()
             yield from run("on_local_step_end")
             group.step_done()
         group.local_step = None

@@ -85,7 +85,17 @@ class Method:
     @cached_property
     def average(self) -> Outcome:
         """What FedAvg leaves with the settings that the method requires."""
-        return fedavg(**required_by(self.cls))
+        return self.fedavg()
+
+    def fedavg(self, **settings: Any) -> Outcome:
+        """What FedAvg leaves with these settings and a learner like the method's."""
+        if self.cls.needs_adapters:
+            settings["adapters"] = True
+        return fedavg(**{**required_by(self.cls), **settings})
+
+    def learner(self, **given: Any) -> Learner:
+        """A learner such as the method needs."""
+        return Learner(adapters=self.cls.needs_adapters, **given)
 
 
 def fedavg(**settings: Any) -> Outcome:
@@ -119,7 +129,7 @@ def neutral(method: Method) -> None:
         ours = outcome(fit([callback], **{**required_by(method.cls), **setting}))
         average = method.average
         if setting:
-            average = fedavg(**{**required_by(method.cls), **setting})
+            average = method.fedavg(**setting)
         # A perturbation of length 0 costs a gradient nevertheless.
         theirs = {n: value for n, value in average.items() if not n.startswith("log cost/")}
         require_same(
@@ -225,8 +235,8 @@ def processes(method: Method) -> None:
 
 
 def frozen(method: Method) -> None:
-    before = Learner(frozen=True)
-    learner = Learner(frozen=True)
+    before = method.learner(frozen=True)
+    learner = method.learner(frozen=True)
     module = fit([method.factory()], learner=learner)
     if not torch.equal(learner.first.bias, before.first.bias):
         hint = "change clients.x or server.update, not the learner"
@@ -326,7 +336,9 @@ def zero_rate(method: Method) -> None:
 def zero_gradient(method: Method) -> None:
     hint = "where something is divided by a norm: torch.where(norm > 0, norm, 1.0)"
     plain = {"client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2)}
-    finite(method, "with gradients that are all 0", hint, learner=Learner(dead=True), **plain)
+    finite(
+        method, "with gradients that are all 0", hint, learner=method.learner(dead=True), **plain
+    )
 
 
 def unequal_rates(method: Method) -> None:
@@ -348,9 +360,9 @@ def lazy_gradients(method: Method) -> None:
         "gradients arrive as one dense vector (n, D), 0 where a parameter got none; take them "
         "from nowhere else"
     )
-    unused = Learner(embedding=False)
+    unused = method.learner(embedding=False)
     dense = finite(method, "with parameters that get no gradient", hint, learner=unused)
-    sparse = finite(method, "with sparse gradients", hint, learner=Learner(embedding=True))
+    sparse = finite(method, "with sparse gradients", hint, learner=method.learner(embedding=True))
     require_same(dense, sparse, 1e-12, "sparse and dense gradients of one loss differ", hint)
 
 
@@ -376,7 +388,7 @@ def buffers(method: Method) -> None:
     average = method.average
     ours = method.plain
     if who:
-        average = fedavg(**{**required_by(method.cls), **who})
+        average = method.fedavg(**who)
         ours = method.run(**who)
     kept = {name for name in average if name.startswith("buffer ")}
     require_same(

@@ -8,6 +8,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
 from fl_lightning.deploy.progress import ServerProgress
@@ -143,6 +144,12 @@ def refuse_methods(callbacks: list[Any]) -> None:
     """
     check_hooks(callbacks)
     for callback in callbacks:
+        if isinstance(callback, FederatedCallback) and callback.has("trained"):
+            raise UserError(
+                f"method: {type(callback).__name__} lets clients train a part of the model (the "
+                "hook `trained`), which sites cannot do yet. Simulate with `fl-lightning fit`, or "
+                "use a method in which they train all."
+            )
         if what := getattr(callback, "not_over_sites", ""):
             raise UserError(
                 f"method: {type(callback).__name__} needs {what} at the server, and they stay at "

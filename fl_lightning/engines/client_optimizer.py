@@ -67,6 +67,8 @@ class ClientOptimizer:
         self.by_parameter: dict[int, nn.Parameter] = {}  # by place; empty: on the flat vector
         self._places = [where for where, _ in layout.values()]
         self.shown: Optimizer | None = None
+        self._resting: Tensor | None = None
+        self._whole_at_rest: list[nn.Parameter] = []
         self._of_groups = list(range(len(optimizer.param_groups)))  # which of them are stepped
         group = optimizer.param_groups[0]
         flat = is_flat(optimizer, learner)
@@ -202,6 +204,47 @@ class ClientOptimizer:
             for group, setting in zip(self.shown.param_groups, settings, strict=True):
                 group.update(setting)
 
+    def rest(self, resting: Tensor | None) -> None:
+        """Leave the state of these coordinates ``(n, D)`` as it is in steps; None: of none.
+
+        What steps do to x there, the caller undoes.
+        """
+        self._resting = resting
+        self._whole_at_rest = []
+        if resting is not None:
+            for j, parameter in self.by_parameter.items():
+                if bool(resting[:, self._places[j]].all()):
+                    self._whole_at_rest.append(parameter)
+
+    @contextmanager
+    def _state_at_rest(self) -> Iterator[None]:
+        """Within, a step leaves the state of resting coordinates as it is."""
+        gradients = [parameter.grad for parameter in self._whole_at_rest]
+        for parameter in self._whole_at_rest:
+            parameter.grad = None
+        before = {name: value.clone() for name, (value, _) in self._state_by_coordinate().items()}
+        yield
+        for parameter, gradient in zip(self._whole_at_rest, gradients, strict=True):
+            parameter.grad = gradient
+        for name, (value, rests) in self._state_by_coordinate().items():
+            # State that this step made begins with zeros.
+            earlier = before.get(name, torch.zeros_like(value))
+            value.copy_(torch.where(rests, earlier, value))
+
+    def _state_by_coordinate(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """State that has a number for each coordinate, by name, with what of it rests."""
+        assert self._resting is not None
+        places = {id(parameter): self._places[j] for j, parameter in self.by_parameter.items()}
+        found = {}
+        for j, parameter in enumerate(self._parameters()):
+            rests = self._resting
+            if places:
+                rests = rests[:, places[id(parameter)]]
+            for name, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    found[f"{j}.{name}"] = value, rests.reshape(value.shape)
+        return found
+
     def step(self, gradient: Tensor, missing: Sequence[int] = ()) -> None:
         """Step with a gradient of x's shape.
 
@@ -214,7 +257,8 @@ class ClientOptimizer:
                 return
             if gradient is not self.gradient:
                 self.gradient.copy_(gradient)
-            self.optimizer.step()
+            with nullcontext() if self._resting is None else self._state_at_rest():
+                self.optimizer.step()
 
     def step_each(self, gradients: tuple[Tensor, ...], missing: Sequence[int] = ()) -> None:
         """Take plain SGD's step from one gradient a parameter, with the bits of :meth:`step`.

@@ -132,7 +132,10 @@ class LocalStep:
         # Copying gradients into one vector costs as much as the step of a small network, so it is
         # left out where nobody asks for the gradient as (n, D).
         self.changed = bool(self.changes or self.directions)
+        self.resting = group.resting
+        optimizer.rest(self.resting)
         as_vector = self.changed or self.limit is not None or not optimizer.plain
+        as_vector |= self.resting is not None
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
         # Any hook may call `gradient_at`, and the first step shows whether one does: until then a
@@ -172,8 +175,11 @@ class LocalStep:
             self.step(gradient)
         else:
             self.step_at(gradient, self.rate)
+        self.group.hold()
         for end in self.step_ends:
             self.methods.call(end, self.clients)
+        if self.step_ends:
+            self.group.hold()
         # `on_train_batch_end` finds the model after the step, as in plain training.
         if self.hooks is not None:
             self.hooks.batch_end(self.model.missing)
@@ -186,10 +192,11 @@ class LocalStep:
         """What the client optimizer follows, from the loss gradient ``(n, D)``."""
         clips = self.limit is not None
         gradient = self.after(self.changes, gradient, kept=bool(self.directions) and not clips)
+        gradient = self.trained_part(gradient)
         # Clipping limits the gradient, corrections included, and not the direction.
         if clips:
             gradient = self.clip(gradient)
-        return self.after(self.directions, gradient)
+        return self.trained_part(self.after(self.directions, gradient))
 
     def after(
         self, hooks: Sequence[Callable[..., Any]], gradient: Tensor, kept: bool = False
@@ -222,6 +229,10 @@ class LocalStep:
         self.step(gradient)
         # At 1 its bits are those of the step.
         x.copy_(before.lerp_(x, given.to(x.dtype)))
+
+    def trained_part(self, gradient: Tensor) -> Tensor:
+        """A gradient with zeros where clients do not train, so that norms are of the rest."""
+        return gradient if self.resting is None else gradient.masked_fill(self.resting, 0.0)
 
     def remember(self) -> None:
         """Remember generators and buffers as the step begins, for gradients at other points."""
@@ -265,7 +276,7 @@ class LocalStep:
         gradient = gradient_of(batch, self.index, **options)
         if batch is not self.batch and self.first:
             self.changes_batch |= any(versions_in(batch))
-        return gradient
+        return gradient if self.resting is None else self.trained_part(gradient)
 
     def loss_gradient(self) -> Any:
         """∇ℓ at x, or at the perturbed point by the same batch; without weight decay."""
@@ -275,7 +286,8 @@ class LocalStep:
         if self.blind:
             # The step's only pass: it is logged, and buffers and generators go on after it.
             e = self.methods.call(self.perturb, self.clients, None)
-            with self.model.shifted(checked_rows(self.perturb, e, self.model.x)):
+            e = self.trained_part(checked_rows(self.perturb, e, self.model.x))
+            with self.model.shifted(e):
                 return self.passed(gradient_of)
         before = self.before
         with self.perturbed(self.perturb, before):
@@ -296,7 +308,7 @@ class LocalStep:
         if before is not None:
             before.restore()
         try:
-            with self.model.shifted(e):
+            with self.model.shifted(self.trained_part(e)):
                 yield
         finally:
             self.model.load_buffers(buffers)

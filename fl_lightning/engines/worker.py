@@ -20,6 +20,7 @@ from fl_lightning.learner.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
+from fl_lightning.round.resting import mask_of
 
 
 class Recorder(Protocol):
@@ -191,13 +192,18 @@ class Worker:
 def begin(work: Work, group: ClientGroup) -> None:
     """Bring clients from the server's model to their starts: kept parts, then methods' changes."""
     group.take_kept_parts()
+    methods = work.methods
+    at_zero = methods.resting is not None and methods.resting.untrained == "zero"
+    group.resting = mask_of(methods, group)
     version = group.x._version
-    work.methods.run("on_local_start", Clients(group))
-    if group.x._version != version and not work.methods.move_starts:
+    methods.run("on_local_start", Clients(group))
+    if group.x._version != version and not methods.move_starts:
         raise TypeError(
             "an on_local_start changed clients.x, and its class has moves_start = False"
         )
-    group.begin(own_starts=work.methods.move_starts)
+    # After the methods, which may have moved what rests.
+    group.put_to_rest(at_zero)
+    group.begin(own_starts=methods.move_starts or at_zero)
 
 
 class Stopped(Exception):

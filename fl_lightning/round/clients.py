@@ -107,6 +107,12 @@ class Clients:
         return self._group.start
 
     @property
+    def trained(self) -> Tensor:
+        """``(n, D)`` bool: the coordinates that they train in this round."""
+        resting = self._group.resting
+        return torch.ones_like(self._group.x, dtype=torch.bool) if resting is None else ~resting
+
+    @property
     def round(self) -> int:
         """t = 0, 1, …"""
         return self._group.round.t

@@ -184,6 +184,9 @@ class Round:
         own_buffers: those that each client keeps as its own, by name.
         noise: what a method draws noise from that nobody may compute; None: there is no such
             method.
+        trained: ``(D,)`` bool, what every client of the round trains; None: that is all, or they
+            differ.
+        sent: the round in which each client was sent w last, where a method depends on it.
     """
 
     t: int
@@ -208,6 +211,8 @@ class Round:
     home: Callable[[str, int], Tensor | None] | None = None
     own_buffers: Collection[str] = ()
     noise: Key | None = None
+    trained: Tensor | None = None
+    sent: Mapping[int, int] = field(default_factory=dict)
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
         """The buffers that a client starts from: the server's, or its own where it kept some."""
@@ -254,4 +259,4 @@ class Round:
     @cached_property
     def averaged(self) -> Tensor | None:
         """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
-        return None if self.parts is None else self.parts.averaged(self.t)
+        return self.trained if self.parts is None else self.parts.averaged(self.t)

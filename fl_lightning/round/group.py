@@ -54,6 +54,7 @@ class ClientGroup:
         self.kept_origin: Tensor | None = None
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
+        self.resting: Tensor | None = None  # (n, D) bool: what they do not train; None: nothing
         self.clipped: Tensor | None = None  # (n,): in how many steps clipping was active
         self.rates_used: Tensor | None = None  # (n, 1): the factors of steps taken, summed
         self.step: Tensor | None = None
@@ -107,6 +108,17 @@ class ClientGroup:
         if self.kept_mask is not None and self.kept_origin is not None:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
 
+    def put_to_rest(self, at_zero: bool) -> None:
+        """Set the coordinates that they do not train: to what they were given, or to 0."""
+        if self.resting is not None:
+            stand = torch.zeros_like(self.round.w) if at_zero else self.round.w
+            self.x.copy_(torch.where(self.resting, stand, self.x))
+
+    def hold(self) -> None:
+        """Put back the coordinates that they do not train, whatever a step did to them."""
+        if self.resting is not None and self.start is not None:
+            self.x.copy_(torch.where(self.resting, self.start, self.x))
+
     def step_done(self) -> None:
         """The present local step is over."""
         if self.step is not None:
@@ -119,6 +131,7 @@ class ClientGroup:
             "kept_origin": self.kept_origin,
             "kept_elapsed": self.kept_elapsed,
             "kept_mask": self.kept_mask,
+            "resting": self.resting,
             "clipped": self.clipped,
             "rates_used": self.rates_used,
             "step": self.step,
@@ -277,10 +290,18 @@ class ClientGroup:
         own.declared = dict(self.declared)
         own.uploads = {key: value[part] for key, value in self.uploads.items()}
         own.logs = {name: value[part] for name, value in self.logs.items()}
-        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask", "rates_used"):
+        # What a hook before `transmit` said of clients that train together.
+        parameters, number = self.transmitted
+        own.transmitted = (_of_row(parameters, row), _of_row(number, row))
+        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask", "resting", "rates_used"):
             value = getattr(self, name)
             setattr(own, name, None if value is None else value[part])
         return own
+
+
+def _of_row(value: float | Tensor | None, row: int) -> float | Tensor | None:
+    """One client's of a number for each client, or the one number of all."""
+    return value[row] if isinstance(value, Tensor) and value.dim() else value
 
 
 def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:

@@ -81,6 +81,13 @@ class Server:
         return len(self._ledger.finished)
 
     @property
+    def weights(self) -> Tensor:
+        """p_i of the clients that finished, in the order of ``ids``: ``(n,)``, their sum is 1."""
+        given = [self._round.weights[i] for i in self._ledger.finished]
+        weights = torch.tensor(given, dtype=self._round.wide, device=self.w.device)
+        return weights / weights.sum()
+
+    @property
     def num_clients(self) -> int:
         """Registered clients m."""
         return self._round.num_clients

@@ -60,6 +60,7 @@ class Total(Sums):
         update: Σ u_i; ``weighted``: Σ p_i u_i. With equal weights they are the same, and only
             ``weighted`` is there. If a method gets all updates, they are summed after it.
         copies: Σ p_i × the update before it was transmitted, where parts are not averaged.
+        holders: Σ p_i over the clients that trained each coordinate, where clients differ in that.
         uploads: Σ of each upload; ``weighted_uploads``: Σ p_i × it, if weights differ.
         buffers: Σ p_i × the change of each buffer; ``maxima``: of a buffer that counts.
         logs: what clients logged; ``logged``: how many did.
@@ -72,6 +73,7 @@ class Total(Sums):
     update: Tensor | None = None
     weighted: Tensor | None = None
     copies: Tensor | None = None
+    holders: Tensor | None = None
     uploads: dict[str, Tensor] = field(default_factory=dict)
     weighted_uploads: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)

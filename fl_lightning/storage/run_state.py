@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ class RoundOutcome:
     ``rows``: at home, see :meth:`ClientRows.bring_home`.
     ``chosen``: who took part, where a method chose.
     ``versions``: the models that clients still train from.
+    ``sent``: the clients that were sent w, where a method depends on it.
     """
 
     t: int
@@ -31,6 +32,7 @@ class RoundOutcome:
     logged: dict[str, float]
     chosen: tuple[int, ...] | None
     versions: Versions
+    sent: Sequence[int] = ()
 
 
 @dataclass
@@ -47,6 +49,7 @@ class RunState:
         partition: the hash of whose rows these are; None: no fit has said.
         versions: earlier models and buffers from which clients of an asynchronous run still train,
             by the number of the server's steps before.
+        sent: the round in which each client was sent w last, where a method depends on it.
     """
 
     rows: ClientRows
@@ -57,6 +60,7 @@ class RunState:
     chosen: dict[int, tuple[int, ...]] = field(default_factory=dict)
     partition: str | None = None
     versions: Versions = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
     _outcome: RoundOutcome | None = None
 
     def commit(
@@ -67,13 +71,14 @@ class RunState:
         logged: dict[str, float],
         chosen: tuple[int, ...] | None = None,
         versions: Versions | None = None,
+        sent: Sequence[int] = (),
     ) -> None:
         """Make the result of round t, which is over, the state."""
         # Copying rows needs memory, and may fail: then the round has not happened.
         rows = self.rows.store.owned(rows)
         # This one assignment decides: from here on the round counts, whatever happens, and
         # `finish_commit` does what an interrupt left undone.
-        self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {})
+        self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {}, sent)
         self.finish_commit(t)
 
     def keep_rows_for(self, data: Any) -> None:
@@ -125,6 +130,7 @@ class RunState:
             if outcome.chosen is not None:
                 self.chosen[outcome.t] = outcome.chosen
             self.versions = outcome.versions
+            self.sent.update(dict.fromkeys(outcome.sent, outcome.t))
             self.logged = outcome.logged
             self.rounds = outcome.t + 1
             self._outcome = None

@@ -106,17 +106,23 @@ class Tiers(Distribution):
 
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
         order = generator(seed, f"tiers {purpose}".rstrip()).permutation(m)
-        speeds = np.empty(m)
-        begin = 0
-        # As decimals, since 0.1 as a binary float would cut some tiers one client early.
-        cumulated = Fraction(0)
-        for place, (share, speed) in enumerate(self.tiers):
-            cumulated += Fraction(str(share))
-            last = place == len(self.tiers) - 1
-            end = m if last else math.floor(m * cumulated + Fraction(1, 2))
-            speeds[order[begin:end]] = speed
-            begin = end
-        return speeds
+        return cut_by_shares(self.tiers, order)
+
+
+def cut_by_shares(pairs: Sequence[tuple[float, float]], order: NDArray[np.int64]) -> Speeds:
+    """The number of each client ``(m,)``: ``(share, number)`` are cut from ``order``."""
+    m = len(order)
+    numbers = np.empty(m)
+    begin = 0
+    # As decimals, since 0.1 as a binary float would cut some tiers one client early.
+    cumulated = Fraction(0)
+    for place, (share, number_of_tier) in enumerate(pairs):
+        cumulated += Fraction(str(share))
+        last = place == len(pairs) - 1
+        end = m if last else math.floor(m * cumulated + Fraction(1, 2))
+        numbers[order[begin:end]] = number_of_tier
+        begin = end
+    return numbers
 
 
 @dataclass(frozen=True)

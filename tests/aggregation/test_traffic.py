@@ -25,7 +25,7 @@ def counts(
     Clients(group).sent(*sent)
     for key, value in (uploads or {}).items():
         group.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
-    found = traffic.of_client(group, BUFFERS)
+    found = traffic.of_client(group, BUFFERS, Methods([]))
     sending = type("M", (FederatedCallback,), {"whole": Upload(), "two": Upload(shape=(2,))})
     traffic.add_upload(found, group, Methods([sending()]))
     assert found.pop() == 0, "no method asked for a pass"

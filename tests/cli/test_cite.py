@@ -44,6 +44,9 @@ def of_method(name: str) -> list[str]:
         ("fedper", ["arivazhagan2019fedper"]),
         ("fedbn", ["li2021fedbn"]),
         ("fedals", ["gholami2024fedals"]),
+        ("fedsa_lora", ["guo2025fedsalora"]),
+        ("ffa_lora", ["sun2024ffalora"]),
+        ("rolora", ["chen2025rolora"]),
         ("feddc", ["karimireddy2020scaffold", "acar2021feddyn", "gao2022feddc"]),
         ("fedgamma", ["karimireddy2020scaffold", "qu2022fedsam", "dai2023fedgamma"]),
         ("fedlesam_s", ["karimireddy2020scaffold", "fan2024fedlesam"]),
@@ -120,7 +123,7 @@ def test_a_method_is_one_whatever_its_name_ends_in() -> None:
 @pytest.mark.parametrize(
     "arguments, paper",
     [
-        ({"periods": {"*lora_B*": "never"}}, None),
+        ({"periods": {"*lora_B*": "never"}}, "guo2025fedsalora"),
         ({"period": "never"}, None),
         ({"periods": {"last": "never", "norms": "never"}}, None),
         ({"periods": {"last": "never"}}, "arivazhagan2019fedper"),

@@ -1,0 +1,111 @@
+"""FFA-LoRA, RoLoRA: adapters of which one factor is trained in a round.
+
+Y. Sun, Z. Li, Y. Li, B. Ding: Improving LoRA in Privacy-preserving Federated Learning (ICLR 2024),
+arXiv:2403.12313: B is trained, A keeps its initial draw. S. Chen, Y. Guo, Y. Ju, H. Dalal, Z. Zhu,
+A. Khisti: Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA (2025),
+arXiv:2502.01755: A and B in turn. In both the mean of the clients' products B A is the product of
+the means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import Clients, FederatedCallback, Layout, Paper, UserError
+
+# What the field calls it, by the one factor that is trained.
+NAMES = {"B": "FFA-LoRA", "AB": "FedIT", "A": "FactorSchedule"}
+
+
+class FactorSchedule(FederatedCallback):
+    """Round t trains the factors of entry t mod length; what else is trainable is trained, too.
+
+    The other factor keeps its bits, whatever the optimizer. Sent: up, what the round trains; down,
+    what changed since the client was sent the model last. A factor that no entry names is never
+    sent: it follows from the seed. Kept: nothing.
+
+    Args:
+        factors: ``"A"``, ``"B"`` or ``"AB"`` for each round of a cycle. ``["B"]`` is FFA-LoRA,
+            ``["B", "A"]`` RoLoRA, ``["AB"]`` FedAvg.
+
+    Raises:
+        UserError: an empty list, or another entry; the learner has no adapters.
+
+    Example:
+        after B's round A is still as it was.
+
+        >>> from fl_lightning.callbacks import FactorSchedule
+        >>> from fl_lightning.testing import tiny_run
+        >>> one, two = (tiny_run(FactorSchedule(["B", "A"]), rounds=t) for t in (1, 2))
+        >>> moved = one.global_vector != two.global_vector
+        >>> [name for name, (where, _) in one.layout.items() if not moved[where].any()]
+        ['first.lora_B', 'head.lora_B']
+    """
+
+    title = "RoLoRA"
+    paper = Paper(
+        by=lambda given: [
+            {("B",): "sun2024ffalora", ("AB",): None}.get(
+                tuple(given.get("factors") or ("B",)), "chen2025rolora"
+            )
+        ],
+        vectors=None,
+    )
+    needs_adapters = True
+    alike = True
+    moves_start = False
+    neutral = {"factors": ["AB"]}
+
+    def __init__(self, factors: Sequence[str] = ("B",)) -> None:
+        super().__init__()
+        entries = [factors] if isinstance(factors, str) else list(factors)
+        wrong = [entry for entry in entries if entry not in ("A", "B", "AB")]
+        if wrong or not entries:
+            what = f"{wrong[0]!r} is no entry" if wrong else "the list is empty"
+            raise UserError(
+                f"FactorSchedule: factors={factors!r}: {what}. Accepted are 'A', 'B' and 'AB', "
+                "one for each round of a cycle: factors=['B'] is FFA-LoRA, ['B', 'A'] RoLoRA."
+            )
+        self.factors = entries
+        same = len(set(entries)) == 1
+        if same:
+            # A title belongs to the class, but the name of this one depends on its arguments.
+            self.title = NAMES[entries[0]]  # type: ignore[misc]
+        vars(self)["tolerates_staleness"] = same
+
+    def trained(self, clients: Clients) -> Tensor:
+        mask = self.in_round(clients.layout, clients.round).to(clients.x.device)
+        return mask.expand_as(clients.x)
+
+    def numbers_down(self, layout: Layout, t: int, last: int | None) -> int:
+        if last is None:
+            return int(self._of(layout, "".join(self.factors)).sum())
+        changed = torch.zeros(layout.size, dtype=torch.bool)
+        # A whole cycle has all that is ever trained.
+        for v in range(max(last, t - len(self.factors)), t):
+            changed |= self.in_round(layout, v)
+        return int(changed.sum())
+
+    def remembers_sent(self) -> bool:
+        return True
+
+    def in_round(self, layout: Layout, t: int) -> Tensor:
+        """``(D,)`` bool: what round t trains."""
+        return self._of(layout, self.factors[t % len(self.factors)])
+
+    def not_beside(self, other: FederatedCallback) -> str:
+        key = self.kept_vector(other)
+        if len(set(self.factors)) == 1 or not key:
+            return ""
+        return f"{key} is kept from round to round, and rounds train factors in turn"
+
+    @staticmethod
+    def _of(layout: Layout, letters: str) -> Tensor:
+        resting = []
+        for adapter in layout.adapters:
+            resting += [] if "A" in letters else [adapter.a]
+            resting += [] if "B" in letters else [adapter.b]
+        return ~layout.mask(resting)

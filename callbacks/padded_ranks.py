@@ -1,0 +1,196 @@
+"""HetLoRA: adapters of unequal ranks, padded with zeros, weighted by norm, and pruned by clients.
+
+Y. J. Cho, L. Liu, Z. Xu, A. Fahrezi, G. Joshi: Heterogeneous LoRA for Federated Fine-tuning of
+On-Device Foundation Models (EMNLP 2024), arXiv:2401.06432.
+"""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from functools import lru_cache
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Clients,
+    ClientState,
+    FederatedCallback,
+    Layout,
+    Paper,
+    Scratch,
+    Server,
+    flag,
+    low_rank,
+    number,
+    one_of,
+)
+
+
+@lru_cache
+def after_pruning(gamma: float, largest: int) -> list[int]:
+    """max(1, ⌊γ ρ⌋) of each rank ρ from 0, γ as a decimal."""
+    exact = Fraction(str(gamma))
+    return [max(1, math.floor(exact * rank)) for rank in range(largest + 1)]
+
+
+class PaddedRanks(FederatedCallback):
+    """Client i trains the first ρ_i rows of A and columns of B; the server averages them padded.
+
+    Each local loss has + λ Σ ‖B[:, q:ρ]‖ ‖A[q:ρ, :]‖ over the adapters, q = max(1, ⌊γ ρ⌋). If that
+    sum is smaller after the last step than before the first, the client prunes: ρ_i ← q. The
+    weight of client i is its share of (Σ s² ‖B_i A_i‖²)^{1/2}, or p_i. Sent: down ρ_i rows and
+    columns, up as many as are left after pruning, each way what else is trainable. Kept: ρ_i.
+
+    Args:
+        ranks: None: every client begins with all of the adapter's rank; a list of one rank for each
+            client; or ``{rank: share}`` of the clients, drawn from the seed.
+        norm_weighted: weigh adapters by norm; False: by p_i.
+        gamma: γ, above 0, up to 1; with 1 nobody prunes.
+        penalty: λ, from 0.
+        averaged_over: ``"zeros"``: what a client does not train counts as 0; ``"holders"``: each
+            coordinate is averaged over those who train it; ``"all"``: what a client does not train
+            counts as unchanged.
+
+    Raises:
+        UserError: another value; a rank below 1 or above the largest adapter's; a learner without
+            adapters, or with some of which there are no products.
+
+    Example:
+        without weights by norm, and with nobody that prunes, it is FedAvg.
+
+        >>> from fl_lightning.callbacks import PaddedRanks
+        >>> from fl_lightning.testing import tiny_run
+        >>> plain = tiny_run(PaddedRanks(norm_weighted=False, gamma=1.0))
+        >>> plain.global_vector.equal(tiny_run(adapters=True).global_vector)
+        True
+        >>> tiny_run(PaddedRanks(gamma=0.5)).client_rows.read("PaddedRanks.rank", 2)
+        tensor(2)
+    """
+
+    title = "HetLoRA"
+    paper = Paper("cho2024hetlora", vectors=None)
+    needs_adapters = True
+    needs_products = True
+    untrained = "zero"
+    moves_start = False
+    draws_by_client = True
+    neutral = {"norm_weighted": False, "gamma": 1.0}
+    # 0 before a client has finished a round. The server reads it off the size of what it is sent.
+    rank = ClientState(shape=(), dtype=torch.int64, synchronised=False)
+    present = Scratch(shape=(), dtype=torch.int64)
+    smaller = Scratch(shape=(), dtype=torch.int64)
+    begun = Scratch(shape=())
+
+    def __init__(
+        self,
+        ranks: list[int] | dict[int, float] | None = None,
+        norm_weighted: bool = True,
+        gamma: float = 0.99,
+        penalty: float = 1e-3,
+        averaged_over: Literal["holders", "all", "zeros"] = "zeros",
+    ) -> None:
+        super().__init__()
+        flag("PaddedRanks: norm_weighted", norm_weighted)
+        number("PaddedRanks: gamma", gamma, above=0, most=1)
+        number("PaddedRanks: penalty", penalty, least=0)
+        one_of("PaddedRanks: averaged_over", averaged_over, ["holders", "all", "zeros"])
+        self.ranks = ranks
+        self.norm_weighted = norm_weighted
+        self.gamma = gamma
+        self.penalty = penalty
+        self.averaged_over = averaged_over
+        self._of_client = low_rank.Ranks(ranks, "PaddedRanks")
+        if gamma < 1:
+            self.use("on_local_start", self._begin)
+            self.use("on_local_gradient", self._penalise)
+        # With p_i and ranks that stay the framework's own mean is the method's.
+        if norm_weighted or gamma < 1:
+            self.use("aggregate", self._aggregate)
+            self.use("on_local_end", self._prune)
+
+    @property
+    def gathers(self) -> bool:
+        return self.has("aggregate")
+
+    def check_layout(self, layout: Layout, num_clients: int) -> None:
+        super().check_layout(layout, num_clients)
+        self._of_client.check(layout, num_clients)
+
+    def not_beside(self, other: FederatedCallback) -> str:
+        return "its ranks change between rounds" if self.kept_vector(other) else ""
+
+    def trained(self, clients: Clients) -> Tensor:
+        kept = self.rank[clients]
+        present = torch.where(kept > 0, kept, self._of_client.of(clients))
+        self.present[clients] = present
+        return low_rank.mask(clients.layout, present)
+
+    def _begin(self, clients: Clients) -> None:
+        table = after_pruning(self.gamma, low_rank.largest_rank(clients.layout))
+        smaller = torch.tensor(table, device=clients.x.device)
+        self.smaller[clients] = smaller[self.present[clients]]
+        self.begun[clients] = self._tail(clients)[0]
+
+    def _penalise(self, clients: Clients, gradient: Tensor) -> None:
+        gradient.add_(self._tail(clients)[1], alpha=self.penalty)
+
+    def _tail(self, clients: Clients) -> tuple[Tensor, Tensor]:
+        """Σ ‖B[:, q:ρ]‖ ‖A[q:ρ, :]‖ ``(n,)``, and its gradient ``(n, D)``; 0 where a norm is 0."""
+        x = clients.x
+        place = low_rank.numbers(clients.layout).to(x.device)
+        present, smaller = self.present[clients], self.smaller[clients]
+        in_tail = (place >= smaller[:, None]) & (place < present[:, None])
+        tail = torch.where(in_tail, x, 0.0)
+        total = x.new_zeros(len(x))
+        gradient = torch.zeros_like(x)
+        for adapter in clients.layout.adapters:
+            of_a, of_b = (tail[:, each].norm(dim=1, keepdim=True) for each in adapter.places)
+            total += (of_a * of_b)[:, 0]
+            for each, own, other in zip(adapter.places, (of_a, of_b), (of_b, of_a), strict=True):
+                divisor = torch.where(own > 0, own, 1.0)
+                gradient[:, each] = other * tail[:, each] / divisor
+        return total, gradient
+
+    def _prune(self, clients: Clients) -> None:
+        present = self.present[clients]
+        if self.gamma < 1:
+            prunes = self._tail(clients)[0] < self.begun[clients]
+            present = torch.where(prunes, self.smaller[clients], present)
+        self.rank[clients] = present
+        clients.sent(low_rank.mask(clients.layout, present).sum(1))
+
+    def _aggregate(self, server: Server) -> Tensor:
+        # The mean of the clients' updates, right for all that is no adapter.
+        update = server.update.clone()
+        if not len(server.updates):
+            return update
+        ranks = torch.cat([rows for _, rows in self.rank.staged(server)]).to(server.w.device)
+        received = low_rank.Received(server, ranks)
+        weights = self._weights(received, server.layout)[:, None]
+        held = received.held.double()
+        w = server.w.double()
+        new = (weights * received.x).sum(0)
+        if self.averaged_over != "zeros":
+            new = new - ((weights * held).sum(0)) * w
+            if self.averaged_over == "holders":
+                share = (weights * held).sum(0)
+                new = torch.where(share > 0, new / torch.where(share > 0, share, 1.0), 0.0)
+            new = w + new
+        adapters = low_rank.numbers(server.layout).to(w.device) >= 0
+        return torch.where(adapters, (new - w).to(update), update)
+
+    def _weights(self, received: Any, layout: Layout) -> Tensor:
+        """The clients' weights for adapters ``(n,)``, float64."""
+        squares = received.x.new_zeros(len(received.x))
+        for adapter in layout.adapters if self.norm_weighted else ():
+            for row, product in enumerate(received.products(adapter)):
+                squares[row] += adapter.scale**2 * product.square().sum()
+        norms = squares.sqrt()
+        total = norms.sum()
+        by_norm: Tensor = torch.where(
+            total > 0, norms / torch.where(total > 0, total, 1.0), received.weights
+        )
+        return by_norm

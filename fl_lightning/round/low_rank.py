@@ -1,0 +1,206 @@
+"""What methods for adapters of unequal ranks share: ranks of clients, masks, and products."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner.adapters import Adapter
+from fl_lightning.learner.layout import Layout
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.server import Server
+from fl_lightning.sampling import generator
+from fl_lightning.virtual.devices import Tiers, cut_by_shares
+
+NEGLIGIBLE = 1e-10  # singular values up to this share of the largest count as 0
+
+
+class Ranks:
+    """How many rows of A and columns of B each client trains.
+
+    Args:
+        given: None: all of each adapter's; a list, one number for each client; ``{rank: share}``.
+        method: whose option it is.
+
+    Raises:
+        UserError: it is none of these.
+    """
+
+    def __init__(self, given: Any, method: str) -> None:
+        self.method = method
+        self.listed: list[int] | None = None
+        self.shares: tuple[tuple[float, int], ...] = ()
+        if given is None:
+            return
+        try:
+            if isinstance(given, Mapping):
+                self.shares = tuple((float(share), _whole(rank)) for rank, share in given.items())
+            elif isinstance(given, Sequence) and not isinstance(given, str):
+                self.listed = [_whole(rank) for rank in given]
+            else:
+                raise ValueError
+        except (TypeError, ValueError):
+            raise UserError(
+                f"{method}: ranks={given!r} is no list of whole numbers, one for each client, and "
+                "no mapping {rank: share of the clients}, such as ranks={2: 0.5, 8: 0.5}."
+            ) from None
+        if self.shares:
+            Tiers([(share, float(rank)) for share, rank in self.shares])
+
+    def check(self, layout: Layout, num_clients: int) -> None:
+        """Refuse ranks that the learner's adapters do not have.
+
+        Raises:
+            UserError: naming the method, and the rank or the number of clients.
+        """
+        largest = largest_rank(layout)
+        ranks = self.listed if self.listed is not None else [rank for _, rank in self.shares]
+        for rank in ranks:
+            if not 1 <= rank <= largest:
+                raise UserError(
+                    f"{self.method}: ranks has {rank}; the learner's adapters have rank "
+                    f"{largest}, so accepted are 1 to {largest}."
+                )
+        if self.listed is not None and len(self.listed) != num_clients:
+            raise UserError(
+                f"{self.method}: ranks has {len(self.listed)} numbers, and the data have "
+                f"{num_clients} clients. Give one number for each client, or shares: "
+                "ranks={2: 0.5, 8: 0.5}."
+            )
+
+    @property
+    def equal(self) -> bool:
+        """Whether all clients train all rows and columns."""
+        return self.listed is None and not self.shares
+
+    def all(self, seed: int, m: int, layout: Layout) -> Tensor:
+        """The rank of each of the m clients ``(m,)``, int64."""
+        if self.listed is not None:
+            return torch.tensor(self.listed)
+        if self.shares:
+            return _by_shares(seed, m, self.shares)
+        return torch.full((m,), largest_rank(layout))
+
+    def of(self, clients: Clients) -> Tensor:
+        """The clients' ranks ``(n,)``, int64."""
+        seed = clients._group.round.seed
+        ranks = self.all(seed, clients.num_clients, clients.layout).to(clients.x.device)
+        return ranks[clients.ids]
+
+    def at(self, server: Server) -> Tensor:
+        """The ranks of the clients that finished ``(n,)``, int64."""
+        ranks = self.all(server._round.seed, server.num_clients, server.layout)
+        return ranks.to(server.w.device)[server.ids]
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool) or int(value) != float(value):
+        raise ValueError
+    return int(value)
+
+
+@lru_cache
+def _by_shares(seed: int, m: int, shares: tuple[tuple[float, int], ...]) -> Tensor:
+    order = generator(seed, "ranks").permutation(m)
+    return torch.from_numpy(cut_by_shares(shares, order).astype(np.int64))
+
+
+def largest_rank(layout: Layout) -> int:
+    return max(adapter.rank for adapter in layout.adapters)
+
+
+def numbers(layout: Layout) -> Tensor:
+    """``(D,)`` int64: of each coordinate of A its row, of B its column; -1 elsewhere."""
+    found = torch.full((layout.size,), -1)
+    for adapter in layout.adapters:
+        a, b = adapter.matrices(found)
+        place = torch.arange(adapter.rank)
+        a.copy_(place[:, None].expand_as(a))
+        b.copy_(place.expand_as(b))
+    return found
+
+
+def mask(layout: Layout, ranks: Tensor) -> Tensor:
+    """``(n, D)`` bool: the first ``ranks`` ``(n,)`` rows and columns, and all other coordinates."""
+    return numbers(layout).to(ranks.device) < ranks[:, None]
+
+
+class Received:
+    """The factors of all clients at the server, as it received them.
+
+    Args:
+        ranks: ``(n,)``: how many rows and columns each client sent.
+
+    ``x`` ``(n, D)``: the clients' models, 0 where they did not train.
+    """
+
+    def __init__(self, server: Server, ranks: Tensor) -> None:
+        self.server = server
+        self.layout = server.layout
+        self.held = mask(self.layout, ranks)
+        self.ranks = ranks
+        self.x = torch.where(self.held, server.given + server.updates, 0.0).double()
+        self.weights = server.weights.double()
+
+    def stacked(self, adapter: Adapter) -> tuple[Tensor, Tensor]:
+        """[p_i B_i] ``(out, R)`` and [A_i] ``(R, in)``, ascending by client; float64.
+
+        Their product is Σ p_i B_i A_i. R is the sum of the clients' ranks.
+        """
+        lefts = []
+        rights = []
+        for row, weight, rank in zip(self.x, self.weights, self.ranks.tolist(), strict=True):
+            a, b = adapter.matrices(row)
+            lefts.append(weight * b[:, :rank])
+            rights.append(a[:rank])
+        return torch.cat(lefts, dim=1), torch.cat(rights)
+
+    def products(self, adapter: Adapter) -> list[Tensor]:
+        """B_i A_i of each client."""
+        pairs = [adapter.matrices(row) for row in self.x]
+        return [b @ a for a, b in pairs]
+
+    def put(self, update: Tensor, adapter: Adapter, a: Tensor, b: Tensor) -> None:
+        """Let ``update`` ``(D,)`` bring the server's A and B to these."""
+        for new, old, step in zip(
+            (a, b), adapter.matrices(self.server.w), adapter.matrices(update), strict=True
+        ):
+            step.copy_(new.to(old) - old)
+
+
+def cut(left: Tensor, right: Tensor, rank: int, a: Tensor) -> tuple[Tensor, Tensor]:
+    """A ``(rank, in)`` and B ``(out, rank)``: left @ right cut to its largest singular values.
+
+    U Σ Vᵀ is the product; B = U_r Σ_r and A = V_rᵀ, in each column of U the entry of largest
+    magnitude being positive. Where a singular value is negligible, B's column is 0 and A's row is
+    that of ``a``.
+    """
+    u, sigma, vt = _svd(left, right)
+    k = min(rank, len(sigma))
+    made_a = a.to(u).clone()
+    made_b = u.new_zeros(len(u), rank)
+    if not k:
+        return made_a, made_b
+    largest = u.abs().argmax(0, keepdim=True)
+    signs = torch.where(u.gather(0, largest) < 0, -1.0, 1.0).to(u)
+    there = (sigma[:k] > NEGLIGIBLE * sigma[0]) & (sigma[0] > 0)
+    made_b[:, :k] = torch.where(there, (u * signs * sigma)[:, :k], 0.0)
+    made_a[:k] = torch.where(there[:, None], (vt * signs.T)[:k], made_a[:k])
+    return made_a, made_b
+
+
+def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The singular value decomposition of left @ right, by that of a small matrix if it can be."""
+    if left.shape[1] >= min(left.shape[0], right.shape[1]):
+        u, sigma, vt = torch.linalg.svd(left @ right, full_matrices=False)
+        return u, sigma, vt
+    q_left, small_left = torch.linalg.qr(left)
+    q_right, small_right = torch.linalg.qr(right.T)
+    u, sigma, vt = torch.linalg.svd(small_left @ small_right.T, full_matrices=False)
+    return q_left @ u, sigma, vt @ q_right.T

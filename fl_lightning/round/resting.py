@@ -1,0 +1,256 @@
+"""Coordinates that a client does not train in a round: they rest.
+
+A method's hook ``trained`` says which ones it trains. HeteroFL's submodels, adapters of unequal
+ranks and factors that are trained in turn are such methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.learner.adapters import check_products, check_there
+from fl_lightning.learner.layout import Layout
+from fl_lightning.round.clients import Clients
+from fl_lightning.round.group import ClientGroup
+
+KINDS = {"untrained": ("given", "zero"), "averaged_over": ("holders", "all", "zeros")}
+
+
+class Resting:
+    """The part of a :class:`~fl_lightning.callback.FederatedCallback` that says what rests."""
+
+    untrained: Literal["given", "zero"] = "given"
+    """Where coordinates that a client does not train stand: ``"given"``, at what the client was
+    given; ``"zero"``, at 0, and they are not sent to it."""
+
+    averaged_over: Literal["holders", "all", "zeros"] = "holders"
+    """Over which clients a coordinate's update is averaged: ``"holders"``, those that trained it
+    (nobody: it stays); ``"all"``, all, with update 0 of those that did not; ``"zeros"``, all, with
+    model 0 of those that did not (zero-padding)."""
+
+    alike: bool = False
+    """Whether all clients of a round train the same coordinates."""
+
+    restarts: ClassVar[bool] = False
+    """Whether coordinates mean something else after a round, so that no vector of D numbers may be
+    kept from round to round beside it."""
+
+    needs_adapters: ClassVar[bool] = False
+    """Whether it is for learners with adapters (LoRA). Others are refused before round 0."""
+
+    needs_products: ClassVar[bool] = False
+    """Whether it takes products B·A of the adapters at the server, in its ``aggregate``: adapters
+    that add something else are refused, and so is a server's step of another kind than w + d."""
+
+    def trained(self, clients: Clients) -> Tensor:
+        """One owner. ``(n, D)`` bool: the coordinates that each client trains in this round.
+
+        It is called before ``on_local_start``, and depends on (seed, round, client) and committed
+        state only. Without this hook clients train all.
+        """
+        raise NotImplementedError  # one owner: called only on a callback that overrides it
+
+    def numbers_down(self, layout: Layout, t: int, last: int | None) -> int | None:
+        """How many coordinates of w a client is sent in round t, if the method has a rule for it.
+
+        Args:
+            last: the round in which the client was sent w before; None: in none.
+        """
+        return None
+
+    def remembers_sent(self) -> bool:
+        """Tell whether ``numbers_down`` depends on the round in which a client was sent w last."""
+        return False
+
+    def not_beside(self, other: Any) -> str:
+        """Why this method cannot run beside another callback, as a clause; empty: it can."""
+        return ""
+
+    @staticmethod
+    def kept_vector(other: Any, of_clients: bool = False) -> str:
+        """The first state of D numbers that a callback keeps; empty: it keeps none."""
+        for declared in other.declarations().values():
+            kept = declared.keeps_rows or (declared.at_server and not of_clients)
+            if kept and (declared.shape is None or "D" in declared.shape):
+                return str(declared.key(other))
+        return ""
+
+    def check_layout(self, layout: Layout, num_clients: int) -> None:
+        """Refuse, before round 0, a learner that the method cannot train.
+
+        Raises:
+            UserError: ``needs_adapters``, and the learner has none.
+        """
+        if self.needs_adapters:
+            check_there(layout, type(self).__name__)
+        if self.needs_products:
+            check_products(layout, type(self).__name__)
+
+
+def mask_of(methods: Any, group: ClientGroup) -> Tensor | None:
+    """``(n, D)`` bool: what the clients of a group do not train; None: they train all.
+
+    Raises:
+        UserError: the hook gave something else, or a client trains nothing; with round, client and
+            method.
+    """
+    hook = methods.owner("trained")
+    if hook is None:
+        return None
+    name = methods.name_of_owner("trained")
+    ids = group.ids
+    where = f"in round {group.round.t}, client {ids[0]}"
+    mask = methods.call(hook, Clients(group))
+    shape = tuple(group.x.shape)
+    if not isinstance(mask, Tensor) or mask.shape != shape or mask.dtype != torch.bool:
+        given = repr(mask)
+        if isinstance(mask, Tensor):
+            given = f"a tensor of shape {tuple(mask.shape)} and type {mask.dtype}"
+        raise UserError(
+            f"method: {name}.trained has to return a bool tensor of shape (n, D) = {shape}, which "
+            f"says what each client trains; {where}, it returned {given}."
+        )
+    mask = mask.to(group.x.device)
+    for client, row in zip(ids, mask, strict=True):
+        if not bool(row.any()):
+            raise UserError(
+                f"method: {name}.trained leaves client {client} nothing to train in round "
+                f"{group.round.t}: its row of the mask has no True. Let it train at least one "
+                "coordinate, or leave the client out with the hook `select`."
+            )
+    alike = group.round.trained
+    if alike is not None and not bool((mask == alike).all()):
+        raise UserError(
+            f"method: {name} says alike = True, and {where}, its hook `trained` gives another mask "
+            "than for others. Let it depend on the round only, or set alike = False."
+        )
+    return ~mask
+
+
+def mask_of_round(methods: Any, round: Any) -> Tensor | None:
+    """``(D,)`` bool: what all clients of a round train; None: the method says no such thing."""
+    hook = methods.owner("trained")
+    if hook is None or not methods.resting.alike:
+        return None
+    client = round.ids[0] if round.ids else 0
+    group = ClientGroup(round, [client], round.w.clone().view(1, -1))
+    resting = mask_of(methods, group)
+    assert resting is not None
+    return ~resting[0]
+
+
+def remember_sent(methods: Any) -> bool:
+    """Tell whether a method depends on the round in which a client was sent w last."""
+    return any(callback.remembers_sent() for callback in methods.callbacks)
+
+
+def check_declared(callback: Any) -> None:
+    """Refuse a class whose declarations about resting coordinates are not known.
+
+    Raises:
+        UserError: naming class and attribute.
+    """
+    for attribute, accepted in KINDS.items():
+        value = getattr(callback, attribute)
+        if value not in accepted:
+            raise UserError(
+                f"method: {type(callback).__name__}.{attribute} is {value!r}; accepted are "
+                f"{' and '.join(map(repr, accepted))}."
+            )
+
+
+def check_companions(callbacks: Sequence[Any]) -> None:
+    """Refuse callbacks that are not defined beside one whose clients leave coordinates at rest.
+
+    Raises:
+        UserError: naming both.
+    """
+    for callback in callbacks:
+        if callback.has("trained"):
+            check_declared(callback)
+        for other in callbacks:
+            if other is callback:
+                continue
+            why = "" if other.role == "measurement" else callback.not_beside(other)
+            if not why and callback.has("trained"):
+                why = _beside_resting(callback, other)
+            if not why and callback.restarts and other.role != "measurement":
+                why = _beside_restarts(other)
+            if why:
+                raise UserError(
+                    f"method: {type(callback).__name__} and {type(other).__name__} cannot run "
+                    f"together: {why}. Keep one of them."
+                )
+
+
+def _beside_resting(callback: Any, other: Any) -> str:
+    """Why another callback is not defined beside this one's mask; empty: it is."""
+    if other.has("parts"):
+        return "both say which coordinates take part in a round"
+    if other.has("transmit") and (not callback.alike or other.has("encode")):
+        return "what it sends of coordinates that a client does not train is not defined"
+    if callback.alike or other.role == "measurement":
+        return ""
+    if other.has("aggregate") or other.has("on_updates"):
+        return (
+            "it combines the clients' updates coordinate by coordinate, and clients train "
+            "different ones"
+        )
+    if key := Resting.kept_vector(other, of_clients=True):
+        return f"what {key} means on coordinates that a client does not train is not defined"
+    return ""
+
+
+def _beside_restarts(other: Any) -> str:
+    """Why another callback cannot run where coordinates mean something else after a round."""
+    if key := Resting.kept_vector(other):
+        return f"{key} is kept from round to round, and coordinates mean something else after each"
+    return ""
+
+
+def why_not_with(callback: Any, facts: Any) -> str:
+    """Which setting a method cannot run with; empty: there is none."""
+    if callback.restarts and facts.keeps_optimizer:
+        return (
+            "gives coordinates another meaning after each round, and keep_optimizer_state=True "
+            "keeps the clients' optimizer states"
+        )
+    if not callback.restarts and not callback.needs_products:
+        return ""
+    step = _other_step(facts)
+    return step and f"sets the server's model in each round, and {step}"
+
+
+def _other_step(facts: Any) -> str:
+    """Which setting makes the server's step another one than adding the update; empty: none."""
+    if facts.server:
+        return f"the server optimizer is {facts.server}, and not SGD with learning rate 1"
+    if facts.server_rate != 1:
+        return "the server optimizer's learning rate is not 1 in all rounds"
+    return ""
+
+
+def averaged(
+    rule: str, weighted: Tensor, holders: Tensor, weight: Tensor, given: Tensor, w: Tensor
+) -> Tensor:
+    """The aggregated update ``(D,)`` where clients train different coordinates.
+
+    Args:
+        weighted: Σ p_i u_i.
+        holders: Σ p_i over the clients that trained a coordinate, float64.
+        weight: Σ p_i.
+        given: what clients got as w.
+    """
+    if rule == "holders":
+        divisor = torch.where(holders > 0, holders, 1.0).to(weighted.dtype)
+        return torch.where(holders > 0, weighted / divisor, 0.0)
+    mean = weighted / weight.to(weighted.device, weighted.dtype)
+    if rule == "all":
+        return mean
+    share = (holders / weight.to(holders)).to(weighted.dtype)
+    return mean + (share * given.to(mean) - w.to(mean))
