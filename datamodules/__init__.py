@@ -9,11 +9,20 @@ from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias, CategoryBias, ClientBias
 from fl_lightning.datamodules.digits import Digits
 from fl_lightning.datamodules.existing import FromDataModule, FromDatasets
+from fl_lightning.datamodules.flower_splits import (
+    ByValue,
+    Grouped,
+    InnerDirichlet,
+    LabelBuckets,
+    Shards,
+    Sizes,
+)
 from fl_lightning.datamodules.human_activity import HumanActivity
 from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
 from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
 from fl_lightning.datamodules.language_modelling import LanguageModelling
 from fl_lightning.datamodules.memory import InMemoryDataModule
+from fl_lightning.datamodules.own_splits import Imported, LabelShares, Mixed
 from fl_lightning.datamodules.partitions import (
     IID,
     ByGroup,
@@ -23,6 +32,7 @@ from fl_lightning.datamodules.partitions import (
     Saved,
     SortedShards,
 )
+from fl_lightning.datamodules.published import DirichletByClass, LabelsPerClient
 from fl_lightning.datamodules.table import FromTable
 from fl_lightning.datamodules.text_classification import TextClassification
 
@@ -34,23 +44,34 @@ __all__ = [
     "SVHN",
     "Bias",
     "ByGroup",
+    "ByValue",
     "CategoryBias",
     "ClientBias",
     "Contiguous",
     "Digits",
     "Dirichlet",
+    "DirichletByClass",
     "FashionMNIST",
     "FederatedDataModule",
     "FromDataModule",
     "FromDatasets",
     "FromTable",
+    "Grouped",
     "HumanActivity",
+    "Imported",
     "InMemoryDataModule",
+    "InnerDirichlet",
+    "LabelBuckets",
+    "LabelShares",
+    "LabelsPerClient",
     "LanguageModelling",
+    "Mixed",
     "Partition",
     "Pathological",
     "QuantitySkew",
     "Saved",
+    "Shards",
+    "Sizes",
     "SortedShards",
     "TextClassification",
 ]

@@ -26,6 +26,7 @@ from fl_lightning.datamodules.client_tests import (
 from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
 from fl_lightning.datamodules.names import by_name
 from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
+from fl_lightning.datamodules.pool import global_test, joined
 from fl_lightning.datamodules.samples import (
     CPU,
     Batch,
@@ -37,7 +38,13 @@ from fl_lightning.datamodules.samples import (
 )
 from fl_lightning.datamodules.split import Split, What, check_given, check_shares, split_samples
 from fl_lightning.datamodules.transfer import Transfer
-from fl_lightning.datamodules.views import card, partition_figure, partition_table, save_partition
+from fl_lightning.datamodules.views import (
+    card,
+    partition_figure,
+    partition_measures,
+    partition_table,
+    save_partition,
+)
 from fl_lightning.errors import UserError
 from fl_lightning.given import Given
 from fl_lightning.lightning import pl
@@ -71,6 +78,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             names the clients.
         test_clients: each client's positions in the test data, its own test set, in place of
             ``client_test_fraction``; any sequence, lazy ones too, or ``{name: array}``.
+        pooled: training data followed by test data are one pool, which is split, as PFLlib and
+            FL-bench do. Clients' test samples are those that the partition gives, or
+            ``client_test_fraction``; all of them together are the test set.
         seed: of the split, the order of samples and the augmentation; None: the run's.
         drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples);
             K_i counts the rest.
@@ -101,6 +111,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         drop_last: bool = False,
         eval_batch_size: int | None = None,
         test_clients: Sequence[Any] | Mapping[str, Any] | None = None,
+        pooled: bool = False,
     ) -> None:
         super().__init__()
         names, given, tests = by_name(clients, test_clients)
@@ -128,6 +139,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self._given: Sequence[Any] | None = given
         self._test_clients: Sequence[Any] | None = tests
         self._names_given = names
+        self._pooled = pooled
         if names:
             self.client_names = names
         # Set by ``load`` where clients come with test sets.
@@ -172,6 +184,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             self.load()
             if self._names_given:
                 self.client_names = self._names_given
+            self._pool()
             check_biases(self.biases, self.train_set)
         seed = self.run_seed
         count = (self._wanted_clients, self.default_clients)
@@ -184,19 +197,39 @@ class FederatedDataModule(Given, pl.LightningDataModule):
                 self._tests(self.train_set, seed),
                 self._wanted_samples,
             )
-            self._split = split_samples(self.train_set, self.partition, count, *given, seed)
+            partition = self.partition.bound(self)
+            self._split = split_samples(self.train_set, partition, count, *given, seed)
+            if self._pooled:
+                self.test_set = global_test(self.train_set, self._split)
             if isinstance(self.own_tests, OwnTests):
                 self.own_tests.check_number(len(self._split.clients))
             self._split_seed = seed
-            self._name_clients(self._split)
+            self._name_clients(self._split, partition)
 
-    def _name_clients(self, split: Split) -> None:
+    def _pool(self) -> None:
+        """With ``pooled``, make one set of the training and the test data."""
+        if not self._pooled:
+            return
+        if self.groups is not None and isinstance(self.partition, ByGroup):
+            raise UserError(
+                f"pooled=True joins training and test data, and {type(self).__name__} has clients "
+                "of its own, which its test data do not name: give a partition, such as "
+                "DirichletByClass, or leave pooled out."
+            )
+        assert self.train_set is not None
+        self.train_set = joined(type(self).__name__, self.train_set, self.test_set)
+        self.test_set = None
+        self.own_tests = None
+
+    def _name_clients(self, split: Split, partition: Partition) -> None:
         """Name each client of ``ByGroup`` by the group of its samples, where groups have names.
 
         Another seed may hold out all samples of other groups: their names are nobody's.
         """
         if self._group_names is None:
             self._group_names = tuple(self.client_names)
+        if not isinstance(partition, ByGroup) and split.by_partition and partition.names:
+            self.client_names = partition.names
         if not isinstance(self.partition, ByGroup) or not split.by_partition:
             return
         given = self.partition.groups
@@ -249,7 +282,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             return len(self._given)
         if self._split is not None:
             return len(self._split.clients)
-        own_groups = isinstance(self.partition, ByGroup) and self.partition.groups is None
+        own_groups = getattr(self.partition, "groups", ()) is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
         # The data set's own groups are known only once it is loaded.
         return len(self._who.clients) if count is None or own_groups else count
@@ -312,6 +345,12 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def partition_table(self) -> str:
         """Samples and classes of the first clients, as text."""
         return partition_table(self)
+
+    def partition_measures(self) -> dict[str, float]:
+        """``total_variation`` (mean over clients, of labels, to all clients' labels, 0 to 1),
+        ``effective_classes`` (mean of exp(entropy)) and ``gini`` of sizes; without labels ``gini``.
+        """
+        return partition_measures(self)
 
     def plot_partition(self) -> Figure:
         """Heat map of clients and classes (the first 200 clients)."""

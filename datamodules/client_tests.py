@@ -88,6 +88,39 @@ def stratified(samples: Indices, labels: Indices, h: int) -> Indices:
 
 
 @dataclass
+class SplitTests:
+    """Test samples that the split itself gives each client, positions in the training data."""
+
+    tests: Sequence[Indices]
+
+    described = ("test samples", "by the split")
+
+    @property
+    def recipe(self) -> bytes:
+        sizes = np.array([len(test) for test in self.tests], np.int64)
+        return b"split" + b"".join(array.tobytes() for array in (sizes, *self.tests))
+
+    def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
+        return indices, self.tests[client]
+
+
+def apart(clients: Sequence[Any]) -> tuple[Sequence[Any], list[Indices] | None]:
+    """Clients' training lists and test lists of tuples (train, test); None: there are no tests.
+
+    >>> apart([([0, 1], [2]), ([3], [])])
+    ([[0, 1], [3]], [array([2]), array([], dtype=int64)])
+    """
+    if not isinstance(clients, list) or not clients or not all(map(is_pair, clients)):
+        return clients, None
+    return [own for own, _ in clients], [np.asarray(test, np.int64) for _, test in clients]
+
+
+def is_pair(client: Any) -> bool:
+    """Tell a tuple of two lists from one of two positions."""
+    return isinstance(client, tuple) and len(client) == 2 and all(np.ndim(c) == 1 for c in client)
+
+
+@dataclass
 class OwnTests:
     """Clients with test sets of their own, apart from the training data.
 

@@ -76,9 +76,9 @@ class Partition:
         """The number of clients where the partition itself fixes it, else None."""
         return None
 
-    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
         """One index array per client: positions in ``labels`` ``(N,)``; the same for the same three
-        arguments.
+        arguments. Tuples ``(train, test)`` in their place give each client test samples, too.
 
         Draw random numbers only from ``fl_lightning.sampling.generator(seed, "partition", …)``.
 
@@ -86,6 +86,15 @@ class Partition:
             UserError: a client would be left without samples.
         """
         raise NotImplementedError  # abstract: who gets which samples is what a partition is
+
+    @property
+    def names(self) -> Sequence[str]:
+        """The clients' names, where the partition itself names them."""
+        return []
+
+    def bound(self, data: Any) -> Partition:
+        """The partition with what it takes from a data module that has been loaded."""
+        return self
 
     def restrict(self, kept: Indices) -> Partition:
         """The partition of only the samples ``kept`` (the rest is held out for validation)."""
@@ -257,6 +266,7 @@ class Saved(Partition):
                 self._labels = str(file["labels"])
                 # Older files do not say which samples were not held out.
                 self._kept = str(file["kept"]) if "kept" in file else None
+                self._tests = self._tests_of(file)
         except FileNotFoundError:
             raise UserError(
                 f"The partition's path is {self.path!r}, but there is no such file: give a .npz "
@@ -268,11 +278,17 @@ class Saved(Partition):
                 f"save_partition ({error})."
             ) from None
 
+    @staticmethod
+    def _tests_of(file: Any) -> list[Indices] | None:
+        if "test_ends" not in file:
+            return None
+        return np.split(file["test_indices"], file["test_ends"][:-1])
+
     @property
     def clients(self) -> int | None:
         return len(self._ends)
 
-    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
         if digest(labels) != self._labels:
             raise UserError(
                 f"The partition in {self.path!r} was made for other data (the training labels "
@@ -284,7 +300,8 @@ class Saved(Partition):
                 f"num_clients is {num_clients}, but the partition in {self.path!r} has "
                 f"{len(self._ends)} clients: give {len(self._ends)}, or null."
             )
-        return np.split(self._indices, self._ends[:-1])
+        clients = np.split(self._indices, self._ends[:-1])
+        return clients if self._tests is None else list(zip(clients, self._tests, strict=True))
 
     def restrict(self, kept: Indices) -> Partition:
         if self._kept not in (None, digest(kept)):

@@ -7,6 +7,7 @@ import random
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from functools import partial
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -147,6 +148,16 @@ class TensorSamples:
             x = x.mul_(factor * self._scale).add_(shift)
         return x, y
 
+    def with_samples(self, x: Tensor, y: Tensor) -> TensorSamples:
+        """Other samples, scaled and transformed in the same way."""
+        other = copy(self)
+        other.x = x
+        other.y = y
+        other.labels = None if self.labels is None else y.numpy()
+        other._there = {}
+        other._lock = threading.Lock()
+        return other
+
     def batches(
         self,
         index: NDArray[np.int64],
@@ -185,6 +196,7 @@ class DatasetSamples:
         workers: Workers = Workers(),  # noqa: B008  # frozen
         fetch: Literal["sample", "list", "batch"] = "sample",
     ) -> None:
+        self.workers = workers
         self.read = Reading(dataset, collate or default_collate, fetch)
         self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.client_tests import ClientTests, stratified
+from fl_lightning.datamodules.client_tests import ClientTests, SplitTests, apart, stratified
 from fl_lightning.datamodules.partitions import (
     ByGroup,
     Indices,
@@ -181,8 +181,32 @@ def split_samples(
     assert num_clients is not None
     labels = np.zeros(total, np.int64) if data.labels is None else data.labels
     labels = labels if kept is None else labels[kept]
-    clients = _checked(partition.split(labels, num_clients, seed), len(labels))
+    drawn, tests = apart(partition.split(labels, num_clients, seed))
+    clients = _checked(drawn, len(labels))
+    if tests is not None:
+        test = _tested(partition, tests, kept, len(labels), test)
     return Split(clients, total, kept, held_out, test=test)
+
+
+def _tested(
+    partition: Partition,
+    tests: list[Indices],
+    kept: Indices | None,
+    total: int,
+    other: ClientTests | None,
+) -> SplitTests:
+    """The test samples that the partition gives; ``other``: those that are asked for beside."""
+    if other is not None:
+        what, kind = other.described
+        raise UserError(
+            f"The partition {partition!r} gives each client test samples, and the data module has "
+            f"others ({what}: {kind}). Leave client_test_fraction and test_clients out, or choose "
+            "a partition without test samples."
+        )
+    for client, test in enumerate(tests):
+        if len(test):
+            check_client(client, test, total)
+    return SplitTests(tests if kept is None else [kept[test] for test in tests])
 
 
 def _kept_and_held_out(

@@ -13,6 +13,7 @@ import numpy as np
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
+from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.language_modelling import no_pixels
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
@@ -114,7 +115,7 @@ class TextClassification(FederatedDataModule):
         self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
             names, self.groups = np.unique(groups, return_inverse=True)
-            if isinstance(self.partition, ByGroup):
+            if isinstance(self.partition, ByGroup | Grouped):
                 self.client_names = [str(name) for name in names]
 
         def samples(file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.client_tests import SplitTests
+from fl_lightning.datamodules.measures import effective_classes, gini, total_variation
 from fl_lightning.datamodules.partitions import Indices, Partition, digest, positions
 from fl_lightning.datamodules.samples import Samples
 from fl_lightning.datamodules.split import Split
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 SHOWN_IN_TABLE = 20
 SHOWN_IN_FIGURE = 200
+SHOWN_NAMES = 40
+WIDE_TITLE = 55
 MANY_CLIENTS = 100_000  # of more, totals take too long
 
 
@@ -64,6 +68,8 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
         "partition hash": data.partition_hash,
         "batch size": "the whole client" if data.batch_size is None else str(data.batch_size),
     }
+    if getattr(data, "_pooled", False):
+        facts["data"] += ", training and test data pooled"
     if data.drop_last:
         facts["batch size"] += ", shorter ones dropped"
     if data.client_names:
@@ -111,6 +117,32 @@ def deviation_text(totals: NDArray[np.int64]) -> str:
     )
 
 
+def partition_measures(data: Partitioned) -> dict[str, float]:
+    """Measures of the split by name; those of labels only where there are labels."""
+    found: dict[str, float] = {}
+    counts = class_counts(data, MANY_CLIENTS) if data.num_clients <= MANY_CLIENTS else None
+    if counts is not None:
+        found["total_variation"] = total_variation(counts)
+        found["effective_classes"] = effective_classes(counts)
+    found["gini"] = gini(data.client_sizes())
+    return found
+
+
+def measures_text(data: Partitioned, short: bool = False) -> str:
+    """The measures in a line."""
+    found = partition_measures(data)
+    words = []
+    if short and "total_variation" in found:
+        classes = found["effective_classes"]
+        words = [f"total variation {found['total_variation']:.2f}", f"{classes:.1f} classes each"]
+    elif "total_variation" in found:
+        words.append(f"mean total variation to the global labels: {found['total_variation']:.3f}")
+        of = f"{found['effective_classes']:.2f} of {data.num_classes}"
+        words.append(f"effective number of classes: {of}")
+    words.append(f"Gini of sizes: {found['gini']:.3f}")
+    return ", ".join(words)
+
+
 def partition_table(data: Partitioned) -> str:
     sizes = data.client_sizes()
     counts = class_counts(data, SHOWN_IN_TABLE)
@@ -143,6 +175,7 @@ def partition_table(data: Partitioned) -> str:
         lines.insert(1 + SHOWN_IN_TABLE, more)
     if totals is not None:
         lines.append(deviation_text(totals))
+    lines.append(measures_text(data))
     lines.append(
         f"{len(sizes):,} clients, {sizes.min()} to {sizes.max()} samples, hash "
         f"{data.partition_hash}"
@@ -166,9 +199,9 @@ def partition_figure(data: Partitioned) -> Figure:
     # Every run draws it: margins that are worked out (layout="constrained") take twice the time.
     grid = figure.add_gridspec(
         len(ratios),
-        2,
+        3,
         height_ratios=ratios,
-        width_ratios=[20, 1],
+        width_ratios=[20, 4, 1],
         left=0.14,
         right=0.87,
         bottom=0.5 / whole,
@@ -178,7 +211,12 @@ def partition_figure(data: Partitioned) -> Figure:
     )
     axes = figure.add_subplot(grid[-1, 0])
     image = axes.imshow(counts, aspect="auto", interpolation="nearest", cmap="viridis")
-    figure.colorbar(image, cax=figure.add_subplot(grid[-1, 1]), label="samples")
+    figure.colorbar(image, cax=figure.add_subplot(grid[-1, 2]), label="samples")
+    beside = figure.add_subplot(grid[-1, 1], sharey=axes)
+    beside.barh(np.arange(len(counts)), data.client_sizes()[: len(counts)], color="#2f7ed8")
+    beside.tick_params(labelleft=False, labelsize="x-small")
+    beside.set_xlabel("size", fontsize="small")
+    _named(axes, data, len(counts))
     axes.set_xlabel("class" if has_classes else "all samples")
     axes.set_ylabel("client")
     shown = f"{clients}"
@@ -188,14 +226,29 @@ def partition_figure(data: Partitioned) -> Figure:
     # A title whose place is given is not moved out of the ticks' way, which a quarter of the time
     # would go to.
     title = f"{facts['data']} · {facts['partition']} · {shown} clients"
-    axes.set_title(title, fontsize="medium", y=1.0)
+    small = len(title) > WIDE_TITLE
+    axes.set_title(title, fontsize="x-small" if small else "medium", y=1.0, loc="left")
     if totals is not None:
         above = figure.add_subplot(grid[0, 0], sharex=axes)
         above.bar(np.arange(len(totals)), totals, color="#2f7ed8")
-        above.set_title(deviation_text(totals), fontsize="small", y=1.0)
+        told = f"{measures_text(data, short=True)}\n{deviation_text(totals)}"
+        above.set_title(told, fontsize="x-small", y=1.0, loc="left")
         above.set_ylabel("all clients")
         above.tick_params(labelbottom=False)
     return figure
+
+
+def _named(axes: Any, data: Partitioned, shown: int) -> None:
+    """Name the clients beside the picture, where they have names and these can be read."""
+    names = list(data.client_names[:shown])
+    domains = list(getattr(data, "client_domains", ()))[:shown]
+    # Clients of a domain are called by its name already, or by its name and a number.
+    if domains and not names:
+        names = domains
+    if not names and shown <= SHOWN_NAMES:
+        axes.set_yticks(range(0, shown, 1 + shown // 20))
+    elif shown <= SHOWN_NAMES:
+        axes.set_yticks(range(shown), [str(name)[:12] for name in names], fontsize="x-small")
 
 
 def save_partition(path: Path, split: Split, labels: Indices | None) -> None:
@@ -207,11 +260,15 @@ def save_partition(path: Path, split: Split, labels: Indices | None) -> None:
     clients = split.clients
     kept = np.arange(split.total) if split.kept is None else split.kept
     arrays = [positions(clients[i]).astype(np.int64, copy=False) for i in range(len(clients))]
+    content = {
+        "ends": np.cumsum([len(a) for a in arrays]),
+        "indices": np.concatenate(arrays),
+        "labels": np.array(digest(labels[kept])),
+        "kept": np.array(digest(kept)),
+    }
+    if isinstance(split.test, SplitTests):
+        tests = [np.searchsorted(kept, test) for test in split.test.tests]
+        content["test_ends"] = np.cumsum([len(test) for test in tests])
+        content["test_indices"] = np.concatenate(tests)
     with written_aside(path) as file:
-        np.savez_compressed(
-            file,
-            ends=np.cumsum([len(a) for a in arrays]),
-            indices=np.concatenate(arrays),
-            labels=np.array(digest(labels[kept])),
-            kept=np.array(digest(kept)),
-        )
+        np.savez_compressed(file, **content)  # type: ignore[arg-type]

@@ -79,6 +79,7 @@ GROUPS = {
     "system": "Simulated devices: after a method.",
     "method": "Methods: after a data config; each sets every key that belongs to methods.",
     "data": "Data, each with a small network that fits.",
+    "split": "Other tools' splits: after a data config.",
     "model": "Networks, for any data.",
     "trainer": "Machines.",
     "logger": "Trackers.",

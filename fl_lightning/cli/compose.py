@@ -156,7 +156,7 @@ def packaged() -> dict[str, Traversable]:
             elif entry.name.endswith(".yaml") and not entry.name.endswith(".claims.yaml"):
                 yield prefix + entry.name.removesuffix(".yaml"), entry
 
-    order = ["base", "demo", "data", "model", "method", "system", "experiment", "trainer"]
+    order = ["base", "demo", "data", "split", "model", "method", "system", "experiment", "trainer"]
     order += ["logger", "debug"]
     entries: dict[str, Traversable] = {}
     for folder in config_folders():

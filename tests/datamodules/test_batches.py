@@ -398,8 +398,8 @@ def test_artefacts_show_clients_and_classes():
         partition=Dirichlet(0.1, replacement=True, samples_per_client=3), num_clients=5000, seed=0
     )
     axes = many.plot_partition().axes[0]
-    assert (
-        axes.images[0].get_array().shape == (200, 10) and "first 200 of 5,000" in axes.get_title()
+    assert axes.images[0].get_array().shape == (200, 10) and "first 200 of 5,000" in axes.get_title(
+        "left"
     )
     assert "4,980 more clients" in many.partition_table()
     assert (

@@ -234,7 +234,7 @@ def test_class_totals_and_their_deviation_are_those_of_all_clients() -> None:
         assert data.train_set is not None and data.train_set.labels is not None
         held = np.concatenate([data.client_indices(i) for i in range(30)])
         totals = np.bincount(data.train_set.labels[held], minlength=10)
-        *_, more, every, spread, _ = data.partition_table().splitlines()
+        *_, more, every, spread, _, _ = data.partition_table().splitlines()
         assert more.startswith("… and 10 more") and every.split() == [
             "all",
             str(totals.sum()),

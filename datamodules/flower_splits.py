@@ -1,0 +1,586 @@
+"""Splits by shards, sizes, values and proportions, with flwr-datasets' lists to the sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.partitions import Indices, Partition, check_number, need_samples
+from fl_lightning.datamodules.streams import (
+    Stream,
+    as_arrays,
+    by_class,
+    check_choice,
+    check_none_empty,
+    check_same,
+    check_tool_seed,
+    check_whole,
+    rows,
+    shuffled,
+    stream,
+    tell_left,
+)
+from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper
+
+
+class Shards(Partition):
+    """Samples sorted by label (stable) and cut into shards, which are dealt out at random
+    (McMahan et al., 2017).
+
+    Args:
+        per_client: shards of each client; None: as many as there are, dealt out evenly.
+        size: samples of a shard; None: ⌊N / (m · per_client)⌋.
+        keep_incomplete: use a last, smaller shard, too.
+        shuffle: each client's list.
+        tool_seed: flwr-datasets' ``seed``, whose lists these then are; None: the run's.
+    """
+
+    paper = Paper("mcmahan2017fedavg")
+
+    def __init__(
+        self,
+        per_client: int | None = 2,
+        size: int | None = None,
+        keep_incomplete: bool = False,
+        shuffle: bool = True,
+        tool_seed: int | None = None,
+    ) -> None:
+        for name, value in (("per_client", per_client), ("size", size)):
+            if value is not None:
+                check_whole(self, name, value)
+        if per_client is None and size is None:
+            raise UserError("Shards: per_client and size are both None: give at least one of them.")
+        check_tool_seed(self, tool_seed)
+        self.per_client = per_client
+        self.size = size
+        self.keep_incomplete = keep_incomplete
+        self.shuffle = shuffle
+        self.tool_seed = tool_seed
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        total = len(labels)
+        size = self.size or total // (num_clients * (self.per_client or 1))
+        if size == 0:
+            raise UserError(
+                f"{self!r}: {num_clients} clients of {self.per_client} shards each are more shards "
+                f"than the {total} training samples. Give fewer clients or shards."
+            )
+        complete = total // size
+        usable = complete
+        # Where both numbers are given, flwr-datasets leaves an incomplete shard out.
+        if self.keep_incomplete and (self.per_client is None or self.size is None):
+            usable = -(-total // size)
+        if self.per_client is None:
+            each = np.full(num_clients, usable // num_clients)
+            each[: usable % num_clients] += 1
+        else:
+            each = np.full(num_clients, self.per_client)
+        if each.sum() > usable or each.min() < 1:
+            raise UserError(
+                f"{self!r}: {num_clients} clients need {max(each.sum(), num_clients)} shards of "
+                f"{size} samples, and {total} training samples make {usable}. Give a smaller size, "
+                "fewer shards per client, or fewer clients."
+            )
+        r = stream(seed, self.tool_seed)
+        order = np.argsort(labels, kind="stable")
+        dealt = r.permutation(usable)[: each.sum()]
+        clients: list[list[int]] = []
+        for own in np.split(dealt, np.cumsum(each)[:-1]):
+            clients.append([])
+            for shard in own:
+                clients[-1].extend(order[shard * size : (shard + 1) * size].tolist())
+        tell_left(self, total - sum(map(len, clients)), total, "since no shard of theirs is used")
+        return shuffled(r, clients) if self.shuffle else as_arrays(clients)
+
+
+GROWTH: dict[str, Callable[[Any], Any]] = {
+    "linear": lambda u: u,
+    "square": np.square,
+    "exponential": np.exp,
+}
+
+
+class Sizes(Partition):
+    """Clients of given sizes, in the order of the data, or by a rule.
+
+    Args:
+        sizes: one whole number per client; or ``"linear"``, ``"square"``, ``"exponential"`` or a
+            function of the numbers 1.0 … m: client i gets a share proportional to f(i), rounded
+            down, and the last one gets what is left.
+        shuffle: deal out the samples in random order; False: in the data's, as flwr-datasets'
+            SizePartitioner, LinearPartitioner and their kind do.
+    """
+
+    needs_labels = False
+
+    def __init__(
+        self,
+        sizes: list[int] | Literal["linear", "square", "exponential"] | Callable[[Any], Any],
+        shuffle: bool = False,
+    ) -> None:
+        if isinstance(sizes, str):
+            check_choice(self, "sizes", sizes, list(GROWTH))
+        elif not callable(sizes):
+            for size in sizes:
+                check_whole(self, "sizes", size)
+            if not len(sizes):
+                raise UserError("Sizes has no sizes: give one whole number per client.")
+        self.sizes = sizes
+        self.shuffle = shuffle
+
+    @property
+    def clients(self) -> int | None:
+        fixed = not isinstance(self.sizes, str) and not callable(self.sizes)
+        return len(self.sizes) if fixed else None  # type: ignore[arg-type]
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        sizes = self._sizes(len(labels), num_clients)
+        ends = np.cumsum(sizes)
+        tell_left(self, len(labels) - int(ends[-1]), len(labels), "as sizes leave them out")
+        order = np.arange(len(labels))
+        if self.shuffle:
+            order = stream(seed, None).permutation(len(labels))
+        return np.split(order[: ends[-1]], ends[:-1])
+
+    def _sizes(self, total: int, m: int) -> NDArray[np.int64]:
+        given = self.sizes
+        if isinstance(given, list | tuple):
+            check_same(self, m, len(given))
+            if sum(given) > total:
+                raise UserError(
+                    f"Sizes: the sizes are {sum(given)} samples, and there are {total} training "
+                    "samples: give smaller sizes."
+                )
+            return np.array(given, np.int64)
+        growth = GROWTH[given] if isinstance(given, str) else given
+        assert callable(growth)
+        units = np.asarray(growth(np.linspace(1, m, m)))
+        shares = units / units.sum()
+        sizes = np.array(shares * total, dtype=np.int64)
+        sizes[-1] += total - sizes.sum()
+        if sizes.min() < 1:
+            raise UserError(
+                f"{self!r} leaves client {int(sizes.argmin())} {sizes.min()} of {total} samples: "
+                "give fewer clients, or another rule."
+            )
+        return sizes
+
+
+class Grouped(Partition):
+    """Clients that are bunches of ``size`` of the data's own groups (persons, files, …).
+
+    A client's samples are those of its groups, one group after the other. Names are joined by
+    ``+``. These are the lists of flwr-datasets' GroupedNaturalIdPartitioner.
+
+    Args:
+        size: groups of a client.
+        mode: what becomes of groups that are left over: ``"allow-smaller"``, a last, smaller
+            client; ``"allow-bigger"``, ⌊G / size⌋ clients, some of which have more;
+            ``"drop-remainder"``, they are left out; ``"strict"``, refused.
+        order: of the groups: as they first appear (``"seen"``), or ``"sorted"``.
+        groups: one value per training sample; None: those that come with the data set.
+    """
+
+    needs_labels = False
+
+    def __init__(
+        self,
+        size: int,
+        mode: Literal["allow-smaller", "allow-bigger", "drop-remainder", "strict"] = (
+            "allow-smaller"
+        ),
+        order: Literal["seen", "sorted"] = "seen",
+        groups: Sequence[int] | Sequence[str] | None = None,
+    ) -> None:
+        check_whole(self, "size", size)
+        modes = ["allow-smaller", "allow-bigger", "drop-remainder", "strict"]
+        check_choice(self, "mode", mode, modes)
+        check_choice(self, "order", order, ["seen", "sorted"])
+        self.size = size
+        self.mode = mode
+        self.order = order
+        self.groups = None if groups is None else np.asarray(groups)
+
+    def bound(self, data: Any) -> Partition:
+        if self.groups is not None or data.groups is None:
+            return self
+        groups = data.groups
+        if data.client_names:
+            groups = np.asarray(data.client_names)[groups]
+        return Grouped(self.size, self.mode, self.order, groups)
+
+    @property
+    def clients(self) -> int | None:
+        return None if self.groups is None else len(self._bunches())
+
+    @property
+    def names(self) -> list[str]:
+        if self.groups is None:
+            return []
+        return ["+".join(map(str, bunch)) for bunch in self._bunches()]
+
+    def restrict(self, kept: Indices) -> Partition:
+        if self.groups is None:
+            return self
+        left: Any = self.groups[kept]
+        return Grouped(self.size, self.mode, self.order, left)
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        if self.groups is None:
+            raise UserError(
+                "The partition Grouped has groups=None, and this data set brings no groups: give "
+                "groups, one value per training sample."
+            )
+        if self.groups.shape != (len(labels),):
+            raise UserError(
+                f"Grouped's groups have the shape {self.groups.shape}: give one for each of the "
+                f"{len(labels)} training samples."
+            )
+        bunches = self._bunches()
+        check_same(self, num_clients, len(bunches))
+        distinct, members = by_class(self.groups)
+        own = dict(zip(distinct.tolist(), members, strict=True))
+        clients = [np.concatenate(list(map(own.get, bunch))) for bunch in bunches]
+        tell_left(self, len(labels) - sum(map(len, clients)), len(labels), "by drop-remainder")
+        return clients
+
+    def _bunches(self) -> list[list[Any]]:
+        assert self.groups is not None
+        distinct, first = np.unique(self.groups, return_index=True)
+        names = distinct[np.argsort(first)] if self.order == "seen" else distinct
+        whole = len(names) // self.size
+        rest = len(names) % self.size
+        if rest and self.mode == "strict":
+            raise UserError(
+                f"Grouped: {len(names)} groups do not make bunches of {self.size} without a rest "
+                f"of {rest}, and mode is 'strict'. Give another size, or "
+                "mode='allow-smaller', 'allow-bigger' or 'drop-remainder'."
+            )
+        if not whole and self.mode != "allow-smaller":
+            raise UserError(
+                f"Grouped: size is {self.size}, and there are {len(names)} groups: give at most "
+                "as many, or mode='allow-smaller'."
+            )
+        if self.mode == "allow-bigger":
+            return [bunch.tolist() for bunch in np.array_split(names, whole)]
+        end = len(names) if self.mode == "allow-smaller" else whole * self.size
+        bunches = np.split(names[:end], np.arange(self.size, end, self.size))
+        return [bunch.tolist() for bunch in bunches]
+
+    def __repr__(self) -> str:
+        options = [repr(self.size)]
+        if self.mode != "allow-smaller":
+            options.append(f"mode={self.mode!r}")
+        if self.order != "seen":
+            options.append(f"order={self.order!r}")
+        if self.groups is not None:
+            options.append(f"{len(np.unique(self.groups))} groups")
+        return f"Grouped({', '.join(options)})"
+
+
+class ByValue(Partition):
+    """Samples sorted by a number, such as age, and cut into equal pieces; with noise if asked.
+
+    These are the lists of flwr-datasets' ContinuousPartitioner.
+
+    Args:
+        values: one number per training sample; or ``column`` of a table.
+        column: of ``FromTable`` or ``FromHuggingFace``.
+        strictness: s of s · (v − mean) / std + (1 − s) · noise; 1 sorts by the values only, 0 is
+            a random split.
+        shuffle: each client's list.
+        tool_seed: flwr-datasets' ``seed``; None: the run's.
+    """
+
+    needs_labels = False
+
+    def __init__(
+        self,
+        values: Sequence[float] | None = None,
+        column: str | None = None,
+        strictness: float = 1.0,
+        shuffle: bool = True,
+        tool_seed: int | None = None,
+    ) -> None:
+        if (values is None) == (column is None):
+            raise UserError(
+                "ByValue needs values, one number per training sample, or column, the name of a "
+                "table's column: give one of the two."
+            )
+        if not 0 <= strictness <= 1:
+            raise UserError(f"ByValue's strictness is {strictness!r}: give a number from 0 to 1.")
+        check_tool_seed(self, tool_seed)
+        self.values = None if values is None else np.asarray(values, np.float32)
+        self.column = column
+        self.strictness = strictness
+        self.shuffle = shuffle
+        self.tool_seed = tool_seed
+
+    def _with(self, values: Any) -> Partition:
+        found = ByValue(values, None, self.strictness, self.shuffle, self.tool_seed)
+        found.column = self.column
+        return found
+
+    def bound(self, data: Any) -> Partition:
+        if self.values is not None:
+            return self
+        read = getattr(data, "column_values", None)
+        if read is None:
+            raise UserError(
+                f"ByValue's column is {self.column!r}, and {type(data).__name__} has no columns: "
+                "give values, one number per training sample."
+            )
+        return self._with(read(self.column))
+
+    def restrict(self, kept: Indices) -> Partition:
+        return self if self.values is None else self._with(self.values[kept])
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        need_samples(num_clients, len(labels))
+        v = self.values
+        if v is None or v.shape != (len(labels),):
+            shape = None if v is None else v.shape
+            raise UserError(
+                f"ByValue's values have the shape {shape}: give one number for each of the "
+                f"{len(labels)} training samples."
+            )
+        if not np.isfinite(v).all():
+            place = int(np.flatnonzero(~np.isfinite(v))[0])
+            raise UserError(
+                f"ByValue: the value of training sample {place} is {v[place]}: give a finite "
+                "number for each sample, or leave the sample out."
+            )
+        std = np.std(v)
+        if std < 1e-6 and self.strictness > 0:
+            raise UserError(
+                f"ByValue: all values are {v[0]:g}, which sorts nothing: give other values, or "
+                "strictness=0 for a random split."
+            )
+        z = (v - np.mean(v)) / std if std else v
+        r = stream(seed, self.tool_seed)
+        noise = r.normal(0, 1, len(z))
+        blended = self.strictness * z + (1 - self.strictness) * noise
+        pieces = np.array_split(np.argsort(blended), num_clients)
+        return shuffled(r, [piece.tolist() for piece in pieces]) if self.shuffle else pieces
+
+    def __repr__(self) -> str:
+        of = f"column={self.column!r}" if self.column else "values"
+        seed = "" if self.tool_seed is None else f", tool_seed={self.tool_seed}"
+        return f"ByValue({of}, strictness={self.strictness:g}{seed})"
+
+
+class LabelBuckets(Partition):
+    """Each client has ``per_client`` neighbouring classes, in amounts that ``array`` gives: the
+    power law of FedProx (Li et al., 2020).
+
+    These are the lists of flwr-datasets' DistributionPartitioner.
+
+    Args:
+        array: amounts ``(C, m · per_client / C)``, a list of rows or the path of a ``.npy`` file: a
+            row holds the buckets of a class, in the order of the clients that get them.
+        per_client: classes of a client: i, i + 1, … modulo C.
+        preassigned: samples that each bucket has before the rest is dealt out.
+        rescale: a row's amounts are shares of its class; False: numbers of samples.
+        tool_seed: flwr-datasets' ``seed``; None: the run's.
+    """
+
+    paper = Paper("li2020fedprox")
+
+    def __init__(
+        self,
+        array: list[list[float]] | str,
+        per_client: int,
+        preassigned: int = 0,
+        rescale: bool = True,
+        shuffle: bool = True,
+        tool_seed: int | None = None,
+    ) -> None:
+        check_whole(self, "per_client", per_client)
+        check_whole(self, "preassigned", preassigned, 0)
+        check_tool_seed(self, tool_seed)
+        self.array = array
+        self.per_client = per_client
+        self.preassigned = preassigned
+        self.rescale = rescale
+        self.shuffle = shuffle
+        self.tool_seed = tool_seed
+
+    @property
+    def clients(self) -> int | None:
+        array = rows(self.array)
+        return array.size // self.per_client if array.ndim == 2 else None
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        _, members = by_class(labels)
+        array = rows(self.array)
+        m = num_clients
+        classes = len(members)
+        columns = m * self.per_client // classes
+        if m % classes:
+            raise UserError(
+                f"LabelBuckets: num_clients is {m}, which is not a multiple of the {classes} "
+                f"classes. Give {-(-m // classes) * classes}."
+            )
+        if self.per_client > classes or array.shape != (classes, columns):
+            raise UserError(
+                f"LabelBuckets' array has the shape {array.shape} and per_client is "
+                f"{self.per_client}: {m} clients and {classes} classes need "
+                f"({classes}, {columns}), and at most {classes} classes per client."
+            )
+        r = stream(seed, self.tool_seed)
+        amounts = self._amounts(array, members, columns)
+        buckets = []
+        for own, amount in zip(members, amounts, strict=True):
+            pieces = np.split(own, np.cumsum(amount))
+            rest = pieces.pop()
+            if self.rescale:
+                place = int(np.asarray(r.integers(0, columns)))  # type: ignore[union-attr]
+                pieces[place] = np.append(pieces[place], rest)
+            buckets.append(pieces)
+        used = [0] * classes
+        clients: list[list[int]] = [[] for _ in range(m)]
+        for i, client in enumerate(clients):
+            for c in (np.arange(self.per_client) + i) % classes:
+                client.extend(buckets[c][used[c]].tolist())
+                used[c] += 1
+        check_none_empty(self, clients, "give larger amounts, or preassigned samples")
+        tell_left(self, len(labels) - sum(map(len, clients)), len(labels), "by the amounts")
+        return shuffled(r, clients) if self.shuffle else as_arrays(clients)
+
+    def _amounts(
+        self, array: NDArray[Any], members: list[Indices], columns: int
+    ) -> NDArray[np.int64]:
+        """Samples of each bucket ``(C, columns)``."""
+        sizes = np.array([len(own) for own in members], np.float64)
+        if self.rescale:
+            reserved = self.preassigned * columns
+            if (sizes - 2 * reserved < columns).any():
+                raise UserError(
+                    f"LabelBuckets' preassigned is {self.preassigned}: the smallest class has "
+                    f"{int(sizes.min())} samples for {columns} buckets. Give a smaller number."
+                )
+            shares = array / array.sum(axis=-1, keepdims=True)
+            dealt: NDArray[np.int64] = np.floor(shares * (sizes - reserved)[:, None]).astype(int)
+            return dealt + self.preassigned
+        amounts = array.astype(np.int64)
+        over = np.flatnonzero(amounts.sum(axis=1) > sizes)
+        if len(over):
+            c = int(over[0])
+            raise UserError(
+                f"LabelBuckets: row {c} of array has {amounts[c].sum()} samples, and the class has "
+                f"{int(sizes[c])}: give smaller amounts, or rescale=True."
+            )
+        return amounts
+
+    def __repr__(self) -> str:
+        shape = self.array if isinstance(self.array, str) else f"array {rows(self.array).shape}"
+        seed = "" if self.tool_seed is None else f", tool_seed={self.tool_seed}"
+        return f"LabelBuckets({shape}, per_client={self.per_client}{seed})"
+
+
+class InnerDirichlet(Partition):
+    """Clients of given sizes, each with class proportions q ~ Dir(alpha) (Acar et al., 2021).
+
+    Samples are dealt out one by one to clients in random order, so that a class that is used up is
+    used up for all. These are the lists of flwr-datasets' InnerDirichletPartitioner.
+
+    Args:
+        sizes: samples of each client.
+        alpha: one number, one per class, or ``m`` rows of one per class.
+        tool_seed: flwr-datasets' ``seed``; None: the run's.
+    """
+
+    paper = Paper("acar2021feddyn")
+
+    def __init__(
+        self,
+        sizes: list[int],
+        alpha: float | list[float] | list[list[float]],
+        shuffle: bool = True,
+        tool_seed: int | None = None,
+    ) -> None:
+        for size in sizes:
+            check_whole(self, "sizes", size)
+        for each in np.ravel(alpha).tolist():
+            check_number(self, "alpha", each)
+        check_tool_seed(self, tool_seed)
+        self.sizes = sizes
+        self.alpha = alpha
+        self.shuffle = shuffle
+        self.tool_seed = tool_seed
+
+    @property
+    def clients(self) -> int | None:
+        return len(self.sizes)
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
+        m = len(self.sizes)
+        check_same(self, num_clients, m)
+        if sum(self.sizes) > len(labels):
+            raise UserError(
+                f"InnerDirichlet: the sizes are {sum(self.sizes)} samples, and there are "
+                f"{len(labels)} training samples: give smaller sizes."
+            )
+        _, members = by_class(labels)
+        classes = len(members)
+        alpha = np.asarray(self.alpha, np.float64)
+        if alpha.shape not in ((), (classes,), (m, classes)):
+            raise UserError(
+                f"InnerDirichlet's alpha has the shape {alpha.shape}: give one number, {classes} "
+                f"numbers (one per class), or {m} rows of {classes}."
+            )
+        r = stream(seed, self.tool_seed)
+        if alpha.ndim < 2:
+            q = r.dirichlet(np.broadcast_to(alpha, classes), m)
+        else:
+            q = np.stack([r.dirichlet(row) for row in alpha])
+        clients = [own.tolist() for own in self._dealt(r, members, q)]
+        tell_left(self, len(labels) - sum(self.sizes), len(labels), "as sizes leave them out")
+        return shuffled(r, clients) if self.shuffle else as_arrays(clients)
+
+    def _dealt(self, r: Stream, members: list[Indices], q: NDArray[np.float64]) -> list[Indices]:
+        """Each client's list, filled from its end."""
+        stock = [len(own) for own in members]
+        free = list(self.sizes)
+        clients = [np.zeros(size, np.int64) for size in self.sizes]
+        numbers = np.arange(len(members))
+        # Who is full stays in the draw until it is drawn once more.
+        waiting = list(range(len(free)))
+        left = sum(free)
+        while left:
+            i = int(r.choice(waiting))
+            if not free[i]:
+                waiting.remove(i)
+                continue
+            free[i] -= 1
+            left -= 1
+            while True:
+                c = int(r.choice(numbers, p=q[i]))
+                if stock[c]:
+                    break
+                q = _without(q, c, stock)
+            stock[c] -= 1
+            clients[i][free[i]] = members[c][stock[c]]
+        return clients
+
+    def __repr__(self) -> str:
+        alpha = self.alpha if isinstance(self.alpha, int | float) else np.shape(self.alpha)
+        seed = "" if self.tool_seed is None else f", tool_seed={self.tool_seed}"
+        return f"InnerDirichlet({len(self.sizes)} sizes, alpha={alpha}{seed})"
+
+
+def _without(q: NDArray[np.float64], c: int, stock: list[int]) -> NDArray[np.float64]:
+    """The clients' proportions without a class that is used up."""
+    q[:, c] = 0
+    sums = q.sum(axis=1, keepdims=True)
+    open_classes = np.array(stock) > 0
+    # Who had only this class takes of all that are left.
+    even = open_classes / max(1, open_classes.sum())
+    left: NDArray[np.float64] = np.where(sums > 0, q / np.where(sums > 0, sums, 1), even)
+    return left

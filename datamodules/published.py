@@ -1,0 +1,292 @@
+"""Splits of skewed labels as other tools make them, with their lists to the sample."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.partitions import Indices, Partition, check_number, need_samples
+from fl_lightning.datamodules.streams import (
+    Source,
+    Stream,
+    as_arrays,
+    by_class,
+    check_choice,
+    check_none_empty,
+    check_share,
+    check_tool_seed,
+    check_whole,
+    integers,
+    shuffled,
+    stream,
+    tell_left,
+    tested,
+)
+from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper
+
+SOURCES = ["flwr", "pfllib", "niid-bench", "fl-bench"]
+TRIES = 1000
+TRIES_OF_FLWR = 11
+
+
+def least(source: str, samples: int, clients: int) -> int:
+    """The smallest client that a tool accepts where it is not told."""
+    return int(min(40, samples / clients / 2)) if source == "pfllib" else 10
+
+
+class DirichletByClass(Partition):
+    """Each class is dealt out by shares p ~ Dir(alpha) over the clients (Yurochkin et al., 2019).
+
+    Sizes differ. Where a client would have fewer than ``min_samples``, all is drawn again.
+    ``source`` chooses whose rule it is; with ``tool_seed`` the lists are those of that tool, to the
+    sample, for the same labels in the same order.
+
+    Args:
+        alpha: one number, or one per client.
+        source: ``"flwr"`` (flwr-datasets' DirichletPartitioner), ``"pfllib"``, ``"niid-bench"`` or
+            ``"fl-bench"``.
+        min_samples: None: 10, of ``pfllib`` min(40, N / m / 2).
+        balance: clients that have their share N / m get no more. None: as the tool does (only
+            ``pfllib`` and ``niid-bench`` balance).
+        shuffle: each client's list; None: as the tool does (``flwr`` and ``niid-bench``).
+        tool_seed: the seed of the tool's own generator; None: the run's seed and generator.
+        test_share: each client's share of test samples, as ``pfllib`` and ``fl-bench`` cut it.
+    """
+
+    paper = Paper("yurochkin2019bayesian")
+
+    def __init__(
+        self,
+        alpha: float | list[float],
+        source: Source = "flwr",
+        min_samples: int | None = None,
+        balance: bool | None = None,
+        shuffle: bool | None = None,
+        tool_seed: int | None = None,
+        test_share: float = 0.0,
+    ) -> None:
+        for each in alpha if isinstance(alpha, list | tuple) else [alpha]:
+            check_number(self, "alpha", each)
+        check_choice(self, "source", source, SOURCES)
+        if min_samples is not None:
+            check_whole(self, "min_samples", min_samples)
+        check_tool_seed(self, tool_seed)
+        check_share(self, test_share, source)
+        self.alpha = alpha
+        self.source = source
+        self.min_samples = min_samples
+        self.balance = balance
+        self.shuffle = shuffle
+        self.tool_seed = tool_seed
+        self.test_share = test_share
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
+        need_samples(num_clients, len(labels))
+        alpha = np.asarray(self.alpha, np.float64)
+        if alpha.ndim and len(alpha) != num_clients:
+            raise UserError(
+                f"DirichletByClass's alpha has {len(alpha)} numbers, and num_clients is "
+                f"{num_clients}: give one number, or one per client."
+            )
+        alpha = np.broadcast_to(alpha, num_clients)
+        r = stream(seed, self.tool_seed, self.source)
+        clients = self._drawn(r, labels, alpha)
+        shuffle = self.source in ("flwr", "niid-bench") if self.shuffle is None else self.shuffle
+        if shuffle:
+            for own in clients:
+                r.shuffle(own)
+        return tested(self, r, clients, self.source, self.test_share)
+
+    def _drawn(self, r: Stream, labels: Indices, alpha: NDArray[np.float64]) -> list[Any]:
+        """The first try in which every client has enough."""
+        m = len(alpha)
+        wanted = self.min_samples
+        if wanted is None:
+            wanted = least(self.source, len(labels), m)
+        _, members = by_class(labels)
+        tries = TRIES_OF_FLWR if self.source == "flwr" else TRIES
+        smallest = 0
+        for _ in range(tries):
+            clients = self._tried(r, members, alpha, len(labels))
+            if clients is None:
+                continue
+            smallest = max(smallest, min(map(len, clients)))
+            if min(map(len, clients)) >= max(wanted, 1):
+                return clients
+        raise UserError(
+            f"DirichletByClass: in {tries} tries with alpha={self.alpha!r} no split gave each of "
+            f"{m} clients min_samples={wanted} samples; the best had a client of {smallest}. Give "
+            "a larger alpha, a smaller min_samples, or fewer clients."
+        )
+
+    def _tried(
+        self, r: Stream, members: list[Indices], alpha: NDArray[np.float64], total: int
+    ) -> list[Any] | None:
+        """One try; None where balancing leaves a class nobody to go to."""
+        m = len(alpha)
+        clients: list[list[int]] = [[] for _ in range(m)]
+        balance = self.source in ("pfllib", "niid-bench") if self.balance is None else self.balance
+        for c, own in enumerate(members):
+            if self.source in ("pfllib", "niid-bench"):
+                own = own.copy()
+            if self.source != "flwr":
+                # FL-bench goes on with the shuffled list where it draws again.
+                r.shuffle(own)
+                members[c] = own if self.source == "fl-bench" else members[c]
+            p = r.dirichlet(alpha)
+            if balance:
+                sizes = np.array([len(client) for client in clients])
+                full = sizes > total / m if self.source == "flwr" else sizes >= total / m
+                p = np.where(full, 0.0, p)
+                # Python's sum and NumPy's differ in the last bit.
+                whole = sum(p.tolist()) if self.source == "flwr" else p.sum()
+                if whole == 0:
+                    return None
+                p = p / whole
+            cuts = (np.cumsum(p) * len(own)).astype(int)[:-1]
+            for client, piece in zip(clients, np.split(own, cuts), strict=True):
+                client.extend(piece.tolist())
+        return clients
+
+
+class LabelsPerClient(Partition):
+    """Each client has ``classes`` classes, and every sample of a class has one owner.
+
+    ``source="pfllib"`` is PFLlib's ``pat``: clients with a free place are taken in order, so that
+    clients hold blocks of classes. ``"niid-bench"`` is its ``#label k``: client i has class i, and
+    others that are drawn. ``"flwr"`` is flwr-datasets' PathologicalPartitioner. With ``tool_seed``
+    the lists are those of that tool, to the sample.
+
+    Args:
+        classes: per client.
+        balance: of ``pfllib``: owners of a class get equal numbers; else numbers are drawn.
+        mode: of ``flwr``: ``"random"``, ``"deterministic"`` (client i has the classes i, i + 1, …)
+            or ``"first-deterministic"`` (only the first of them is class i).
+        tool_seed, test_share: as for :class:`DirichletByClass`.
+    """
+
+    def __init__(
+        self,
+        classes: int,
+        source: Literal["pfllib", "niid-bench", "flwr"] = "pfllib",
+        balance: bool = True,
+        mode: Literal["random", "deterministic", "first-deterministic"] = "random",
+        tool_seed: int | None = None,
+        test_share: float = 0.0,
+    ) -> None:
+        check_whole(self, "classes", classes)
+        check_choice(self, "source", source, ["pfllib", "niid-bench", "flwr"])
+        check_choice(self, "mode", mode, ["random", "deterministic", "first-deterministic"])
+        check_tool_seed(self, tool_seed)
+        check_share(self, test_share, source)
+        self.classes = classes
+        self.source = source
+        self.balance = balance
+        self.mode = mode
+        self.tool_seed = tool_seed
+        self.test_share = test_share
+
+    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
+        need_samples(num_clients, len(labels))
+        _, members = by_class(labels)
+        if self.classes > len(members):
+            raise UserError(
+                f"LabelsPerClient's classes is {self.classes}, but the training data have "
+                f"{len(members)}: give a number from 1 to {len(members)}."
+            )
+        r = stream(seed, self.tool_seed, self.source)
+        if self.source == "pfllib":
+            clients = self._in_blocks(r, members, num_clients)
+        else:
+            holders = self._holders(r, len(members), num_clients, seed)
+            clients = self._dealt(r, members, holders)
+        left = len(labels) - sum(map(len, clients))
+        tell_left(self, left, len(labels), "since no client has their class")
+        mend = "give fewer clients or more classes per client"
+        check_none_empty(self, clients, mend)
+        if self.source == "flwr":
+            clients = shuffled(r, clients)
+        return tested(self, r, clients, self.source, self.test_share)
+
+    def _in_blocks(self, r: Stream, members: list[Indices], m: int) -> list[Any]:
+        """PFLlib's ``pat``."""
+        free = np.full(m, self.classes)
+        clients: list[list[int]] = [[] for _ in range(m)]
+        total = sum(map(len, members))
+        each = int(np.ceil((m / len(members)) * self.classes))
+        for own in members:
+            chosen = np.flatnonzero(free > 0)[:each]
+            if not len(chosen):
+                break
+            share = len(own) / len(chosen)
+            sizes = [int(share)] * (len(chosen) - 1)
+            if not self.balance:
+                low = int(max(share / 10, least("pfllib", total, m) / len(members)))
+                if low >= int(share):
+                    raise UserError(
+                        f"{self!r}: a class of {len(own)} samples is too small for "
+                        f"{len(chosen)} owners. Give fewer clients, or balance=True."
+                    )
+                sizes = integers(r, low, int(share), len(chosen) - 1).tolist()
+            sizes.append(len(own) - sum(sizes))
+            start = 0
+            for client, size in zip(chosen, sizes, strict=True):
+                clients[client].extend(own[start : start + size].tolist())
+                start += size
+            free[chosen] -= 1
+        return clients
+
+    def _holders(self, r: Stream, classes: int, m: int, seed: int) -> list[list[int]]:
+        """The classes of each client, of ``niid-bench`` and ``flwr``."""
+        # NIID-Bench draws its classes from Python's generator, apart from the rest.
+        python = None
+        if self.source == "niid-bench" and self.tool_seed is not None:
+            python = random.Random(self.tool_seed)
+        holders = []
+        for client in range(m):
+            if self.source == "flwr" and self.mode == "random":
+                assert isinstance(r, np.random.Generator)
+                drawn = r.choice(np.arange(classes), self.classes, replace=False)
+                holders.append(drawn.tolist())
+                continue
+            own = [client % classes]
+            while len(own) < self.classes:
+                if self.source == "flwr" and self.mode == "deterministic":
+                    one = (client + len(own)) % classes
+                elif self.source == "flwr":
+                    assert isinstance(r, np.random.Generator)
+                    one = int(r.choice(np.arange(classes), 1)[0])
+                elif python is not None:
+                    one = python.randint(0, classes - 1)
+                else:
+                    one = int(integers(r, 0, classes))
+                if one not in own:
+                    own.append(one)
+            holders.append(own)
+        return holders
+
+    def _dealt(self, r: Stream, members: list[Indices], holders: list[list[int]]) -> list[Any]:
+        """Each class in equal pieces to the clients that hold it."""
+        clients: list[list[int]] = [[] for _ in holders]
+        for c, own in enumerate(members):
+            if self.source == "niid-bench":
+                r.shuffle(own)
+            of = [client for client, classes in enumerate(holders) if c in classes]
+            if not of:
+                continue
+            if self.source == "flwr" and len(of) > len(own):
+                raise UserError(
+                    f"{self!r}: class {c} has {len(own)} samples and {len(of)} clients that hold "
+                    "it. Give fewer clients, or fewer classes per client."
+                )
+            for client, piece in zip(of, np.array_split(own, len(of)), strict=True):
+                clients[client].extend(piece.tolist())
+        return clients
+
+
+__all__ = ["DirichletByClass", "LabelsPerClient", "as_arrays"]
