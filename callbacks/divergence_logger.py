@@ -99,7 +99,7 @@ class DivergenceLogger(FederatedCallback):
         mean = self.moved.mean()
         squared = self.moved_squared.mean()
         participants = squared - ordered_sum(2 * mean * step - step**2)
-        # A single participant's distance is the rounding of its terms alone.
+        # A single participant's distance is only the rounding of its terms.
         if participants < 100 * torch.finfo(torch.float64).eps * squared:
             participants = torch.zeros_like(participants)
         server.log("divergence/participants", participants)

@@ -37,7 +37,7 @@ class GlobalLossLogger(Measurement):
 
     Args:
         every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
-            alone.
+            only.
         samples: on so many of the clients' samples, drawn once by the run's seed; None: on all.
 
     Example:

@@ -28,7 +28,7 @@ class _LabelSkew(Partition):
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
         """One client's class proportions ``(C,)``, given the data's class counts."""
-        raise NotImplementedError  # abstract: Dirichlet and Pathological differ in this alone
+        raise NotImplementedError  # abstract: Dirichlet and Pathological differ only in this
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if num_clients < 1:

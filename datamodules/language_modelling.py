@@ -105,7 +105,7 @@ class LanguageModelling(FederatedDataModule):
 
 
 def no_pixels(name: str, augment: bool, biases: Sequence[Bias]) -> None:
-    """Refuse what is for images alone."""
+    """Refuse options that are only for images."""
     for option, value in (("augment", augment), ("biases", list(biases))):
         if value:
             raise UserError(f"{name}'s {option} is {value}, which is for images: leave it out.")

@@ -95,7 +95,7 @@ class FromTable(FederatedDataModule):
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
-        # The column alone says how many there are; a config such as `base` may give a number.
+        # Only the column says how many there are, though a config such as `base` may give a number.
         if client is not None:
             partition = ByGroup()
             num_clients = None
@@ -443,7 +443,7 @@ def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64
 
 
 def spellings(name: str) -> list[Any]:
-    """What names have in common that differ in spelling alone."""
+    """A common form of names that differ only in spelling."""
     return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
 
 

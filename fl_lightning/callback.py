@@ -294,7 +294,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         self._declared[name] = declaration
 
     def use(self, hook: str, call: Callable[..., Any]) -> None:
-        """Let this instance alone have a hook, where that depends on arguments."""
+        """Let only this instance have a hook, if that depends on arguments."""
         vars(self)[hook] = call
 
     def has(self, hook: str) -> bool:
@@ -392,7 +392,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
     def steps(self, t: int, ids: Tensor) -> Tensor | Sequence[int]:
         """One owner. K_i of each client of ``ids`` ``(k,)`` in round t, integers from 1.
 
-        It is a function of (seed, t, id) alone: it draws from :meth:`generator`, and may ask
+        It depends only on (seed, t, id): it draws from :meth:`generator`, and may ask
         :meth:`steps_of`. ``ids`` is int64, on the CPU. The hook is called whenever somebody wants
         to know, before the round too. ``local_epochs`` and ``local_steps`` then play no part.
         """
@@ -493,7 +493,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         raise NotImplementedError  # called only on a callback that overrides it
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
-        """What ``transmit`` returned for this client ``(D,)``, from the arrays of ``encode`` alone.
+        """What ``transmit`` returned for this client ``(D,)``, from only the arrays of ``encode``.
 
         It is the same bits. What is drawn from the seed is drawn again, and not sent.
         """

@@ -450,7 +450,7 @@ def number(
 
     Args:
         above, least, most, below: the bounds; without ``most`` and ``below`` it has to be finite.
-        whole: integers alone.
+        whole: only integers.
         finite: False: infinity is accepted.
         beside: what else the option takes, for the text.
 

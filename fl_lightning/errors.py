@@ -13,7 +13,7 @@ from collections.abc import Iterable
 class UserError(ValueError):
     """A setting or a file is to be mended: the message names it, its value and what is accepted.
 
-    The command line prints the message alone and exits with status 2.
+    The command line prints only the message and exits with status 2.
     """
 
 
@@ -40,7 +40,7 @@ def out_of_memory(error: BaseException) -> str:
     """The message where a machine's or GPU's memory did not suffice; empty for another error."""
     text = " ".join(str(error).split())
     # Torch is not imported for this, and a CPU's allocator has no error of its own: so the class
-    # is told by name, or the error by its words.
+    # is recognised by its name, or the error by its text.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
     by_class = kinds & {"MemoryError", "OutOfMemoryError"}

@@ -113,7 +113,7 @@ def check_mode(option: str, mode: Any) -> None:
 
 
 def read_modes(modes: Any) -> dict[str, str]:
-    """The ``modes`` of a run.json, without entries that are none, which a hand may have written.
+    """The ``modes`` of a run.json. Entries that are not modes are left out.
 
     >>> read_modes({"val/x": "max", "val/y": 3}), read_modes(None)
     ({'val/x': 'max'}, {})
@@ -123,7 +123,7 @@ def read_modes(modes: Any) -> dict[str, str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a run's folder; empty where there is none, or it cannot be read."""
+    """The run.json of a run's folder; empty if there is no such file or it cannot be read."""
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -211,7 +211,7 @@ class Directions:
 
 @dataclass
 class Logged:
-    """The facts that a learner tells of its metrics when it logs them.
+    """The facts about a learner's metrics that are known when it logs them.
 
     Args:
         modes: ``"max"`` or ``"min"`` of the torchmetrics of which it is known.
@@ -364,12 +364,12 @@ class Metrics(dict[str, Column]):
         return f"Metrics({len(self.rounds)} rounds: {', '.join(self)})"
 
     def last(self, name: str) -> float:
-        """The value logged last; nan where there is none."""
+        """The last logged value; nan if no value was logged."""
         values = self._logged(name)
         return float(values[-1]) if len(values) else math.nan
 
     def best(self, name: str, mode: str | None = None) -> tuple[float, int]:
-        """The best value and the round that first reached it; (nan, -1) where there is none.
+        """The best value and the round that first reached it; (nan, -1) if no value was logged.
 
         ``mode``: ``"max"`` or ``"min"``, where neither the name nor torchmetrics tells which way
         is better.
@@ -391,7 +391,7 @@ class Metrics(dict[str, Column]):
         return f"{last}, best {form.format(best)} (round {at + 1})"
 
     def median(self, name: str) -> float:
-        """The median of the logged values; nan where there is none."""
+        """The median of the logged values; nan if no value was logged."""
         values = self._logged(name)
         return float(np.median(values)) if len(values) else math.nan
 

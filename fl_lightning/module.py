@@ -352,7 +352,7 @@ class FederatedModule(LearnerHooks):
         return self.run.outputs()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        # A signal or a callback may stop one process alone. Lightning is about to decide whether
+        # A signal or a callback may stop only one process. Lightning is about to decide whether
         # to validate, and after that whether to go on: all processes have to do the same.
         self.trainer.should_stop = any(gathered(self._stops))
 

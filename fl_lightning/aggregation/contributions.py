@@ -111,7 +111,7 @@ class Contributions:
                 self.ledger.metrics[client] = home.metrics
             if home.kept is not None:
                 self.ledger.kept[client] = home.kept
-            # Of several readers the largest name is told, whichever thread comes first.
+            # Of several names the error gives the largest, whichever thread is first.
             readers = (self.ledger.mean_gradient_read, home.mean_gradient_read)
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:

@@ -23,7 +23,7 @@ from fl_lightning.learner.layout import same_bits
 from fl_lightning.learner.modules import logged_of
 from fl_lightning.machine.processes import world_size
 
-# Any metric has these attributes, whatever it counts, so they are none of its own.
+# Every metric has these attributes, whatever it counts.
 OF_EVERY = frozenset(vars(SumMetric())) - {"sum_value"} | {"_computed", "_forward_cache"}
 Values = dict[str, Any]  # a metric's states by name: tensors, or lists of them
 
@@ -252,7 +252,7 @@ def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
 
 
 def value_of(metric: Metric) -> Any:
-    """A metric's value by its own states alone, without those of other processes."""
+    """A metric's value from only its own states, without those of other processes."""
     together = metric._to_sync
     metric._to_sync = False
     try:

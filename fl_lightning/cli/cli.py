@@ -448,7 +448,7 @@ def _merge_loggers(prepared: Command) -> None:
     events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
     merged = as_loggers(trainer.get("logger"), events)
     added = any(option.startswith("--trainer.logger+") for option in prepared.options)
-    # The parser adds to lists alone; true, and no word of loggers, mean TensorBoard's events.
+    # The parser adds only to lists; true, or no logger at all, means TensorBoard's events.
     if added and merged in (None, True):
         merged = [{"class_path": events}]
     if merged != trainer.get("logger"):
@@ -477,7 +477,7 @@ def _name_strategy(prepared: Command) -> None:
 
 
 def _own(logger: Any) -> list[Any]:
-    """The loggers that ``trainer.logger`` holds, which may be true or false alone."""
+    """The loggers that ``trainer.logger`` holds, which may also be true or false."""
     return [] if isinstance(logger, bool) else as_list(logger)
 
 

@@ -82,7 +82,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def plain_yaml(text: str, where: str) -> Any:
-    """Read YAML that holds plain data alone: numbers, text, lists, mappings with text as keys.
+    """Read YAML that holds only plain data: numbers, text, lists, mappings with text as keys.
 
     Raises:
         UserError: ``where`` and what is wrong there, for anything else.
@@ -244,7 +244,7 @@ def read(name: str) -> dict[str, Any]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A new list: of nothing for None, of ``value`` alone where it is no list."""
+    """A new list: empty for None, and of only ``value`` if it is not a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]
@@ -376,7 +376,7 @@ class Command:
 def _loggers(value: Any) -> str:
     """``trainer.logger`` in words."""
     if value is False:
-        return "metrics.csv alone"
+        return "only metrics.csv"
     items = [True] if value is None else as_list(value)
     return ", ".join("TensorBoard" if each is True else class_name(each) for each in items)
 

@@ -140,7 +140,7 @@ def apply_method_options(command: Command) -> None:
 
 
 def _items(value: Any) -> list[dict[str, Any]]:
-    """The methods that a list, or one alone, names."""
+    """The methods that a list names, or a single one."""
     if not isinstance(value, list):
         value = [value] if value else []
     return [_whole(item) for item in value]

@@ -91,7 +91,7 @@ def fit_network_to_data(command: Command) -> None:
 
 
 def _sizes(node: dict[str, Any]) -> dict[str, Any]:
-    """The classes and the sizes alone of a learner, or of its network."""
+    """Only the classes and the sizes of a learner, or of its network."""
     arguments = _arguments(node)
     sizes = {key: arguments[key] for key in _SIZES if key in arguments}
     if isinstance(arguments.get("network"), dict):

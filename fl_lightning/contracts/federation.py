@@ -87,7 +87,7 @@ class Learner(pl.LightningModule):
         if frozen:
             self.first.bias.requires_grad_(False)
         if self.has_buffers:
-            # Both follow the batches alone, so every method has to leave them as FedAvg does.
+            # Both depend only on the batches, so every method has to leave them as FedAvg does.
             self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 

@@ -395,7 +395,7 @@ def buffers(method: Method) -> None:
         {name: value for name, value in ours.items() if name in kept},
         {name: average[name] for name in kept},
         0.0,
-        "buffers that follow the inputs alone differ from FedAvg's",
+        "buffers that depend only on the inputs differ from FedAvg's",
         "a method runs no forward pass of its own: clients.full_gradient leaves buffers as they "
         "were",
     )

@@ -36,7 +36,7 @@ class AtServer(pl.Callback):
         min_sites: waited for before the first round; where sites have data of their own, all
             clients of which nothing is known yet are waited for, too.
 
-    ``told``: samples and batches of clients, as their sites told them before the run was resumed.
+    ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
     """
 
     measures_clients = True

@@ -43,7 +43,7 @@ class AtSite(pl.Callback):
     Args:
         clients: their numbers, of the data's.
         folder: where their rows are kept.
-        own: whether the data are the site's own, of which the server knows what it is told.
+        own: whether the data are the site's own; the server then knows only what the site sends.
     """
 
     # The server asks for it where the run's callbacks want it.
@@ -246,14 +246,14 @@ class Site(FederatedLoop):
     def lacks_model(self, message: Message) -> bool:
         """Tell whether the message builds on a model that the site does not have."""
         # A site that was started again since the last message has neither, and the server, which
-        # may not have heard of it, sends them once alone.
+        # may not know it yet, sends them once more by themselves.
         lacks = not message.numbers["whole"] and self.given is None
         if self.methods.start_from_w0 and not travel.has(message.arrays, "w0"):
             lacks |= self.w0 is None
         return lacks
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
-        """The facts of round t as the message has them, with this site's clients alone to train."""
+        """The facts of round t as the message has them, with only this site's clients to train."""
         self._take_model(message)
         round = self.round_at(t)
         ids = [int(i) for i in message.arrays["ids"]]

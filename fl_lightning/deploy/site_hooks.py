@@ -45,7 +45,7 @@ AT_SERVER = (
 
 
 def check_hooks(callbacks: Collection[Any]) -> None:
-    """Refuse methods whose clients' hooks read what the server alone knows.
+    """Refuse methods whose clients' hooks read what only the server knows.
 
     Raises:
         UserError: naming the method, the attribute and both hooks.

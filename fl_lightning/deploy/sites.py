@@ -37,7 +37,7 @@ class Sites:
     """An engine whose clients train at sites.
 
     ``counts_tests``: whether sites are asked how many test samples their clients have; ``tests``:
-    what they have told. ``modes``: which way metrics are better, as their learners know it.
+    what they have sent. ``modes``: whether greater or less is better, by metric, from learners.
     ``progress``: what learners read of the run's progress.
     """
 
@@ -111,13 +111,13 @@ class Sites:
         return len(self.known) < number or (own and bool(self.untold()))
 
     def untold(self) -> list[int]:
-        """The clients of which no site has told anything."""
+        """The clients whose numbers of samples no site has sent."""
         data = self.loop.cohort.data
         known = {*self.holder, *(data.told() if isinstance(data, Told) else ())}
         return [i for i in range(self.loop.cohort.m) if i not in known]
 
     def away(self) -> str:
-        """Whose numbers nobody has told."""
+        """The clients whose numbers of samples are still missing."""
         away = [str(i) for i in self.untold()]
         more = ", …" if len(away) > 10 else ""
         return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
@@ -290,7 +290,7 @@ class Sites:
         """
         until = time.monotonic() + self.timeout
         waiting: dict[str, list[int]] = {}  # site → clients asked for
-        missing = set(clients)  # clients that nobody has been asked for
+        missing = set(clients)  # clients for which no site has been asked
         while (waiting or missing) and time.monotonic() < until:
             self.find()
             for site in set(waiting) - set(self.known):

@@ -62,11 +62,11 @@ class Told:
         self._batches[client] = batches
 
     def told(self) -> dict[int, tuple[int, int]]:
-        """Samples and batches of the clients whose sites have told them."""
+        """Samples and batches of the clients whose sites have sent these numbers."""
         return {i: (int(self._sizes[i]), batches) for i, batches in self._batches.items()}
 
     def client_sizes(self) -> NDArray[np.int64]:
-        """N_i ``(m,)``; of clients whose sites have not told them as the server's config says."""
+        """N_i ``(m,)``; the server's own number for a client whose site has not sent it."""
         return self._sizes
 
     def batches_per_epoch(self, client: int) -> int:

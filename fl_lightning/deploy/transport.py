@@ -1,4 +1,4 @@
-"""Messages between a server and its sites: arrays and numbers alone, and who carries them.
+"""Messages between a server and its sites: only arrays and numbers, and who carries them.
 
 A message as bytes is self-describing: 8 bytes with the length of a header in JSON, the header, and
 the arrays one behind the other. Nothing in it is ever unpickled.
@@ -89,7 +89,7 @@ def packed(message: Message) -> bytes:
     payload = []
     for name, array in message.arrays.items():
         if array.dtype.kind not in KINDS:
-            raise TypeError(f"{name} has the dtype {array.dtype}; messages hold numbers alone")
+            raise TypeError(f"{name} has the dtype {array.dtype}; messages can hold only numbers")
         little = np.asarray(array, order="C").astype(array.dtype.newbyteorder("<"), copy=False)
         places[name] = [little.dtype.str, list(array.shape)]
         payload.append(little.tobytes())
@@ -102,7 +102,7 @@ def unpacked(data: bytes, site: str) -> Message:
     """The message that :func:`packed` made.
 
     Raises:
-        UserError: naming the site, where it is none.
+        UserError: naming the site, if the text is not a number.
     """
     try:
         if data[:8] != MAGIC:
@@ -111,7 +111,7 @@ def unpacked(data: bytes, site: str) -> Message:
         header = json.loads(data[16:start])
         numbers = header["numbers"]
         if not all(type(number) in (int, float) for number in numbers.values()):
-            raise ValueError("what stands as a number is none")
+            raise ValueError("a value that should be a number is not one")
         arrays = {}
         for name, (kind, shape) in header["arrays"].items():
             dtype = np.dtype(str(kind))
@@ -139,7 +139,7 @@ class InMemoryTransport:
     Args:
         sites: by name, what a site does: a function that serves a :class:`Post` until its end.
 
-    ``swallows``: tells of a message whether it never arrives.
+    ``swallows``: a function that says whether a message is lost.
     ``array_bytes``: of the arrays of each message so far: (way, site, what, bytes).
     """
 

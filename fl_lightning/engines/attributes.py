@@ -60,7 +60,7 @@ class Attributes:
                     self._note_class(kind)
 
     def changed(self, later: Attributes) -> list[str]:
-        """The names of the attributes that are another in ``later``, or are in one alone."""
+        """The names of the attributes that differ in ``later``, or that only one of the two has."""
         names = dict.fromkeys([*self.found, *later.found])
         return [name for name in names if self.found.get(name) != later.found.get(name)]
 
@@ -93,7 +93,7 @@ class Attributes:
 
 
 class Writer(pickle.Pickler):
-    """Pickles a value for comparison alone: nobody reads it back."""
+    """Pickles a value only to compare it; the pickle is never read."""
 
     def __init__(self, file: io.BytesIO, attributes: Attributes, values: bool) -> None:
         super().__init__(file, protocol=4)
@@ -117,10 +117,10 @@ class Writer(pickle.Pickler):
         return str(id(value))
 
     def reducer_override(self, value: Any) -> Any:
-        """Tensors, generators, functions and cells in a form that tells what they hold."""
+        """Tensors, generators, functions and cells in a form that shows what they hold."""
         if isinstance(value, Tensor):
             return str, (self._of_tensor(value),)
-        # Its state is a new tensor each time, which has to be told by its values.
+        # Its state is a new tensor each time, so it is compared by its values.
         if isinstance(value, torch.Generator):
             return str, (value.get_state().numpy().tobytes(),)
         if isinstance(value, CellType):

@@ -122,7 +122,7 @@ TABLE = (
         lambda known: known.device not in ("cpu", "cuda"),
         "sequential",
         "all",
-        "clients train side by side on CPUs and CUDA GPUs alone",
+        "clients train side by side only on CPUs and CUDA GPUs",
     ),
     Row(
         "a process with several cores has one client a round",

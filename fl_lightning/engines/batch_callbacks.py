@@ -59,7 +59,7 @@ def reads(called: Any, place: int, hook: str) -> tuple[bool, bool]:
         return False, False
     function = inspect.unwrap(called)
     code = getattr(function, "__code__", None)
-    # Of a function without bytecode nobody can tell, so it counts as a reader.
+    # A function without bytecode cannot be read, so it counts as a reader of batches.
     if code is None:
         return True, False
     positional = code.co_argcount
@@ -85,7 +85,7 @@ def loaded_names(code: Any) -> set[str]:
 
 
 def only_passed_on(function: Any, name: str, hook: str) -> bool:
-    """Tell by its source whether a function gives this argument to ``super().hook`` alone."""
+    """Tell by its source whether a function only passes this argument to ``super().hook``."""
     try:
         nodes: list[Any] = list(ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))))
     except (OSError, TypeError, SyntaxError):  # no source

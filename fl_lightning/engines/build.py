@@ -107,7 +107,7 @@ def choose(
     if one_by_one is not None and one_by_one.note:
         note(one_by_one.note)
     if situation.capture is True:
-        note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and engine='concurrent' alone captures")
+        note(f"{NOT_CAPTURED}engine='{plan.engine}' trains, and only engine='concurrent' captures")
     if situation.engine == "debug":
         return Debug(copies.on_learner(), plan.threads), plan
     return Sequential(copies.on_learner(), plan.threads), plan
@@ -137,7 +137,7 @@ def kept_outside(learner: str, what: str, processes: int) -> str:
 
 
 def check_door(situation: Situation) -> None:
-    """Refuse what a fast way alone can do, where these are switched off."""
+    """Refuse what only a fast way can do, if these are switched off."""
     if not why_closed():
         return
     if situation.engine == "stacked":
@@ -229,7 +229,7 @@ def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
     failure: Exception | None = None
     decision: Decision | None = None
     copies.treat_as_buffers(as_buffers)
-    # The network and the optimizer alone decide: with a measured choice two runs of one command had
+    # Only the network and the optimizer decide: with a measured choice two runs of one command had
     # other bits.
     channels_last = situation.prefers_channels_last and situation.engine != "stacked"
     fused = situation.fuses

@@ -316,7 +316,7 @@ def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
         add(self, param_group)
         made.append((self.param_groups[-1], dict(self.param_groups[-1])))
 
-    # Torch has no hook that tells of a new group, so its method is replaced for a moment.
+    # Torch has no hook for a new group, so its method is replaced for a moment.
     Optimizer.add_param_group = noting  # type: ignore[method-assign]
     try:
         yield made

@@ -216,7 +216,7 @@ class Forked:
     def _give(self, child: Child, waiting: deque[Leaf]) -> None:
         leaf = waiting.popleft()
         child.tasks.append(leaf)
-        with suppress(BrokenPipeError):  # it has ended, which is told where it is read
+        with suppress(BrokenPipeError):  # it has ended; reading from it will say so
             child.connection.send(leaf[1])
 
     def _worth(self, clients: int) -> int:
@@ -373,7 +373,7 @@ class Keeps:
 
 
 def attributes_of(methods: Iterable[object]) -> dict[str, tuple[int, int]]:
-    """What tells whether an attribute of a method is another one, or longer, or changed."""
+    """Facts that differ if an attribute of a method was replaced, grew or changed."""
     facts = {}
     for method in methods:
         for name, value in vars(method).items():

@@ -354,7 +354,7 @@ class LearnerCopy:
                     twin.data = parameter.data
 
     def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
-        """∇ℓ(x; batch), one tensor a parameter; zeros where there is none."""
+        """∇ℓ(x; batch), one tensor per parameter; zeros if it has no gradient."""
         if log or not self._own_metrics:
             return self._gradients(batch, step, log)
         with self.metrics_kept():
@@ -374,7 +374,7 @@ class LearnerCopy:
         """The loss in what ``training_step`` returned.
 
         Raises:
-            TypeError: there is none.
+            TypeError: the learner has no such loss.
         """
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor):

@@ -173,7 +173,7 @@ def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Rea
     kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
     if kept:
         return carried_over(kept[0])
-    # On a GPU kernels need not repeat, and so bits alone prove nothing against the learner.
+    # On a GPU kernels need not repeat, so other bits prove nothing against the learner.
     if not trial.situation.w.is_cuda and not same(bits, bits_again):
         return Reason("a client's step leaves other bits when another client comes first", True)
     return Reason(drawn, draws=True) if drawn else None

@@ -201,7 +201,7 @@ def forward_context(
 
 
 def in_bfloat16(device: str) -> AbstractContextManager[Any]:
-    """Gradients on and autocast, around the learner alone."""
+    """Gradients on and autocast, only around the learner."""
     stack = ExitStack()
     stack.enter_context(torch.enable_grad())
     stack.enter_context(torch.autocast(device, dtype=torch.bfloat16, cache_enabled=False))

@@ -17,7 +17,7 @@ def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Te
     each validation. So they are put there here, and taken away again.
 
     Args:
-        trainer: with the run's callbacks; None: there are none.
+        trainer: with the run's callbacks; None if there are no callbacks.
     """
     module = getattr(trainer, "lightning_module", None)
     callbacks = [] if module is None else list(filter(averages_weights, trainer.callbacks))

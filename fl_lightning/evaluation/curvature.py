@@ -152,7 +152,7 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
     """The largest eigenvalue, algebraically, and its eigenvector of length 1.
 
     They come from ARPACK's restarted Lanczos iteration, to ‖Hv - λv‖ ≤ ``tolerance`` |λ|. Where its
-    restarts do not suffice the tolerance is loosened: the residual tells.
+    restarts do not suffice, the tolerance is loosened. The residual shows how far it came.
 
     Raises:
         FloatingPointError: a product is not finite.

@@ -245,7 +245,7 @@ class Evaluator:
     def client(
         self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
     ) -> dict[str, float]:
-        """One client's means at x ``(D,)``, in this process alone: samples, loss and the logs.
+        """One client's means at x ``(D,)``, in this process only: samples, loss and the logs.
 
         Args:
             step: whose logs are wanted; ``validation_step``: as :meth:`validated` gives them, but
@@ -269,7 +269,7 @@ class Evaluator:
         return {**self._validated(x, client, shares, at_x=True), **values}
 
     def validated(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> dict[str, float]:
-        """What ``Trainer.validate`` would give for the model x ``(D,)`` on these samples alone.
+        """What ``Trainer.validate`` would give for the model x ``(D,)`` on only these samples.
 
         Returns:
             ``samples``, all that the learner logs by its name, and ``loss``: what it logs as its
@@ -418,7 +418,7 @@ class Evaluator:
         """The number of samples that fit into a batch.
 
         It is measured on the first two samples, so it is the same in every process.
-        ``graph_bytes``: memory for the graph of a backward pass; 0: there is none.
+        ``graph_bytes``: memory for the graph of a backward pass; 0 if there is no graph.
         """
         first = next(((c, indices[:2]) for c, indices in samples.items() if len(indices)), None)
         if first is None:

@@ -13,7 +13,7 @@ from fl_lightning.machine.processes import gathered
 class Measurement(FederatedCallback):
     """Base class of loggers that measure the evaluated model after some rounds and the last.
 
-    It measures where (t + 1) mod ``every_n_rounds`` = 0; None: after the last round alone. A run
+    It measures where (t + 1) mod ``every_n_rounds`` = 0; None: only after the last round. A run
     that a signal stops has no last round: it will be resumed.
 
     Raises:
@@ -58,7 +58,7 @@ class Measurement(FederatedCallback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the last round, where only now it is known to be that."""
-        # After an early stop the last round is none that `max_epochs` foretold.
+        # After an early stop the last round is not the one that `max_epochs` gives.
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
             self._measure(trainer)
 

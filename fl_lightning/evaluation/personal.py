@@ -37,7 +37,7 @@ PersonalModel = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers
 
 
 class Sizes(dict[int, int]):
-    """N_i of a client, looked up when it is asked for: of a million, nobody wants them all."""
+    """N_i of a client, computed when it is asked for: with a million clients few are asked for."""
 
     def __init__(self, data: Any) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
     """Personal models of a FederatedRun after its rounds so far.
 
     Each process has those of the clients whose rows live there. ``trainer``: whose callbacks may
-    average weights; None: there are none.
+    average weights; None if there are no such weights.
     """
     if run.loop is None:
         raise UserError(

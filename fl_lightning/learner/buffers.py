@@ -87,7 +87,7 @@ class BufferPolicy:
         return frozenset(name for name in names if self.word(name) == "own")
 
     def untold(self, name: str, value: Tensor) -> bool:
-        """Tell whether it stays the server's by its name alone, and no note has said so yet."""
+        """Tell whether only its name makes it the server's, and no note has said so yet."""
         return name not in self._told and not self.word(name) and not self.known(name, value)
 
     def name_kept(self, changed: Collection[str], note: Callable[[str], None]) -> None:

@@ -75,7 +75,7 @@ def limit_threads(cores: int) -> str:
 
 
 def default_timeout() -> timedelta:
-    """How long a process waits for another where nobody says."""
+    """How long a process waits for another by default."""
     return timedelta(minutes=30)
 
 

@@ -149,7 +149,7 @@ class FederatedStrategy(DDPStrategy):
         asking.start()
         asking.join(seconds + 2)
         ranks = sorted(silent)
-        # Where nobody answers, the first rank, which has the store, is the one that is lost.
+        # If no rank answers, the first rank, which has the store, is lost.
         if asking.is_alive() or len(ranks) == len(others):
             return ranks[:1]
         return ranks

@@ -98,8 +98,8 @@ def views(
 def timed_by(runs: Sequence[ReportedRun]) -> str | None:
     """The column of seconds that can be compared.
 
-    It is the processor's, else the clock's of runs that were alone on the machine; of runs on
-    several machines there is none.
+    Processor seconds, or wall-clock seconds of runs that had the machine to themselves; of runs on
+    several machines there are no seconds.
     """
     # Seconds of other machines are no more of the same, nor are those of who knows which.
     if len({(run.machine.get("processor"), run.machine.get("gpu")) for run in runs}) > 1:

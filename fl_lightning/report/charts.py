@@ -342,7 +342,7 @@ def _clients(axes: Axes, tables: Sequence[dict[int, dict[str, float]]], factor: 
     for name in names[:: -(-len(names) // 40)]:
         own = {t + 1: values[name] * factor for t, values in first.items() if name in values}
         axes.plot(list(own), list(own.values()), color=INK, linewidth=0.5, alpha=0.25)
-    # Runs that were measured in other rounds have nothing in common: then it is the first alone.
+    # Runs that were measured in other rounds have nothing in common: then the first run is drawn.
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
     if not rounds:
         tables = tables[:1]

@@ -128,7 +128,7 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
     """The file ``given``; without one, those of the sweeps.
 
     Raises:
-        UserError: a file that is none of claims, or one id in two different files.
+        UserError: the file does not hold claims, or two different files have one id.
     """
     if given is not None:
         return [read_claims(given, found.runs)]

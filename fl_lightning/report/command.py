@@ -135,10 +135,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _headline(found: Found) -> str:
-    """What is scored where nobody says: val/acc, or what clients' own models are measured by.
+    """The metric that is scored by default: val/acc, or the metric of clients' own models.
 
     These come first where a run is shown by them and all runs log them: its val/… is that of a mean
-    of models, or of personal parts, which serves nobody.
+    of models, or of personal parts, which no client uses.
     """
     for run in found.runs:
         shown = run.record.get("shown")

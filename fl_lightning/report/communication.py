@@ -51,7 +51,7 @@ def _packaged(item: Any) -> bool:
 def traffic(arm: Arm) -> Traffic:
     """What the done runs of ``arm`` sent a round."""
     done = [run for run in arm.runs if run.status == "done"]
-    # All runs of an arm have one config but for the seed, so the first one tells.
+    # All runs of an arm have one config but for the seed, so the first run is enough.
     names = methods(arm.runs[0])
     # FedInit's Table 8 and FedSMOO's Table 3 count vectors of the model's size.
     counted = [declared("paper").get(name, Paper()).vectors for name in names or ()]

@@ -77,7 +77,7 @@ def curves(summary: Summary) -> list[Drawing]:
                 axes.set_title(name, fontsize=points(9.5))
                 beside(axes, handles)
             else:
-                # Targets are lines without a name: the caption tells of them.
+                # Targets are lines without a name; the caption explains them.
                 legend(drawn, handles)
         axes.set_xlabel(title)
         caption = "The same curves against the mean of what was spent."
@@ -193,7 +193,7 @@ def _over_seeds(
 ) -> tuple[list[ReportedRun], Column, Column, Column]:
     """(runs, rounds, mean, deviation) in the rounds in which all ``runs`` have ``metric``.
 
-    Runs that were measured in other rounds have no mean: then it is the first one alone.
+    Runs that were measured in other rounds have no mean: then the first run is drawn.
     ``values_of`` gives a run's values where it was measured.
     """
     rounds = [measured(run, metric)[0] for run in runs]

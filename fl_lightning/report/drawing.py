@@ -90,7 +90,7 @@ class Style:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def look(self, number: int) -> dict[str, Any]:
-        """How the arm of this number is drawn: 32 can be told apart, 8 of them without colour."""
+        """The style of the arm with this number: 32 styles differ, 8 of them without colour."""
         turn = number // len(self.colours)
         look: dict[str, Any] = {"color": self.colours[number % len(self.colours)]}
         if not self.markers:
@@ -185,7 +185,7 @@ def points(size: float) -> float:
 
 
 def whole_rounds(axes: Axes) -> None:
-    """Leave ticks at whole numbers alone: there is no half of a round."""
+    """Leave ticks only at whole numbers: there is no half of a round."""
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 

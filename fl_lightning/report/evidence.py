@@ -28,7 +28,7 @@ def named(claim: Claim, names: Mapping[str, str]) -> Claim:
 
 
 def logged(found: Found, metric: str) -> bool:
-    """Whether any run measured it, finite or not; where none did, nobody has lost in it."""
+    """Whether any run measured it, finite or not. If no run did, no run has lost in it."""
     return any(not np.isnan(run.column(metric)).all() for run in found.runs)
 
 
@@ -260,7 +260,7 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
             score = _score_if_done(run, claim.metric, claim.score)
             if score is not None:
                 points.append((places[value], score))
-        # A trend over a part of the axis is none: its ρ could have either sign.
+        # A part of the axis gives no trend: its ρ could have either sign.
         whole = len(points) == len(places)
         rho = spearman([x for x, _ in points], [y for _, y in points]) if whole else None
         lost = [has_lost(run, claim.metric, claim.score) for run in at_value.values()]

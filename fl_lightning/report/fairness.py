@@ -52,7 +52,7 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
     except ValueError as error:
         return np.empty(0), f"holds what is no number ({error})"
     logged = run.column(f"clients/{name}") if path.exists() else np.empty(0)
-    # Nobody had a value: over sites nobody may have answered.
+    # No client had a value: perhaps no site answered.
     if len(logged) and np.isnan(logged[-1]) and np.isnan(values).all():
         return np.empty(0), ""
     logged = logged[~np.isnan(logged)]

@@ -50,7 +50,9 @@ def _on_test(found: Found) -> list[str]:
         return []
     answers = on_test(found)
     if len(answers) > 1:
-        return ["Validation was on the test set in some arms alone: val/… is not of the same data."]
+        return [
+            "Some arms validated on the test set and others did not: do not compare their val/…."
+        ]
     if True in answers:
         return ["Validation was on the test set: columns val/… are called test here."]
     return []
@@ -65,7 +67,7 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
                 f"{without} of {len(runs)} runs recorded no claims, beside others that recorded "
                 "theirs."
             )
-        # A claim that was changed after its runs began is none that was made before them.
+        # A claim that was changed after its runs began was not made before them.
         if file.changed:
             notes.append(
                 f"{file.path} was edited after the runs started: its hash is none that a run "
@@ -86,7 +88,7 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
 
 
 def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
-    """Hash of claims that runs recorded and that nobody has read now → these runs."""
+    """Hash of claims that runs recorded, and that the report has not read → these runs."""
     unread: dict[str, list[ReportedRun]] = {}
     if not read:
         for run in found.runs:
@@ -116,7 +118,7 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     for run in runs:
         table = run.folder / "metrics.csv"
         notes += [f"{table} of a run that is {run.status} {fault}." for fault in run.faults]
-    # What one run alone was warned of, such as a drawn seed, stands in its card.
+    # A warning of only one run, such as a drawn seed, is in its card.
     common = _warnings(runs[0])
     for run in runs[1:]:
         also = _warnings(run)

@@ -67,7 +67,7 @@ def tables() -> Iterator[Published]:
         if not entry.name.endswith(".yaml"):
             continue
         for item in parse_yaml(entry.read_text(encoding="utf-8")):
-            # A number alone was printed without a deviation.
+            # A plain number was printed without a deviation.
             printed = {arm: (*numbers, None)[:2] for arm, numbers in item.pop("arms").items()}
             yield Published(experiments=tuple(item.pop("experiments")), arms=printed, **item)
 

@@ -26,14 +26,14 @@ Column = np.ndarray[Any, np.dtype[np.float64]]
 STATUSES = ("running", "done", "diverged", "stopped", "failed")
 # Runs of the other statuses are shown, and kept out of scores.
 FINISHED = ("done", "diverged")
-# What is larger counts as infinite: the sum of two such numbers could not be told from infinity.
+# A larger number counts as infinite, because the sum of two such numbers would be infinite.
 HUGE = 1e300
 ASK = "Give report --mode (of --metric), or mode in the claim"
 
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun:
-    """One run as its folder tells it.
+    """One run, as read from its folder.
 
     ``columns`` are the metrics by name, NaN where nothing was measured, infinite where what was
     measured is no finite number. ``record`` is run.json.
@@ -70,7 +70,7 @@ class ReportedRun:
         """Whether its columns ``val/…`` are of the test set."""
         if "validated_on" in self.record:
             return bool(self.record["validated_on"] == "test")
-        # Older runs have their config alone: these data sets have a test set and nothing else.
+        # Older runs have only their config. These data sets have a test set and no validation set.
         data = self.config.get("data")
         data = data if isinstance(data, dict) else {}
         options = data.get("init_args")
@@ -151,7 +151,7 @@ class Found:
         return [name for name in names if name != "round"]
 
     def within(self, folders: Collection[Path]) -> Found:
-        """The runs in ``folders``, which are resolved, and their sweeps alone."""
+        """Only the runs in ``folders``, which are resolved, and their sweeps."""
 
         def touches(sweep: ReportedSweep) -> bool:
             return any(path.resolve() in folders for path in sweep.runs)

@@ -118,7 +118,7 @@ def score_of(run: ReportedRun, metric: str, score: str, mode: str | None = None)
         return lost(run, metric, mode)
     if score == "tail":
         return tail(run, metric)
-    # The maximum, where nobody knows which way is better: that is asked where arms are compared.
+    # The maximum if the direction is not known: it is asked for when arms are compared.
     less = run.directions.known(metric, mode) is False
     return scores(measured(run, metric)[1], less)[score]
 

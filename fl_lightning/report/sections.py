@@ -92,7 +92,7 @@ def difference_unit(summary: Summary, compared: Comparison) -> Unit:
 
 
 def _interval(shown: Unit, said: Comparison) -> Cell:
-    """The interval that belongs to the test, or why there is none."""
+    """The interval of the test, or the reason why there is no interval."""
     if said.ends is None:
         return Cell("needs 2 pairs" if said.interval.n == 1 else NONE)
     low, high = said.ends

@@ -153,7 +153,7 @@ class Summary:
 
     @property
     def losing(self) -> str:
-        """What a run that has lost scores, as a sentence; empty where there is none."""
+        """What a run that has lost scores, as a sentence; empty if no run has lost."""
         finished = [run for run in self.found.runs if run.finished] if self.scored else []
         for run in finished:
             if any(has_lost(run, self.metric, score) for score in SCORES):
@@ -190,7 +190,7 @@ def summarise(
         claims: a file of claims, in place of those of the sweeps.
 
     Raises:
-        UserError: a file of claims that is none, or runs that cannot be paired because they saw
+        UserError: a file does not hold claims, or runs cannot be paired because they saw
             other partitions.
     """
     files = gather(found, claims)
@@ -263,7 +263,7 @@ def _arm(
     scores: dict[str, BySeed] = {score: {} for score in SCORES}
     costs: dict[str, dict[int, dict[str, Any]]] = {target: {} for target in targets}
     for run in filter(lambda run: run.finished, runs):
-        # Where no run logs the metric nobody has lost in it, not even by diverging.
+        # If no run logs the metric, no run has lost in it, not even one that diverged.
         for score in SCORES:
             scores[score][run.seed] = score_of(run, metric, score) if any_logged else None
         for target in targets:

@@ -18,7 +18,7 @@ class Clients:
     """``n`` clients that train together, as local hooks see them.
 
     One number per client is a column ``(n, 1)``, except ``ids`` ``(n,)``. Attributes that a hook
-    sets are there in its later hooks of the round, for these clients alone.
+    sets are there in its later hooks of the round, for only these clients.
     """
 
     __slots__ = ("__dict__", "_caller", "_group")

@@ -1,4 +1,4 @@
-"""In a private run, what clients sent or keep is read by the packaged methods alone."""
+"""In a private run, only the packaged methods read what clients sent or keep."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 The kernel's lock on ``.lock`` goes with the process that holds it, however it dies. Beside it the
 file has a mark of who wrote it last, which is compared before every write: a process that was
 frozen while another took its run up (the lock file was removed, or the file system knows no locks)
-finds another mark, and leaves the folder alone.
+finds another mark, and does not touch the folder.
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ class RunState:
             rounds = f"rounds {min(known)} to {max(known)}" if known else "no round"
             raise UserError(
                 f"participants({t}): a method of this run chooses who takes part when a round "
-                "begins, from what the server knows then, so that present and past rounds alone "
+                "begins, from what the server knows then, so that only present and past rounds "
                 f"can be told; so far that is {rounds}."
             )
         return known[t]

@@ -66,7 +66,7 @@ class Secret:
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
     def keep(self, folder: Path) -> None:
-        """Write the bytes into a folder, where the owner alone can read the file.
+        """Write the bytes into a file that only its owner can read.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -155,7 +155,7 @@ def _read(path: Path) -> bytes | None:
 
 
 def _closed(path: Path) -> str:
-    """Let the owner alone read the file, and return a warning where others could."""
+    """Let only the owner read the file, and return a warning if others could."""
     if os.name != "posix" or not path.stat().st_mode & 0o077:
         return ""
     with suppress(OSError):

@@ -43,7 +43,7 @@ def make(folder: Path) -> None:
 
 @contextmanager
 def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
-    """Hold ``path`` alone until the block ends, or this process does.
+    """Lock ``path`` against other processes until the block or this process ends.
 
     With ``shared`` it is held beside others that share it. The kernel gives the lock back when
     its holder is killed, as soon as the workers that inherited it are gone too.

@@ -165,7 +165,7 @@ def _mapping(name: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]
 
 
 def as_list(value: Any) -> list[Any]:
-    """``value`` where it is a list, else a list of it alone."""
+    """``value`` if it is a list, else a list with only this value."""
     return value if isinstance(value, list) else [value]
 
 

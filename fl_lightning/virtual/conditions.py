@@ -109,7 +109,7 @@ def outcome(
     elif deadline is not None:
         length = deadline
     else:
-        # Nobody tells the server who dropped out: it waits for the slowest that it can hear of.
+        # The server does not know who dropped out, so it waits for the slowest that will answer.
         length = max((ends[client] for client in surviving or ids), default=0)
     arrived = tuple(client for client in surviving if ends[client] <= length)
     late = tuple(client for client in surviving if client not in set(accepted))

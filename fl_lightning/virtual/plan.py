@@ -71,7 +71,7 @@ class Synchronous:
         drawn: who takes part in a round.
         wanted: so many are accepted at most; None: all.
         steps: K of the participants, as it will be done.
-        durations: on a virtual clock; None: there is none.
+        durations: on a virtual clock; None without a virtual clock.
         deadline: of the clock.
     """
 
@@ -190,7 +190,7 @@ class Asynchronous:
         return self._latest
 
     def planned(self, t: int, ids: Sequence[int] | None = None) -> Planned:
-        """Round t; nobody chooses who takes part."""
+        """Round t, in which no callback chooses the participants."""
         found = self.update(t)
         stale = {job.client: t - job.version for job in found.jobs}
         metrics = {

@@ -405,7 +405,7 @@ def test_a_config_that_replaces_loggers_says_so() -> None:
 
     assert notes("csv", "tensorboard") == notes("csv", "csv") == notes("mlflow", "wandb") == []
     assert notes("tensorboard", "mlflow", "csv") == [
-        "logger/csv replaces the loggers (TensorBoard, MLFlowLogger) by (metrics.csv alone)"
+        "logger/csv replaces the loggers (TensorBoard, MLFlowLogger) by (only metrics.csv)"
     ]
 
 

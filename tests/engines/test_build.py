@@ -126,7 +126,7 @@ def test_who_asks_for_capturing_is_told_where_there_is_none(
     chosen: Any, monkeypatch: pytest.MonkeyPatch, capture: Any
 ) -> None:
     _, _, notes = chosen("sequential", capture=capture)
-    assert [note.endswith("engine='concurrent' alone captures") for note in notes] == [True] * (
+    assert [note.endswith("only engine='concurrent' captures") for note in notes] == [True] * (
         capture is True
     )
     monkeypatch.setattr(fast, "why_not_captured", lambda _: "it branches")

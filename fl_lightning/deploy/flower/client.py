@@ -42,7 +42,7 @@ def answer(message: Any, context: Any, file: str) -> Any:
 
 
 class Resident:
-    """The process that holds a site's learner, data and rows; started where there is none.
+    """The process that holds a site's learner, data and rows; starts it if it does not run.
 
     Args:
         app: the app's folder.
@@ -82,7 +82,7 @@ class Resident:
         Raises:
             UserError: it does not start, or ends before it answers.
         """
-        # Messages of the same site come one after the other; who starts it is alone in doing so.
+        # Two messages of a site must not both start the process.
         with open(self.folder / "site.start", "w") as alone:
             fcntl.flock(alone, fcntl.LOCK_EX)
             starts = 0

@@ -1,4 +1,4 @@
-"""Our messages in Flower's: one array of bytes, which nobody unpickles."""
+"""Our messages inside Flower's: one array of bytes, which is never unpickled."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def bytes_in(record: Any, site: str) -> bytes:
         UserError: it is another app's record.
     """
     try:
-        # Flower reads the array by NumPy, which is told to unpickle nothing.
+        # Flower reads the array with NumPy, with pickles disallowed.
         return bytes(record[KEY][KEY].numpy().astype(np.uint8, copy=False))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(

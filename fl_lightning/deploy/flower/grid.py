@@ -71,7 +71,7 @@ class GridTransport:
 
 
 def _opened(reply: Any, site: str) -> Message:
-    """What a site answered; ``lost`` where Flower tells that nobody will."""
+    """A site's answer; ``lost`` if Flower says that there will be no answer."""
     if not reply.has_error():
         return envelope.opened(reply.content, site)
     if reply.error.code not in _OF_THE_APP:
@@ -93,7 +93,7 @@ def serve(grid: Any, context: Any, file: str) -> None:
         UserError: something is to be mended, here or at a site.
         RuntimeError: the run diverged, or was stopped.
     """
-    # Without its link it would wait for answers that nobody can bring.
+    # Without its link the server would wait for answers that cannot arrive.
     end_with(os.getppid())
     settings = Settings(context.run_config)
     from fl_lightning.deploy.flower.fit import fit

@@ -59,7 +59,7 @@ class SocketPost:
             self._listening = link.listen(self.folder)
         while True:
             connection, _ = self._listening.accept()
-            # Who has gone meanwhile is asked by nobody.
+            # If the process that asked has ended, take the next connection.
             with suppress(ConnectionError):
                 if link.read_bytes(connection, link.KEY_BYTES) != self.key:
                     connection.close()

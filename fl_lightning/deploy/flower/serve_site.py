@@ -19,7 +19,7 @@ from fl_lightning.engines.batch_callbacks import START, looks
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import VALIDATION
 
-# A site writes rows alone, evaluates nothing and is one process.
+# A site writes only rows, does not validate, and is one process.
 _OPTIONS = {
     "logger": "false",
     "enable_checkpointing": "false",
