@@ -10,6 +10,7 @@ from fl_lightning.callbacks.clustered_models import ClusteredModels
 from fl_lightning.callbacks.communication_logger import CommunicationLogger
 from fl_lightning.callbacks.consensus_distance_logger import ConsensusDistanceLogger
 from fl_lightning.callbacks.control_variates import ControlVariates
+from fl_lightning.callbacks.corrected_factor import CorrectedFactor
 from fl_lightning.callbacks.differential_privacy import DifferentialPrivacy
 from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
@@ -43,10 +44,12 @@ from fl_lightning.callbacks.random_epochs import RandomEpochs
 from fl_lightning.callbacks.random_k import RandomK
 from fl_lightning.callbacks.random_skips import RandomSkips
 from fl_lightning.callbacks.relaxed_initialization import RelaxedInitialization
+from fl_lightning.callbacks.residual_merge import ResidualMerge
 from fl_lightning.callbacks.robust_aggregation import RobustAggregation
 from fl_lightning.callbacks.run_card import RunCard
 from fl_lightning.callbacks.sharpness_aware_minimization import SharpnessAwareMinimization
 from fl_lightning.callbacks.sign_update import SignUpdate
+from fl_lightning.callbacks.stacked_adapters import StackedAdapters
 from fl_lightning.callbacks.top_k_compression import TopKCompression
 from fl_lightning.callbacks.truncated_product import TruncatedProduct
 
@@ -58,6 +61,7 @@ __all__ = [
     "CommunicationLogger",
     "ConsensusDistanceLogger",
     "ControlVariates",
+    "CorrectedFactor",
     "DifferentialPrivacy",
     "DivergenceLogger",
     "DriftLogger",
@@ -89,10 +93,12 @@ __all__ = [
     "RandomK",
     "RandomSkips",
     "RelaxedInitialization",
+    "ResidualMerge",
     "RobustAggregation",
     "RunCard",
     "SharpnessAwareMinimization",
     "SignUpdate",
+    "StackedAdapters",
     "TopKCompression",
     "TruncatedProduct",
 ]

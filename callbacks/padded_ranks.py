@@ -115,8 +115,8 @@ class PaddedRanks(FederatedCallback):
     def gathers(self) -> bool:
         return self.has("aggregate")
 
-    def check_layout(self, layout: Layout, num_clients: int) -> None:
-        super().check_layout(layout, num_clients)
+    def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
+        super().check_layout(layout, num_clients, w)
         self._of_client.check(layout, num_clients)
 
     def not_beside(self, other: FederatedCallback) -> str:

@@ -54,8 +54,8 @@ class TruncatedProduct(FederatedCallback):
         self.ranks = ranks
         self._of_client = low_rank.Ranks(ranks, type(self).__name__)
 
-    def check_layout(self, layout: Layout, num_clients: int) -> None:
-        super().check_layout(layout, num_clients)
+    def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
+        super().check_layout(layout, num_clients, w)
         self._of_client.check(layout, num_clients)
 
     def trained(self, clients: Clients) -> Tensor:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fl_lightning.analysis.results import load
     from fl_lightning.callback import (
+        Base,
         ClientState,
         Coefficient,
         FederatedCallback,
@@ -28,7 +29,15 @@ __version__ = "0.1.0"
 
 _HOME = {
     **dict.fromkeys(
-        ("ClientState", "Coefficient", "FederatedCallback", "Scratch", "ServerState", "Upload"),
+        (
+            "Base",
+            "ClientState",
+            "Coefficient",
+            "FederatedCallback",
+            "Scratch",
+            "ServerState",
+            "Upload",
+        ),
         "callback",
     ),
     **dict.fromkeys(("Cosine", "Exponential", "Linear", "Schedule", "Steps"), "schedules"),
@@ -43,6 +52,7 @@ _HOME = {
 }
 
 __all__ = [
+    "Base",
     "ClientState",
     "Coefficient",
     "Cosine",

@@ -51,6 +51,7 @@ from fl_lightning.storage.secret import Secret
 from fl_lightning.storage.segments import Index
 
 VERSION = 1  # of the run's part
+NO_COSTS = torch.zeros(0, dtype=torch.int64)
 
 
 @dataclass
@@ -223,6 +224,8 @@ class Held:
         engine: who trains the clients.
         secret: the name of the run's secret; empty: it has none.
         sent: the round in which each client was sent w last, where a method depends on it.
+        base: frozen weights that methods changed, where the checkpoint's weights have fewer bits;
+            ``base_costs``: of each round and weight; ``base_kinds``: shape and dtype by name.
     """
 
     version: int = entry(COUNT, VERSION)
@@ -245,6 +248,9 @@ class Held:
     )
     secret: str = entry(TEXT, "")
     sent: dict[int, int] = entry(sent_read, {}, sent_written)
+    base: dict[str, Tensor] = entry(each(TENSOR), {})
+    base_costs: Tensor = entry(TENSOR, NO_COSTS)
+    base_kinds: dict[str, str] = entry(each(TEXT), {})
 
     @classmethod
     def of(
@@ -283,6 +289,9 @@ class Held:
             engine=plan,
             secret=secret.name,
             sent=dict(state.sent),
+            base={} if state.base is None else state.base.kept(),
+            base_costs=NO_COSTS if state.base is None else torch.tensor(state.base.costs),
+            base_kinds={} if state.base is None else state.base.kinds(),
         )
 
     def entries(self) -> dict[str, Any]:
@@ -290,6 +299,9 @@ class Held:
         held = written(self)
         if not self.sent:
             del held["sent"]
+        if not self.base_kinds:
+            for name in ("base", "base_costs", "base_kinds"):
+                del held[name]
         return {k: v for k, v in held.items() if k not in ("versions", "secret") or v}
 
     def restore(

@@ -31,7 +31,7 @@ from fl_lightning.round.server import Server
 from fl_lightning.round.settings import Settings
 from fl_lightning.round.totals import Total
 from fl_lightning.schedules import decay_factor
-from fl_lightning.storage.run_state import RunState, Versions
+from fl_lightning.storage.run_state import BaseAfter, RunState, Versions
 from fl_lightning.virtual.plan import Plan
 
 RoundMetrics = dict[str, float]
@@ -121,8 +121,10 @@ class FederatedLoop:
             self.report(metrics, t)
             chosen = self.latest[1] if self.methods.owner("select") else None
             versions = self.versions(ledger, server)
-            sent = ledger.round.ids if remember_sent(self.methods) else []
-            self.state.commit(t, rows, server_states, metrics, chosen, versions, sent)
+            remembers = self.state.base is not None or remember_sent(self.methods)
+            sent = ledger.round.ids if remembers else []
+            base = self.changed_base(ledger)
+            self.state.commit(t, rows, server_states, metrics, chosen, versions, sent, base)
             # The store has the rows now, in memory or on disk, and drops those that exceed it.
             ledger.rows = {}
         except BaseException:
@@ -140,6 +142,7 @@ class FederatedLoop:
         # `select` may read server states, so the ledger is bound before participants are known.
         ledger = Ledger(self.round_at(t))
         ledger.rows_elsewhere = self.rows_elsewhere
+        ledger.base_weights = self.state.base
         self.methods.bind(ledger)
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
@@ -223,6 +226,7 @@ class FederatedLoop:
             own_buffers=self.buffers.own(buffers),
             noise=None if self.methods.draws_from is None else self.cohort.key,
             sent=self.state.sent,
+            base_due=None if self.state.base is None else self.state.base.due,
         )
 
     def broadcast(self, server: Server) -> Tensor | None:
@@ -306,13 +310,28 @@ class FederatedLoop:
         if not self.server_steps(ledger):
             server.update = torch.zeros_like(server.w)
             return
+        ledger.takes_additions = True
         server.update = server_update.aggregated(ledger, self.methods, server)
         self.methods.run("on_server_update", server)
+        ledger.takes_additions = False
         server.update = server_update.masked(server)
 
     def server_steps(self, ledger: Ledger) -> bool:
         """Tell whether the server takes a step: a client finished, or a method steps without."""
         return bool(ledger.finished) or self.methods.aggregates_nobody
+
+    def changed_base(self, ledger: Ledger) -> BaseAfter | None:
+        """The frozen weights that methods change, as the round leaves them.
+
+        Raises:
+            Diverged: they are not finite.
+        """
+        if self.state.base is None:
+            return None
+        after: BaseAfter = self.state.base.after(ledger.additions)
+        if not all(map(all_finite, after[0].values())):
+            raise Diverged(diverged_text(ledger.round.t, "the base that the server changed"))
+        return after
 
     def step(self, ledger: Ledger, server: Server) -> None:
         """Take the server optimizer's step to w^{t+1}.

@@ -174,6 +174,12 @@ class FederatedModule(LearnerHooks):
         return self.run.state.server
 
     @property
+    def base(self) -> dict[str, Tensor]:
+        """The frozen weights that a method's server changes, by name, in full precision."""
+        base = self.run.state.base
+        return {} if base is None else dict(base.values)
+
+    @property
     def engine_facts(self) -> dict[str, str]:
         """The engine that trains the clients, and why, for people; empty before training."""
         return {} if self.run.plan is None else self.run.plan.card()

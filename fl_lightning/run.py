@@ -35,6 +35,7 @@ from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.devices import prepare_process
 from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.methods import Methods, reads_outputs
+from fl_lightning.round.base import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel
@@ -253,6 +254,12 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = held.restore(rows, self.model, trainer.ckpt_path)
+        self.state.base = BaseWeights.of(
+            self.methods.callbacks, self.model.layout, self.model.learner
+        )
+        if held is not None and (self.state.base is not None or held.base_kinds):
+            base = self.state.base or BaseWeights()
+            base.restore(held.base, held.base_costs, held.base_kinds)
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
 
@@ -276,7 +283,7 @@ class FederatedRun:
         cohort = self.cohort(trainer)
         # Before a step is tried: a method may refuse what the learner cannot train, either.
         for callback in self.methods.callbacks:
-            callback.check_layout(model.layout, cohort.m)
+            callback.check_layout(model.layout, cohort.m, model.w.detach())
         kept = self.settings.keep_optimizer_state
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)

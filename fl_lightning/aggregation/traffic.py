@@ -12,8 +12,10 @@ from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.virtual.plan import Planned
 
-DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS = range(7)
-COUNTS = 7
+DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS, BASE = range(
+    8
+)
+COUNTS = 8
 
 
 def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Methods) -> list[int]:
@@ -23,6 +25,9 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Method
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
     counts[DOWN_PARAMETERS] = _down(group, methods) - kept
     counts[CLIENTS] = 1
+    if group.round.base_due is not None:
+        last = group.round.sent.get(group.ids[0])
+        counts[BASE] = group.round.base_due(group.round.t, last)
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
     counts[FORWARDS] = sum(map(group.passes, group.ids))
     for name, buffer in buffers.items():
@@ -131,6 +136,8 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
             numbers = count[DOWN_PARAMETERS]
         down = down + numbers
         down_bytes = down_bytes + numbers * value.element_size()
+    down = down + count[BASE]
+    down_bytes = down_bytes + count[BASE] * size
     return {
         "down_parameters": down,
         "down_bytes": down_bytes,

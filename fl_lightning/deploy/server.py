@@ -21,6 +21,7 @@ from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.machine.processes import world_size
+from fl_lightning.round.base import declared_bases
 from fl_lightning.storage.files import written_aside
 
 NUMBER = "sites.json"
@@ -144,6 +145,12 @@ def refuse_methods(callbacks: list[Any]) -> None:
     """
     check_hooks(callbacks)
     for callback in callbacks:
+        if isinstance(callback, FederatedCallback) and declared_bases(callback):
+            raise UserError(
+                f"method: {type(callback).__name__} changes frozen weights of the base, and sites "
+                "cannot be sent these changes yet. Simulate with `fl-lightning fit`, or use a "
+                "method that leaves the base as it is, such as FedIT."
+            )
         if isinstance(callback, FederatedCallback) and callback.has("trained"):
             raise UserError(
                 f"method: {type(callback).__name__} lets clients train a part of the model (the "

@@ -48,6 +48,15 @@ class Adapter:
         a, b = (vector[place] for place in self.places)
         return a.view(self.rank, -1), b.view(-1, self.rank)
 
+    def addition(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        """Factors of what left @ right, in place of B A, adds to the weight as it is stored.
+
+        It is scale * left @ right, transposed where the weight is.
+        """
+        if self.transposed:
+            return right.T, self.scale * left.T
+        return self.scale * left, right
+
     @property
     def size(self) -> int:
         """Numbers per rank: in + out."""

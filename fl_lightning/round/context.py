@@ -187,6 +187,8 @@ class Round:
         trained: ``(D,)`` bool, what every client of the round trains; None: that is all, or they
             differ.
         sent: the round in which each client was sent w last, where a method depends on it.
+        base_due: ``(round, last round)`` → how many numbers of the base a client lacks; None: no
+            method changes the base.
     """
 
     t: int
@@ -213,6 +215,7 @@ class Round:
     noise: Key | None = None
     trained: Tensor | None = None
     sent: Mapping[int, int] = field(default_factory=dict)
+    base_due: Callable[[int, int | None], int] | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
         """The buffers that a client starts from: the server's, or its own where it kept some."""

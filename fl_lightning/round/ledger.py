@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.learner.layout import Layout
+from fl_lightning.round.base import Addition, BaseWeights
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.state import Declaration, Upload
@@ -34,6 +35,8 @@ class Ledger:
     - ``planned``: what is known of the round beforehand, on simulated devices; None: the server
       waits for all that take part.
     - ``base``: what updates are measured from ``(D,)``; None: from what each client was given.
+    - ``base_weights``: the frozen weights that methods change; None: none does. ``additions``: to
+      them in this round; ``takes_additions``: whether it is the time for them.
     - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
       keeps there.
     - ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
@@ -58,6 +61,9 @@ class Ledger:
         self.updates: dict[int, Tensor] = {}  # of this process's clients, until all are gathered
         self.gathered: Tensor | None = None
         self.broadcast: Tensor | None = None
+        self.base_weights: BaseWeights | None = None
+        self.takes_additions = False
+        self.additions: list[Addition] = []
         self.sent: tuple[float | None, float | None] | None = None
         self._at_server = False
         self._version: int | None = None

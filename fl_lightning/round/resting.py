@@ -80,8 +80,10 @@ class Resting:
                 return str(declared.key(other))
         return ""
 
-    def check_layout(self, layout: Layout, num_clients: int) -> None:
+    def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
         """Refuse, before round 0, a learner that the method cannot train.
+
+        ``w`` ``(D,)``: the server's model.
 
         Raises:
             UserError: ``needs_adapters``, and the learner has none.

@@ -16,6 +16,10 @@ from fl_lightning.storage.rows import ClientRows, Rows
 Versions = dict[int, tuple[Tensor, Mapping[str, Tensor]]]
 
 
+# Frozen weights after a round by name, and how many numbers its additions are for each.
+BaseAfter = tuple[dict[str, Tensor], list[int]]
+
+
 @dataclass(frozen=True)
 class RoundOutcome:
     """The result of round t besides the model: rows, server states and metrics.
@@ -24,6 +28,7 @@ class RoundOutcome:
     ``chosen``: who took part, where a method chose.
     ``versions``: the models that clients still train from.
     ``sent``: the clients that were sent w, where a method depends on it.
+    ``base``: the frozen weights that methods change.
     """
 
     t: int
@@ -33,6 +38,7 @@ class RoundOutcome:
     chosen: tuple[int, ...] | None
     versions: Versions
     sent: Sequence[int] = ()
+    base: BaseAfter | None = None
 
 
 @dataclass
@@ -50,6 +56,7 @@ class RunState:
         versions: earlier models and buffers from which clients of an asynchronous run still train,
             by the number of the server's steps before.
         sent: the round in which each client was sent w last, where a method depends on it.
+        base: the frozen weights that methods change; None: none does.
     """
 
     rows: ClientRows
@@ -61,6 +68,7 @@ class RunState:
     partition: str | None = None
     versions: Versions = field(default_factory=dict)
     sent: dict[int, int] = field(default_factory=dict)
+    base: Any = None
     _outcome: RoundOutcome | None = None
 
     def commit(
@@ -72,13 +80,14 @@ class RunState:
         chosen: tuple[int, ...] | None = None,
         versions: Versions | None = None,
         sent: Sequence[int] = (),
+        base: BaseAfter | None = None,
     ) -> None:
         """Make the result of round t, which is over, the state."""
         # Copying rows needs memory, and may fail: then the round has not happened.
         rows = self.rows.store.owned(rows)
         # This one assignment decides: from here on the round counts, whatever happens, and
         # `finish_commit` does what an interrupt left undone.
-        self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {}, sent)
+        self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {}, sent, base)
         self.finish_commit(t)
 
     def keep_rows_for(self, data: Any) -> None:
@@ -131,6 +140,8 @@ class RunState:
                 self.chosen[outcome.t] = outcome.chosen
             self.versions = outcome.versions
             self.sent.update(dict.fromkeys(outcome.sent, outcome.t))
+            if outcome.base is not None:
+                self.base.put(outcome.t, *outcome.base)
             self.logged = outcome.logged
             self.rounds = outcome.t + 1
             self._outcome = None

@@ -47,6 +47,7 @@ def of_method(name: str) -> list[str]:
         ("fedsa_lora", ["guo2025fedsalora"]),
         ("ffa_lora", ["sun2024ffalora"]),
         ("rolora", ["chen2025rolora"]),
+        ("flora", ["wang2024flora"]),
         ("feddc", ["karimireddy2020scaffold", "acar2021feddyn", "gao2022feddc"]),
         ("fedgamma", ["karimireddy2020scaffold", "qu2022fedsam", "dai2023fedgamma"]),
         ("fedlesam_s", ["karimireddy2020scaffold", "fan2024fedlesam"]),

@@ -1,0 +1,73 @@
+"""LoRA-FAIR: the server corrects the mean of B, so that its product is nearer to the clients'.
+
+J. Bian, L. Wang, L. Zhang, J. Xu: LoRA-FAIR: Federated LoRA Fine-Tuning with Aggregation and
+Initialization Refinement (2024), arXiv:2411.14961. The paper corrects B by gradient steps; here it
+is the closed form of a ridge regression.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import FederatedCallback, Paper, Server, low_rank, number
+
+
+class CorrectedFactor(FederatedCallback):
+    """A ← Ā, B ← B̄ + ΔB, ΔB = argmin ‖Σ p_i B_i A_i - (B̄ + ΔB) Ā‖² + λ ‖ΔB‖².
+
+    Sent and kept: as by FedAvg.
+
+    Args:
+        penalty: λ, from 0; infinite, it is FedAvg.
+
+    Raises:
+        UserError: a negative penalty; a learner without adapters, or with some of which there are
+            no products.
+
+    Example:
+        an infinite penalty leaves the mean, to the bit.
+
+        >>> from fl_lightning.callbacks import CorrectedFactor
+        >>> from fl_lightning.testing import tiny_run
+        >>> plain = tiny_run(adapters=True).global_vector
+        >>> tiny_run(CorrectedFactor(float("inf"))).global_vector.equal(plain)
+        True
+        >>> tiny_run(CorrectedFactor(0.01)).global_vector.equal(plain)
+        False
+    """
+
+    title = "LoRA-FAIR"
+    paper = Paper("bian2024lorafair", vectors=None)
+    needs_adapters = True
+    needs_products = True
+    neutral = {"penalty": math.inf}
+
+    def __init__(self, penalty: float = 0.01) -> None:
+        super().__init__()
+        if penalty != math.inf:
+            number("CorrectedFactor: penalty", penalty, least=0)
+        self.penalty = penalty
+
+    def aggregate(self, server: Server) -> Tensor:
+        update = server.update.clone()
+        if not len(server.updates) or self.penalty == math.inf:
+            return update
+        everything = torch.full((server.n,), low_rank.largest_rank(server.layout))
+        received = low_rank.Received(server, everything.to(server.w.device))
+        mean = (server.w + update).double()
+        for adapter in server.layout.adapters:
+            left, right = received.stacked(adapter)
+            a, b = adapter.matrices(mean)
+            if self.penalty:
+                # (R Aᵀ)(A Aᵀ + λ I)⁻¹, with R = left right - b a
+                residual = left @ (right @ a.T) - b @ (a @ a.T)
+                ridge = a @ a.T + self.penalty * torch.eye(len(a)).to(a)
+                change = torch.linalg.solve(ridge, residual.T).T
+            else:
+                inverse = torch.linalg.pinv(a)
+                change = left @ (right @ inverse) - b @ (a @ inverse)
+            adapter.matrices(update)[1].add_(change.to(update))
+        return update

@@ -1,0 +1,71 @@
+"""FedEx-LoRA: what averaging A and B apart leaves out is added to the frozen weights.
+
+R. Singhal, K. Ponkshe, P. Vepakomma: FedEx-LoRA: Exact Aggregation for Federated and Efficient
+Fine-Tuning of Foundation Models (ACL 2025), arXiv:2410.09432.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import Base, FederatedCallback, Paper, Server, low_rank, number
+
+
+class ResidualMerge(FederatedCallback):
+    """A and B are averaged; W ← W + s (Σ p_i B_i A_i - B̄ Ā).
+
+    The residual is Σ_{i<n} p_i (B_i - B̄)(A_i - A_n), which n - 1 pairs of factors give.
+    Sent: as by FedAvg, and down the residuals that the client has not had. Kept: nothing; the
+    server keeps the weights.
+
+    Args:
+        rank: how many of the residual's singular values are kept; None: all. 0 is FedAvg.
+
+    Raises:
+        UserError: a negative rank; a learner without adapters, or with some of which there are no
+            products.
+
+    Example:
+        with one client a round there is no residual.
+
+        >>> from fl_lightning.callbacks import ResidualMerge
+        >>> from fl_lightning.testing import tiny_run
+        >>> alone = tiny_run(ResidualMerge(), participation=1).base["first.weight"]
+        >>> three = tiny_run(ResidualMerge()).base["first.weight"]
+        >>> alone.equal(tiny_run(ResidualMerge(rank=0)).base["first.weight"]), alone.equal(three)
+        (True, False)
+    """
+
+    title = "FedEx-LoRA"
+    paper = Paper("singhal2025fedexlora", vectors=None)
+    needs_adapters = True
+    needs_products = True
+    neutral = {"rank": 0}
+    base = Base()
+
+    def __init__(self, rank: int | None = None) -> None:
+        super().__init__()
+        if rank is not None:
+            number("ResidualMerge: rank", rank, least=0, whole=True)
+        self.rank = rank
+
+    def aggregate(self, server: Server) -> Tensor:
+        n = len(server.updates)
+        if n < 2 or self.rank == 0:
+            return server.update
+        everything = torch.full((n,), low_rank.largest_rank(server.layout), device=server.w.device)
+        received = low_rank.Received(server, everything)
+        mean = (server.w + server.update).double()
+        for adapter in server.layout.adapters:
+            _, mean_b = adapter.matrices(mean)
+            pairs = [adapter.matrices(row) for row in received.x]
+            last_a, _ = pairs[-1]
+            weighted = zip(received.weights, pairs[:-1], strict=False)
+            left = torch.cat([p * (b - mean_b) for p, (_, b) in weighted], dim=1)
+            right = torch.cat([a - last_a for a, _ in pairs[:-1]])
+            if self.rank is not None:
+                columns = min(self.rank, len(right))
+                right, left = low_rank.cut(left, right, columns, torch.zeros_like(right[:columns]))
+            self.base.add(adapter.weight, *adapter.addition(left, right))
+        return server.update

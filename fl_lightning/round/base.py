@@ -1,0 +1,255 @@
+"""The base: frozen parameters that a method's server changes, by products that clients are sent.
+
+A method declares ``base = Base()`` in its class, and calls ``self.base.add(name, left, right)``.
+The framework keeps the changed weights in full precision, saves, restores and counts them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any, overload
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.learner.adapters import check_untied, users_of_parameters
+from fl_lightning.learner.layout import Layout
+
+Addition = tuple[str, Tensor, Tensor | None]  # name, left or the whole, right
+
+
+class Base:
+    """Frozen parameters that a method's server changes; declared in the class body.
+
+    Args:
+        patterns: of names of frozen parameters (``fnmatch``: ``"*.first.*"``); without any, the
+            weights under the learner's adapters (LoRA).
+    """
+
+    def __init__(self, *patterns: str) -> None:
+        self.patterns = patterns
+        self.name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, callback: None, owner: type) -> Base: ...
+    @overload
+    def __get__(self, callback: object, owner: type) -> BoundBase: ...
+    def __get__(self, callback: Any, owner: type) -> Base | BoundBase:
+        return self if callback is None else BoundBase(callback, self)
+
+    def names(self, layout: Layout, learner: nn.Module, asking: str) -> list[str]:
+        """The parameters that it names, in the order of the learner's.
+
+        Raises:
+            UserError: a pattern matches no frozen parameter, or a weight is shared or quantised.
+        """
+        parameters = dict(learner.named_parameters())
+        frozen = [name for name, p in parameters.items() if not p.requires_grad]
+        if not self.patterns:
+            check_untied(layout, asking)
+            wanted = {adapter.weight for adapter in layout.adapters}
+        else:
+            wanted = set()
+        for pattern in self.patterns:
+            matched = [name for name in frozen if fnmatchcase(name, pattern)]
+            if not matched:
+                raise UserError(
+                    f"method: {asking}: Base({pattern!r}) matches no frozen parameter; there are "
+                    f"{', '.join(frozen)[:200] or 'none'}.{suggest(pattern, frozen)}"
+                )
+            wanted.update(matched)
+        users = users_of_parameters(learner)
+        for name in sorted(wanted):
+            if not parameters[name].is_floating_point():
+                raise UserError(
+                    f"method: {asking} changes the frozen weight {name}, which is stored as "
+                    f"{parameters[name].dtype}: weights in 8 or 4 bits cannot be changed. Load the "
+                    "base in bfloat16 or float32."
+                )
+            if len(homes := users[id(parameters[name])]) > 1:
+                raise UserError(
+                    f"method: {asking} changes the frozen weight {name}, which the modules "
+                    f"{' and '.join(homes)} share (tied weights). Untie them, or leave it out."
+                )
+        return [name for name in frozen if name in wanted]
+
+
+class BoundBase(Mapping[str, Tensor]):
+    """A method's base in a run: the present values by name, read-only, and :meth:`add`."""
+
+    def __init__(self, callback: Any, base: Base) -> None:
+        self._callback = callback
+        self._base = base
+
+    @property
+    def _weights(self) -> BaseWeights:
+        weights: BaseWeights | None = self._callback._ledger.base_weights
+        if weights is None:
+            raise RuntimeError("a base is known in a run, in hooks that take server")
+        return weights
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._weights.values[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._weights.values)
+
+    def __len__(self) -> int:
+        return len(self._weights.values)
+
+    def add(self, name: str, left: Tensor, right: Tensor | None = None) -> None:
+        """W ← W + left @ right, ``(out, R)`` and ``(R, in)``; without ``right``, W + left.
+
+        From ``on_updates`` to ``on_server_update``; it takes effect when the round is committed.
+
+        Raises:
+            UserError: the base has no such name, or the shapes do not fit.
+        """
+        ledger = self._callback._ledger
+        who = f"method: {type(self._callback).__name__}.{self._base.name}.add"
+        if not ledger.takes_additions:
+            raise RuntimeError(f"{who} is called from on_updates to on_server_update")
+        value = self._weights.values.get(name)
+        if value is None:
+            raise UserError(
+                f"{who}: the base has no {name!r}; it has {', '.join(self._weights.values)[:200]}."
+                f"{suggest(name, list(self._weights.values))}"
+            )
+        fits = left.shape == value.shape
+        if right is not None:
+            outer = left.ndim == right.ndim == 2 and left.shape[1] == right.shape[0]
+            fits = outer and (left.shape[0], right.shape[1]) == value.shape
+        if not fits:
+            shapes = [tuple(each.shape) for each in (left, right) if each is not None]
+            raise UserError(
+                f"{who}: {name} is {tuple(value.shape)}, and was given "
+                f"{' and '.join(map(str, shapes))}. Give left (out, R) and right (R, in), or one "
+                "tensor of the weight's shape."
+            )
+        kept = [None if each is None else each.detach().clone() for each in (left, right)]
+        ledger.additions.append((name, *kept))
+
+
+@dataclass
+class BaseWeights:
+    """The base of a run, between rounds.
+
+    Args:
+        values: in full precision by name; of a weight with at least 32 bits it is that weight's
+            own memory.
+        in_use: the learner's parameters.
+        costs: of each round, how many numbers its additions to each weight are, in order.
+    """
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+    in_use: dict[str, nn.Parameter] = field(default_factory=dict)
+    costs: list[list[int]] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, callbacks: Sequence[Any], layout: Layout, learner: nn.Module) -> BaseWeights | None:
+        """The base that the callbacks declare; None: none does.
+
+        Raises:
+            UserError: two callbacks change one weight, or as :meth:`Base.names`.
+        """
+        owner: dict[str, str] = {}
+        declares = False
+        for callback in callbacks:
+            for base in declared_bases(callback):
+                declares = True
+                who = type(callback).__name__
+                for name in base.names(layout, learner, who):
+                    if owner.setdefault(name, who) != who:
+                        raise UserError(
+                            f"method: {owner[name]} and {who} both change the frozen weight {name}."
+                            " Keep one of them."
+                        )
+        if not declares:
+            return None
+        parameters = {n: p for n, p in learner.named_parameters() if n in owner}
+        weights = cls(in_use=parameters)
+        for name, parameter in parameters.items():
+            weights.values[name] = wide(parameter.data)
+        return weights
+
+    def kinds(self) -> dict[str, str]:
+        """Shape and dtype of each weight, which a checkpoint has to share."""
+        return {n: f"{tuple(p.shape)} {p.dtype}" for n, p in self.in_use.items()}
+
+    def kept(self) -> dict[str, Tensor]:
+        """The values that the learner's own weights do not hold in full."""
+        return {n: v for n, v in self.values.items() if v.dtype != self.in_use[n].dtype}
+
+    def after(self, additions: Sequence[Addition]) -> tuple[dict[str, Tensor], list[int]]:
+        """The values after a round's additions, and how many numbers they are for each weight."""
+        values: dict[str, Tensor] = {}
+        costs = dict.fromkeys(self.values, 0)
+        for name, left, right in additions:
+            value = values.get(name, self.values[name])
+            added = left.to(value)
+            numbers = value.numel()
+            if right is not None:
+                added = left.to(value) @ right.to(value)
+                numbers = min(left.shape[1] * sum(value.shape), numbers)
+            values[name] = value + added
+            costs[name] += numbers
+        return values, list(costs.values())
+
+    def put(self, t: int, values: Mapping[str, Tensor], costs: list[int]) -> None:
+        """Make these the values after round t; it may be called again with the same."""
+        for name, value in values.items():
+            parameter = self.in_use[name]
+            # In place: copies of the learner and recorded steps read this memory.
+            parameter.data.copy_(value)
+            self.values[name] = value if value.dtype != parameter.dtype else parameter.data
+        missing = [[0] * len(self.values)] * (t - len(self.costs))
+        self.costs = [*self.costs[:t], *missing, costs]
+
+    def due(self, t: int, last: int | None) -> int:
+        """How many numbers a client that was sent the base in round ``last`` lacks in round t."""
+        total = 0
+        for k, value in enumerate(self.values.values()):
+            since = sum(costs[k] for costs in self.costs[last or 0 : t])
+            total += min(since, value.numel())
+        return total
+
+    def restore(self, held: Mapping[str, Tensor], costs: Tensor, kinds: Mapping[str, str]) -> None:
+        """Take a checkpoint's base.
+
+        Raises:
+            UserError: it is of other weights.
+        """
+        own = self.kinds()
+        if dict(kinds) != own:
+            names = sorted(n for n in {*kinds, *own} if kinds.get(n) != own.get(n))
+            raise UserError(
+                f"ckpt_path: the checkpoint's base is another one: {names[0]} is "
+                f"{kinds.get(names[0], 'no part of it')} there and "
+                f"{own.get(names[0], 'no part of it')} here. Give the learner and the method of "
+                "its run."
+            )
+        for name, parameter in self.in_use.items():
+            self.values[name] = parameter.data
+            if name in held:
+                self.values[name] = held[name].to(parameter.device)
+        self.costs = costs.tolist()
+
+
+def wide(data: Tensor) -> Tensor:
+    """The data in at least 32 bits: their own memory, where they have as many."""
+    dtype = torch.promote_types(data.dtype, torch.float32)
+    return data if data.dtype == dtype else data.to(dtype)
+
+
+def declared_bases(callback: Any) -> list[Base]:
+    """What a callback's class declares."""
+    found: dict[str, Base] = {}
+    for cls in reversed(type(callback).__mro__):
+        found.update({name: value for name, value in vars(cls).items() if isinstance(value, Base)})
+    return list(found.values())
