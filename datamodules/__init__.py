@@ -17,10 +17,13 @@ from fl_lightning.datamodules.flower_splits import (
     Shards,
     Sizes,
 )
+from fl_lightning.datamodules.folders import FromFolders
+from fl_lightning.datamodules.hdf5 import FromHDF5
 from fl_lightning.datamodules.human_activity import HumanActivity
 from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
 from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
 from fl_lightning.datamodules.language_modelling import LanguageModelling
+from fl_lightning.datamodules.leaf import FromLEAF
 from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.datamodules.own_splits import Imported, LabelShares, Mixed
 from fl_lightning.datamodules.partitions import (
@@ -32,6 +35,7 @@ from fl_lightning.datamodules.partitions import (
     Saved,
     SortedShards,
 )
+from fl_lightning.datamodules.pfllib import FromPFLlib
 from fl_lightning.datamodules.published import DirichletByClass, LabelsPerClient
 from fl_lightning.datamodules.table import FromTable
 from fl_lightning.datamodules.text_classification import TextClassification
@@ -55,6 +59,10 @@ __all__ = [
     "FederatedDataModule",
     "FromDataModule",
     "FromDatasets",
+    "FromFolders",
+    "FromHDF5",
+    "FromLEAF",
+    "FromPFLlib",
     "FromTable",
     "Grouped",
     "HumanActivity",

@@ -1,0 +1,111 @@
+"""An index of data files: what a first run found in them, so that later ones need not read them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.errors import UserError
+
+# What an index holds may change from version to version.
+FORMAT = 1
+FOLDER = ".fl_lightning"
+
+Arrays = dict[str, NDArray[Any]]
+
+
+def state_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """Name, size and time of modification (ns) of each file."""
+    facts = []
+    for file in files:
+        stat = file.stat()
+        facts.append((str(file.resolve()), stat.st_size, stat.st_mtime_ns))
+    return facts
+
+
+def indexed(
+    beside: Path,
+    files: Sequence[Path],
+    options: dict[str, Any],
+    make: Callable[[], Arrays],
+    tell: Callable[[str], None],
+) -> Arrays:
+    """The index of ``files``: the one that is there, or a new one, which is kept.
+
+    A changed file has another index. A damaged index is made again.
+
+    Args:
+        beside: the folder of the data. Where it cannot be written to, the index lies in the user's
+            cache folder.
+        options: of the reader, on which the index depends.
+        make: reads the files.
+        tell: says where a new index lies.
+    """
+    key = json.dumps([FORMAT, state_of(files), options], sort_keys=True)
+    name = f"index-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fl_lightning"
+    folders = [beside / FOLDER, cache]
+    for folder in folders:
+        found = _read(folder / name)
+        if found is not None:
+            return found
+    made = make()
+    if json.dumps([FORMAT, state_of(files), options], sort_keys=True) != key:
+        raise UserError(
+            f"The data in {str(beside)!r} changed while they were read. Start again when nothing "
+            "writes to them."
+        )
+    for folder in folders:
+        try:
+            _write(folder / name, made)
+        except OSError:
+            continue
+        tell(f"the index of these data is {str(folder / name)!r}; later runs begin with it")
+        break
+    return made
+
+
+def _write(path: Path, made: Arrays) -> None:
+    """Write an index whole or not at all; processes that start together do not disturb each other.
+
+    A killed process leaves a file that begins with a dot, which nobody reads.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
+    try:
+        with open(aside, "wb") as file:
+            np.savez(file, **made)  # type: ignore[arg-type]
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> Arrays | None:
+    """An index, checked by the checksums of its archive; None: it is not there, or is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: file[name] for name in file.files}
+    except Exception:  # NumPy and zipfile raise many kinds for damaged files
+        return None
+
+
+def texts(values: Sequence[str]) -> NDArray[np.uint8]:
+    """Texts as bytes, for an index."""
+    return np.frombuffer(json.dumps(list(values)).encode(), np.uint8)
+
+
+def texts_of(array: NDArray[np.uint8]) -> list[str]:
+    """The texts again."""
+    found: list[str] = json.loads(array.tobytes().decode())
+    return found

@@ -1,0 +1,433 @@
+"""Pictures in folders by domain and class: Office-Caltech, PACS, Office-Home, DomainNet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from torch.utils.data import Dataset
+
+from fl_lightning.datamodules.client_tests import OwnTests, stratified
+from fl_lightning.datamodules.digits5 import digits5
+from fl_lightning.datamodules.partitions import ByGroup
+from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
+from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.sampling import generator
+
+ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
+LAYOUTS = ["auto", "folders", "lists", "digits5"]
+# Pictures of at most so many bytes are decoded once and kept.
+IN_MEMORY = 2**30
+
+
+@dataclass
+class Domain:
+    """One domain's samples: files or pixels, and their classes."""
+
+    name: str
+    x: list[Any] = field(default_factory=list)
+    y: list[int] = field(default_factory=list)
+    test_x: list[Any] = field(default_factory=list)
+    test_y: list[int] = field(default_factory=list)
+
+
+class PictureSet(Dataset[Any]):
+    """Pictures of files, or of pixels in memory, as ``(x, y)``."""
+
+    def __init__(self, x: Sequence[Any], y: Sequence[int], pictures: Pictures) -> None:
+        self.x = list(x)
+        self.targets = np.asarray(y, np.int64)
+        self.pictures = pictures
+        self.kept: list[Any] | None = None
+        self._first: tuple[Any, Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def pixels(self, i: int) -> NDArray[np.uint8]:
+        """A picture as it is, decoded.
+
+        Raises:
+            UserError: it has another size than the first one.
+        """
+        one = self.x[i]
+        found = self.pictures.read(one if isinstance(one, Path) else Image.fromarray(one))
+        if self._first is None:
+            self._first = (one, found.shape)
+        if found.shape != self._first[1]:
+            first, shape = self._first
+            raise UserError(
+                f"The picture {str(one)!r} has the shape {found.shape}, and {str(first)!r} has "
+                f"{shape}: give data.image_size, to which all are resized."
+            )
+        return np.asarray(found, np.uint8)
+
+    def __getitem__(self, i: int) -> tuple[Any, int]:
+        pixels = self.pixels(i) if self.kept is None else self.kept[i]
+        return self.pictures.tensor(pixels), int(self.targets[i])
+
+    def keep(self) -> None:
+        """Decode all pictures now."""
+        self.kept = [self.pixels(i) for i in range(len(self))]
+
+
+class FromFolders(FileDataModule):
+    """Federated data from folders of pictures: a client a domain, or several.
+
+    Args:
+        path: the folder.
+        layout: ``"folders"``: ``path/<domain>/<class>/<file>``; ``"lists"``:
+            ``path/splits/<domain>_train.txt`` and ``_test.txt`` with lines ``relative/file label``;
+            ``"digits5"``: the five .mat files; ``"auto"`` looks.
+        domains: the domains in the order of their numbers; None: all, ascending. Others are left
+            out.
+        classes: likewise; of ``lists`` the names of the labels 0, 1, …
+        image_size: pixels, or ``[height, width]``, to which pictures are resized; None: as they
+            are, all alike.
+        mode: PIL's: ``"RGB"``, ``"L"`` (grey), …
+        mean, std: x is (pixel / 255 − mean) / std, by channel.
+        clients_per_domain: a domain's training samples are dealt to so many clients.
+        test: None: the test lists; or a share of each domain, of each class alike, whatever the
+            seed.
+        leave_out: domains that train nobody; all their samples are the global test set.
+        missing: a class that one domain lacks: ``"refuse"`` or ``"allow"``.
+        in_memory: keep decoded pictures; None: where they take at most 1 GiB.
+        check: decode every picture before training.
+        limit: ``[training, test]``: the first so many samples of each domain.
+
+    ``client_domains``: the domain of each client; ``domains`` lists them.
+
+    Raises:
+        UserError: by file: a picture that cannot be decoded, pictures of two sizes without
+            ``image_size``; by domain: a class that it lacks.
+    """
+
+    client_domains: Sequence[str] = ()
+
+    def __init__(
+        self,
+        path: str | Path,
+        layout: Literal["auto", "folders", "lists", "digits5"] = "auto",
+        domains: Sequence[str] | None = None,
+        classes: Sequence[str] | None = None,
+        image_size: int | list[int] | None = None,
+        mode: str = "RGB",
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        clients_per_domain: int = 1,
+        test: float | None = None,
+        leave_out: Sequence[str] = (),
+        missing: Literal["refuse", "allow"] = "refuse",
+        in_memory: bool | None = None,
+        check: bool = False,
+        limit: list[int] | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(tests="common", **arguments)
+        if layout not in LAYOUTS:
+            raise UserError(
+                f"data.layout is {layout!r}: give one of {', '.join(LAYOUTS)}."
+                + suggest(layout, LAYOUTS)
+            )
+        if clients_per_domain < 1:
+            raise UserError(f"data.clients_per_domain is {clients_per_domain}: give at least 1.")
+        if test is not None and not 0 < test < 1:
+            raise UserError(f"data.test is {test}: give a share above 0 and below 1, or null.")
+        if missing not in ("refuse", "allow"):
+            raise UserError(f"data.missing is {missing!r}: give 'refuse' or 'allow'.")
+        check_normalised(mean, std)
+        self.path = Path(path).expanduser()
+        self.layout = layout
+        self.domains = None if domains is None else list(domains)
+        self.classes = None if classes is None else list(classes)
+        self.pictures = Pictures(size_of(image_size), mode, tuple(mean), tuple(std))
+        self.clients_per_domain = clients_per_domain
+        self.test = test
+        self.leave_out = list(leave_out)
+        self.missing = missing
+        self.in_memory = in_memory
+        self.check = check
+        self.limit = limit
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """``(channels, height, width)``, where pictures are resized."""
+        size = size_of(arguments.get("image_size"))
+        channels = {"L": 1, "RGB": 3}.get(arguments.get("mode", "RGB"))
+        return None if size is None or channels is None else (channels, *size)
+
+    def read(self) -> tuple[Side, Side | None, Side | None]:
+        if not self.path.is_dir():
+            raise UserError(f"data.path is {str(self.path)!r}, which is no folder.")
+        layout: str = self.layout
+        if layout == "auto":
+            layout = layout_of(self.path)
+            self.tell(f"{str(self.path)!r} is read as layout={layout}")
+        if layout == "digits5":
+            found, self.class_names = digits5(self.path, self.domains), list(map(str, range(10)))
+            domains = [Domain(name, *sides) for name, sides in found.items()]
+        elif layout == "lists":
+            domains = self._lists()
+        else:
+            domains = self._folders()
+        self._check(domains)
+        for number, domain in enumerate(domains):
+            self._limit(domain)
+            if self.test is not None:
+                self._hold_out(number, domain)
+        return self._sides(domains)
+
+    # ---- layouts
+
+    def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
+        """The names that count, in their order."""
+        for name in given or ():
+            if name not in there:
+                raise UserError(
+                    f"data.{option} has {name!r}, and {str(self.path)!r} has "
+                    f"{', '.join(there)[:300]}.{suggest(name, list(there))}"
+                )
+        return sorted(there) if given is None else given
+
+    def _folders(self) -> list[Domain]:
+        domains = self._chosen(folders_of(self.path), self.domains, "domains")
+        if not domains:
+            raise UserError(
+                f"data.path is {str(self.path)!r}, which has no folders: a folder for each domain "
+                "is expected, in each a folder for each class."
+            )
+        of = {domain: folders_of(self.path / domain) for domain in domains}
+        every = sorted(set().union(*of.values()))
+        self.class_names = self._chosen(every, self.classes, "classes")
+        if not self.class_names:
+            raise UserError(
+                f"data.path is {str(self.path)!r}, whose folders {', '.join(domains)[:100]} have "
+                "no folders of classes: path/<domain>/<class>/<file> is expected."
+            )
+        made = []
+        others = 0
+        for domain in domains:
+            one = Domain(domain)
+            for label, name in enumerate(self.class_names):
+                files, left = pictures_of(self.path / domain / name)
+                others += left
+                one.x += files
+                one.y += [label] * len(files)
+            pairs = sorted(zip(one.x, one.y, strict=True), key=lambda pair: pair[0].as_posix())
+            one.x = [file for file, _ in pairs]
+            one.y = [label for _, label in pairs]
+            made.append(one)
+        if others:
+            self.tell(f"{others} files that are no pictures by their names are not read")
+        return made
+
+    def _lists(self) -> list[Domain]:
+        folder = self.path / "splits" if (self.path / "splits").is_dir() else self.path
+        there = [file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")]
+        made = []
+        for domain in self._chosen(there, self.domains, "domains"):
+            one = Domain(domain)
+            one.x, one.y = listed(self.path, folder / f"{domain}_train.txt")
+            if (folder / f"{domain}_test.txt").is_file():
+                one.test_x, one.test_y = listed(self.path, folder / f"{domain}_test.txt")
+            made.append(one)
+        labels = sorted(set().union(*(one.y + one.test_y for one in made)))
+        if self.classes is not None and labels and labels[-1] >= len(self.classes):
+            raise UserError(
+                f"data.classes has {len(self.classes)} names, and the lists have the label "
+                f"{labels[-1]}: give a name for each label from 0."
+            )
+        names: dict[int, str] = {}
+        for one in made:
+            for file, label in zip(one.x, one.y, strict=True):
+                names.setdefault(label, file.parent.name)
+        # A label without a sample has no folder to be named by.
+        whole = range(labels[-1] + 1 if labels else 0)
+        self.class_names = self.classes or [names.get(label, str(label)) for label in whole]
+        return made
+
+    # ---- from domains to clients
+
+    def _check(self, domains: list[Domain]) -> None:
+        """Refuse a class that a domain lacks, and names in leave_out that no domain has."""
+        self._chosen([domain.name for domain in domains], self.leave_out, "leave_out")
+        every = set(range(len(self.class_names)))
+        for domain in domains:
+            lacks = sorted(every - {*domain.y, *domain.test_y})
+            if not lacks:
+                continue
+            names = ", ".join(str(self.class_names[label]) for label in lacks[:SHOWN])
+            text = f"the domain {domain.name!r} has no pictures of {names}"
+            if self.missing == "refuse":
+                raise UserError(
+                    f"data.path={str(self.path)!r}: {text}, which other domains have. Give "
+                    "data.missing=allow, name the classes that all have by data.classes, or check "
+                    "the folders' names."
+                )
+            self.tell(text)
+
+    def _limit(self, domain: Domain) -> None:
+        if self.limit is not None:
+            (training, tests) = self.limit
+            domain.x = domain.x[:training]
+            domain.y = domain.y[:training]
+            domain.test_x = domain.test_x[:tests]
+            domain.test_y = domain.test_y[:tests]
+
+    def _hold_out(self, number: int, domain: Domain) -> None:
+        """Test on a share of a domain's samples, of each class alike."""
+        n = len(domain.x)
+        h = int(Decimal(str(self.test)) * n + Decimal("0.5"))
+        labels = np.array(domain.y, np.int64)
+        order = generator(0, "files to test on", number).permutation(n)
+        held = np.sort(stratified(order, labels[order], h)) if h else np.zeros(0, np.int64)
+        left = np.setdiff1d(np.arange(n), held)
+        domain.test_x += [domain.x[i] for i in held]
+        domain.test_y += labels[held].tolist()
+        domain.x = [domain.x[i] for i in left]
+        domain.y = labels[left].tolist()
+
+    def _sides(self, domains: list[Domain]) -> tuple[Side, Side | None, Side | None]:
+        training = [(i, d) for i, d in enumerate(domains) if d.name not in self.leave_out]
+        if not training:
+            raise UserError("data.leave_out has all domains: leave one to train on.")
+        k = self.clients_per_domain
+        names: list[str] = []
+        groups: list[NDArray[np.int64]] = []
+        for number, domain in training:
+            groups.append(self._dealt(number, domain) + len(names))
+            names += [domain.name] if k == 1 else [f"{domain.name}/{j}" for j in range(k)]
+        self.client_domains = [name.rpartition("/")[0] if k > 1 else name for name in names]
+        self._own = [(d.name, d.test_x, d.test_y) for _, d in training if d.test_x]
+        x: list[Any] = []
+        y: list[int] = []
+        for _, domain in training:
+            x += domain.x
+            y += domain.y
+        return Side(names, np.concatenate(groups), self._set(x, y)), self._global(domains), None
+
+    def _global(self, domains: list[Domain]) -> Side | None:
+        """The global test set: of all domains, or of those that are left out."""
+        x: list[Any] = []
+        y: list[int] = []
+        groups: list[int] = []
+        left = [d for d in domains if d.name in self.leave_out]
+        for number, domain in enumerate(left or domains):
+            if left:
+                x += domain.x
+                y += domain.y
+                groups += [number] * len(domain.x)
+            x += domain.test_x
+            y += domain.test_y
+            groups += [number] * len(domain.test_x)
+        if not x:
+            return None
+        names = [d.name for d in left or domains]
+        return Side(names, np.array(groups, np.int64), self._set(x, y))
+
+    def _dealt(self, number: int, domain: Domain) -> NDArray[np.int64]:
+        """The client of each of a domain's training samples, from 0."""
+        n = len(domain.x)
+        clients = np.zeros(n, np.int64)
+        if self.clients_per_domain > 1:
+            order = generator(self.run_seed, "domain", number).permutation(n)
+            for k, part in enumerate(np.array_split(order, self.clients_per_domain)):
+                clients[part] = k
+        return clients
+
+    def _set(self, x: list[Any], y: list[int]) -> PictureSet:
+        made = PictureSet(x, y, self.pictures)
+        self._files += [file for file in x if isinstance(file, Path)]
+        keep = self.in_memory
+        if keep is None and len(made):
+            keep = made.pixels(0).nbytes * len(made) <= IN_MEMORY
+        if keep or self.check:
+            made.keep()
+        if not keep:
+            made.kept = None
+        return made
+
+    def load(self) -> None:
+        super().load()
+        if not isinstance(self.partition, ByGroup):
+            self.client_domains = ()
+            return
+        if not self._own:
+            return
+        assert self.train_set is not None
+        x: list[Any] = []
+        y: list[int] = []
+        places: dict[str, Any] = {}
+        for domain, files, labels in self._own:
+            places[domain] = np.arange(len(x), len(x) + len(files))
+            x += files
+            y += labels
+        # Without domains that are left out this is the global test set.
+        samples = self._samples(self._set(x, y)) if self.leave_out else self.test_set
+        own = [places.get(domain, []) for domain in self._domains_of_all()]
+        assert samples is not None
+        self.own_tests = OwnTests(samples, own, len(self.train_set))
+
+    def _domains_of_all(self) -> list[str]:
+        """The domain of each client that has training samples."""
+        many = self.clients_per_domain > 1
+        names = [name.rpartition("/")[0] if many else name for name in self.client_names]
+        self.client_domains = names
+        return names
+
+
+def layout_of(path: Path) -> str:
+    """The layout of a folder, by what lies in it."""
+    if (path / "mnist_data.mat").is_file():
+        return "digits5"
+    if list(path.glob("splits/*_train.txt")) or list(path.glob("*_train.txt")):
+        return "lists"
+    return "folders"
+
+
+def folders_of(path: Path) -> list[str]:
+    return sorted(one.name for one in path.iterdir() if one.is_dir() and one.name[0] != ".")
+
+
+def pictures_of(folder: Path) -> tuple[list[Path], int]:
+    """A folder's pictures, and how many other files it has."""
+    if not folder.is_dir():
+        return [], 0
+    files = [one for one in folder.iterdir() if one.is_file() and one.name[0] != "."]
+    found = [one for one in files if one.suffix.lower() in ENDINGS]
+    return found, len(files) - len(found)
+
+
+def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
+    """Files and labels of a list.
+
+    Raises:
+        UserError: by line: no label, or a file that is not there.
+    """
+    files: list[Path] = []
+    labels: list[int] = []
+    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        name, _, label = line.rstrip().rpartition(" ")
+        where = path / name
+        if not label.isdecimal() or not name or not where.resolve().is_relative_to(path.resolve()):
+            raise UserError(
+                f"The list {str(file)!r} has {line[:80]!r} in line {number}: 'relative/file label' "
+                "is expected, with a whole number."
+            )
+        if not where.is_file():
+            raise UserError(
+                f"The list {str(file)!r} names {name!r} in line {number}, which is not in "
+                f"{str(path)!r}: give the folder to which the names are relative as data.path."
+            )
+        files.append(where)
+        labels.append(int(label))
+    return files, labels

@@ -1,0 +1,318 @@
+"""HDF5 files with a group per client, as TFF and pfl hand them out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.datamodules.file_index import Arrays, indexed, texts, texts_of
+from fl_lightning.datamodules.readers import (
+    FileDataModule,
+    OfClients,
+    Side,
+    ascending,
+    missing_package,
+)
+from fl_lightning.errors import UserError, suggest
+
+KINDS = ["auto", "pixels", "image", "snippets", "tokens", "arrays"]
+# The names of a client's datasets, by kind.
+NAMES = {
+    "pixels": ("pixels", "label"),
+    "image": ("image", "label"),
+    "snippets": ("snippets", ""),
+    "tokens": ("inputs", "targets"),
+}
+# TFF numbers Shakespeare's characters in this order, from 1.
+CHARACTERS = (
+    "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
+)
+NUMBERS = {ord(letter): place for place, letter in enumerate(CHARACTERS, 1)}
+OTHER = 87
+BEGIN = 88
+END = 89
+
+
+class FromHDF5(FileDataModule):
+    """Federated data from HDF5 files, in which each client is a group.
+
+    TFF's files have the groups ``examples/<client>``, pfl's the partitions ``train``, ``val`` and
+    ``test`` of one file. Kinds, told by the datasets' names: ``pixels`` and ``label`` → float32
+    ``(1, 28, 28)``; ``image`` and ``label`` → float32 ``(3, H, W)`` in [0, 1]; ``snippets`` → TFF's
+    windows of characters, int64 ``(length + 1,)``; ``inputs`` and ``targets`` → int64 ``(L + 1,)``,
+    −1 where a text has ended. Of texts y is −1, as in ``LanguageModelling``.
+
+    The first run keeps an index in ``.fl_lightning/`` beside the data.
+
+    Args:
+        train: the file; of pfl the only one.
+        test, val: other files.
+        x, y: names of the datasets of other files; y may be left out for texts.
+        group: the group that holds the clients.
+        kind: told by the names where ``"auto"``; ``"arrays"`` for ``x`` and ``y``.
+        length: of ``snippets``, characters of a window less one.
+
+    Raises:
+        UserError: by file and group: numbers of rows that differ, another shape than the first
+            client's, a negative label, a file that is cut off.
+    """
+
+    def __init__(
+        self,
+        train: str | Path,
+        test: str | Path | None = None,
+        val: str | Path | None = None,
+        x: str | None = None,
+        y: str | None = None,
+        group: str | None = None,
+        kind: Literal["auto", "pixels", "image", "snippets", "tokens", "arrays"] = "auto",
+        tests: Literal["own", "common"] | None = None,
+        length: int = 80,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(tests=tests, **arguments)
+        if kind not in KINDS:
+            raise UserError(
+                f"data.kind is {kind!r}: give one of {', '.join(KINDS)}.{suggest(kind, KINDS)}"
+            )
+        if (x is None) != (y is None):
+            raise UserError(f"data.x is {x!r} and data.y {y!r}: give both names, or neither.")
+        if length < 1:
+            raise UserError(f"data.length is {length}: give at least 1.")
+        self.paths = {"train": Path(train).expanduser()}
+        for name, path in (("test", test), ("val", val)):
+            if path is not None:
+                self.paths[name] = Path(path).expanduser()
+        self.x = x
+        self.y = y
+        self.group = group
+        self.kind = kind
+        self.length = length
+
+    def read(self) -> tuple[Side, Side | None, Side | None]:
+        h5py()
+        for name, path in self.paths.items():
+            if not path.is_file():
+                raise UserError(f"data.{name} is {str(path)!r}, and there is no such file.")
+        self._files = list(self.paths.values())
+        options: dict[str, Any] = {"reader": "hdf5", "x": self.x, "y": self.y, "group": self.group}
+        options |= {"kind": self.kind, "length": self.length, "sides": sorted(self.paths)}
+        beside = self.paths["train"].parent
+        index = indexed(beside, self._files, options, self._index, self.tell)
+        sides = {name: self._side(index, name) for name in texts_of(index["sides"])}
+        return sides["train"], sides.get("test"), sides.get("val")
+
+    def _index(self) -> Arrays:
+        found: dict[str, tuple[Path, str]] = {}
+        for side, path in self.paths.items():
+            found |= self._groups(side, path)
+        made: Arrays = {"sides": texts(list(found))}
+        like: dict[str, Any] = {}
+        for side, (path, group) in found.items():
+            made |= self._index_of(side, path, group, like)
+        (x, y, kind) = like["names"]
+        pad = like.get("pad", -1)
+        return {**made, "names": texts([x, y, kind]), "pad": np.array(pad)}
+
+    def _groups(self, side: str, path: Path) -> dict[str, tuple[Path, str]]:
+        """The group that holds the clients of each side, of one file."""
+        file = opened(path)
+        if self.group is not None:
+            if self.group not in file:
+                raise UserError(
+                    f"The file {str(path)!r} has no group {self.group!r} (data.group); it has "
+                    f"{', '.join(file)[:200]}."
+                )
+            return {side: (path, self.group)}
+        if "examples" in file:
+            return {side: (path, "examples")}
+        partitions = [name for name in ("train", "test", "val") if name in file]
+        if side == "train" and "train" in partitions:
+            return {name: (path, name) for name in partitions if name not in self.paths} | {
+                "train": (path, "train")
+            }
+        if side in partitions:
+            return {side: (path, side)}
+        raise UserError(
+            f"The file {str(path)!r} has neither a group 'examples', as TFF's files, nor 'train', "
+            f"as pfl's; it has {', '.join(file)[:200]}. Give data.group, the group that holds the "
+            "clients."
+        )
+
+    def _index_of(self, side: str, path: Path, group: str, like: dict[str, Any]) -> Arrays:
+        """Names, numbers of samples and labels of one side's clients."""
+        file = opened(path)
+        if "pad" not in like and "metadata/pad_symbol" in file:
+            like["pad"] = int(np.asarray(file["metadata/pad_symbol"]))
+        names = [name for name in file[group] if name != "metadata"]
+        names = [names[i] for i in ascending(names)]
+        sizes: list[int] = []
+        labels: list[NDArray[np.int64]] = []
+        for name in names:
+            where = f"The file {str(path)!r}, group {group + '/' + name!r}"
+            try:
+                own = self._labels(file[group][name], where, like)
+            except UserError:
+                raise
+            except Exception as error:  # h5py raises many kinds for damaged files
+                raise UserError(
+                    f"{where} cannot be read ({str(error)[:120]}): the file may be cut off; copy "
+                    "it again."
+                ) from None
+            sizes.append(len(own))
+            labels.append(own)
+        return {
+            f"{side} clients": texts(names),
+            f"{side} sizes": np.array(sizes, np.int64),
+            f"{side} labels": np.concatenate([*labels, np.zeros(0, np.int64)]),
+            f"{side} place": texts([str(path), group]),
+        }
+
+    def _labels(self, client: Any, where: str, like: dict[str, Any]) -> NDArray[np.int64]:
+        """A client's labels; what is wrong with its datasets is refused."""
+        if "names" not in like:
+            like["names"] = self._names(client, where)
+        (x, y, kind) = like["names"]
+        for name in (x, y):
+            if name and name not in client:
+                raise UserError(
+                    f"{where} has no dataset {name!r}; it has {', '.join(client)[:200]}."
+                )
+        rows = client[x]
+        if kind == "snippets":
+            count = len(windows(rows[()], self.length))
+            return np.full(count, -1, np.int64)
+        shape = like.setdefault("shape", rows.shape[1:])
+        if rows.shape[1:] != shape:
+            raise UserError(
+                f"{where}: a row of {x!r} has the shape {rows.shape[1:]}, and {shape} in the first "
+                "client. All need the same."
+            )
+        if len(rows) != len(client[y]):
+            raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
+        if kind == "tokens":
+            return np.full(len(rows), -1, np.int64)
+        labels = np.asarray(client[y][()])
+        labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
+        whole = labels.dtype.kind in "iub" or bool((labels == np.floor(labels)).all())
+        if labels.ndim != 1 or not whole or (len(labels) and labels.min() < 0):
+            raise UserError(
+                f"{where}: the labels {y!r} have to be whole numbers from 0, one per row."
+            )
+        return labels.astype(np.int64)
+
+    def _names(self, client: Any, where: str) -> tuple[str, str, str]:
+        """The names of x and y, and the kind."""
+        if self.x is not None and self.y is not None:
+            return self.x, self.y, "arrays"
+        for kind, (x, y) in NAMES.items():
+            if self.kind in ("auto", kind) and x in client and (not y or y in client):
+                return x, y, kind
+        raise UserError(
+            f"{where} has the datasets {', '.join(client)[:200]}, which are none of TFF's or pfl's "
+            "names: give data.x and data.y."
+        )
+
+    def _side(self, index: Arrays, side: str) -> Side:
+        names = texts_of(index[f"{side} clients"])
+        sizes = index[f"{side} sizes"]
+        labels = index[f"{side} labels"]
+        place = texts_of(index[f"{side} place"])
+        kind = texts_of(index["names"])
+        read = partial(
+            samples_of, place, names, kind, int(index["pad"]), self.length, labels, sizes
+        )
+        dataset: Any = OfClients(sizes, read, labels)
+        return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
+
+
+def h5py() -> Any:
+    try:
+        import h5py as package
+    except ImportError:
+        raise missing_package("h5py", "hdf5") from None
+    return package
+
+
+# An open file of each process: a forked one needs its own.
+_OPEN: dict[tuple[int, str], Any] = {}
+
+
+def opened(path: Path) -> Any:
+    """A file, opened once in each process.
+
+    Raises:
+        UserError: it is no HDF5 file, or is cut off.
+    """
+    stat = path.stat()
+    key = (os.getpid(), f"{path} {stat.st_size} {stat.st_mtime_ns}")
+    if key not in _OPEN:
+        try:
+            _OPEN[key] = h5py().File(path, "r")
+        except OSError as error:
+            raise UserError(
+                f"The file {str(path)!r} cannot be read as HDF5 ({str(error)[:160]}): it may be "
+                "cut off; copy it again."
+            ) from None
+    return _OPEN[key]
+
+
+def samples_of(
+    place: Sequence[str],
+    names: Sequence[str],
+    kind: Sequence[str],
+    pad: int,
+    length: int,
+    labels: NDArray[np.int64],
+    sizes: NDArray[np.int64],
+    client: int,
+) -> list[tuple[Tensor, int]]:
+    """A client's samples."""
+    (path, group) = place
+    (x, y, what) = kind
+    own = opened(Path(path))[group][names[client]]
+    start = int(sizes[:client].sum())
+    of = labels[start : start + int(sizes[client])].tolist()
+    if what == "snippets":
+        rows = torch.from_numpy(windows(own[x][()], length))
+    elif what == "tokens":
+        inputs = np.asarray(own[x][()], np.int64)
+        tokens = np.concatenate([inputs[:, :1], np.asarray(own[y][()], np.int64)], axis=1)
+        rows = torch.from_numpy(np.where(tokens == pad, -1, tokens))
+    else:
+        rows = tensor(np.asarray(own[x][()]), what)
+    return list(zip(rows, of, strict=True))
+
+
+def tensor(rows: NDArray[Any], kind: str) -> Tensor:
+    """A client's x ``(n, …)``."""
+    if kind == "pixels":
+        return torch.from_numpy(rows.astype(np.float32)).unsqueeze(1)
+    if rows.dtype == np.uint8 and rows.ndim == 4:
+        return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
+    if rows.dtype.kind in "iub":
+        return torch.from_numpy(rows.astype(np.int64))
+    return torch.from_numpy(rows.astype(np.float32))
+
+
+def windows(snippets: Any, length: int) -> NDArray[np.int64]:
+    """TFF's windows of characters ``(n, length + 1)``, −1 after the end of a snippet.
+
+    >>> windows([b"dh"], 3).tolist()
+    [[88, 1, 2, 89]]
+    """
+    found = []
+    for snippet in snippets:
+        raw = snippet.encode() if isinstance(snippet, str) else bytes(snippet)
+        row = [BEGIN, *(NUMBERS.get(byte, OTHER) for byte in raw), END]
+        row += [-1] * (-len(row) % (length + 1))
+        found.append(np.array(row, np.int64).reshape(-1, length + 1))
+    return np.concatenate(found) if found else np.zeros((0, length + 1), np.int64)

@@ -1,0 +1,315 @@
+"""LEAF's JSON files (Caldas et al., 2018): FEMNIST, Shakespeare, Sent140, CelebA, synthetic."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.datamodules.file_index import Arrays, indexed, texts, texts_of
+from fl_lightning.datamodules.leaf_json import User, users_of
+from fl_lightning.datamodules.pictures import Pictures
+from fl_lightning.datamodules.readers import SHOWN, FileDataModule, OfClients, Side, ascending
+from fl_lightning.datamodules.tokens import padded, tokenizer_of
+from fl_lightning.errors import UserError, suggest
+
+KINDS = ["auto", "femnist", "shakespeare", "sent140", "celeba", "numbers"]
+ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
+PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
+WORDS = re.compile(r"[\w']+|[.,!?;]")
+PICTURE = (".jpg", ".jpeg", ".png")
+# Where LEAF's Sent140 has the text of a tweet.
+TEXT = 4
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How samples of one kind become tensors.
+
+    Args:
+        length: of an x, where all have the same; None: they have none.
+    """
+
+    name: str
+    unknown: bool = False
+
+    def length(self, x: Any) -> int | None:
+        return None if self.name in ("sent140", "celeba") else len(x)
+
+    def right(self, x: Any) -> bool:
+        """Whether an x is of this kind."""
+        if self.name in ("femnist", "numbers"):
+            return isinstance(x, list) and (self.name == "numbers" or len(x) == 784)
+        if self.name == "sent140":
+            return isinstance(x, list) and len(x) > TEXT and isinstance(x[TEXT], str)
+        return isinstance(x, str)
+
+    def label(self, y: Any) -> int | None:
+        """The class of a y; None: it is none."""
+        if self.name == "shakespeare":
+            one = y if isinstance(y, str) and len(y) == 1 else ""
+            return PLACES.get(one, len(ALPHABET) if self.unknown and one else None)
+        if isinstance(y, list) and len(y) == 1:
+            (y,) = y
+        if isinstance(y, bool) or not isinstance(y, int | float) or y < 0 or y % 1:
+            return None
+        return int(y)
+
+    def check(self, user: User, first: Any) -> NDArray[np.int64]:
+        """The labels of a user's samples, all of which are like the first sample of the data."""
+        if len(user.x) != len(user.y):
+            raise user.wrong(f"has {len(user.x)} x and {len(user.y)} y")
+        labels = []
+        for place, (x, y) in enumerate(zip(user.x, user.y, strict=True)):
+            if not self.right(x) or self.length(x) != self.length(first):
+                raise user.wrong(
+                    f"has a sample {place} whose x is of another kind or length than the first "
+                    f"sample's: it is {str(x)[:60]!r}"
+                )
+            label = self.label(y)
+            if label is None:
+                raise user.wrong(f"has a sample {place} whose y is {y!r}, which is no class")
+            labels.append(label)
+        if self.name in ("femnist", "numbers") and user.x:
+            self._check_finite(user)
+        return np.array(labels, np.int64)
+
+    def _check_finite(self, user: User) -> None:
+        for place, x in enumerate(user.x):
+            try:
+                finite = bool(np.isfinite(np.asarray(x, np.float32)).all())
+            except (TypeError, ValueError):
+                finite = False
+            if not finite:
+                raise user.wrong(f"has a sample {place} with an x that is no finite number")
+
+
+def kind_of(x: Any) -> str:
+    """The kind of data whose first x this is."""
+    if isinstance(x, str):
+        return "celeba" if x.lower().endswith(PICTURE) else "shakespeare"
+    if isinstance(x, list) and any(isinstance(part, str) for part in x):
+        return "sent140"
+    return "femnist" if isinstance(x, list) and len(x) == 784 else "numbers"
+
+
+class FromLEAF(FileDataModule):
+    """Federated data from LEAF's files: ``path/train/*.json`` and, perhaps, ``path/test/*.json``.
+
+    Clients are LEAF's users, ascending by name. The first run reads the files once and keeps an
+    index of them in ``.fl_lightning/`` beside the data; later runs read the samples that they need.
+
+    Args:
+        path: the folder with ``train`` and ``test``.
+        kind: ``"femnist"`` (x ``(1, 28, 28)``), ``"shakespeare"`` (x int64 ``(80,)``),
+            ``"sent140"`` (x int64 ``(length,)`` or ``(words,)``), ``"celeba"`` (x ``(3, image_size,
+            image_size)``), ``"numbers"`` (x ``(d,)``); ``"auto"`` looks at the first sample.
+        images: of ``celeba``, the folder of the pictures.
+        image_size: of ``celeba``.
+        vocabulary: of ``sent140``, a JSON file with a list of words, or ``{"vocab": […]}``; x is
+            then the place of each word, unknown ones and padding the number of words.
+        words: of ``sent140`` with ``vocabulary``, the words of an x.
+        length: of ``sent140`` without one, the tokens of an x, −1 after its end.
+        tokenizer: of ``sent140``, a local folder with a tokenizer; None: bytes are the tokens.
+        unknown: of ``shakespeare``, number labels outside of the alphabet 80; False: refuse them.
+        tests: as :class:`~fl_lightning.datamodules.FederatedDataModule`'s readers have it:
+            ``"own"`` or ``"common"``.
+
+    Raises:
+        UserError: by file and place: a broken file, a user in two files, a NaN, samples of
+            different kinds.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        kind: Literal["auto", "femnist", "shakespeare", "sent140", "celeba", "numbers"] = "auto",
+        images: str | Path | None = None,
+        image_size: int = 84,
+        vocabulary: str | Path | None = None,
+        words: int = 25,
+        length: int = 128,
+        tokenizer: str | None = None,
+        unknown: bool = False,
+        tests: Literal["own", "common"] | None = None,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(tests=tests, **arguments)
+        if kind not in KINDS:
+            raise UserError(
+                f"data.kind is {kind!r}: give one of {', '.join(KINDS)}.{suggest(kind, KINDS)}"
+            )
+        self.path = Path(path).expanduser()
+        self.kind = kind
+        self.images = None if images is None else Path(images).expanduser()
+        self.image_size = image_size
+        self.words = words
+        self.length = length
+        self.tokenizer = tokenizer
+        self.unknown = unknown
+        self._vocabulary = None if vocabulary is None else _words_of(Path(vocabulary).expanduser())
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """Shape of x, where the kind tells it."""
+        size = arguments.get("image_size", 84)
+        shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
+        return shapes.get(str(arguments.get("kind")))
+
+    def read(self) -> tuple[Side, Side | None, Side | None]:
+        sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
+        if not sides["train"]:
+            raise UserError(
+                f"data.path is {str(self.path)!r}, and there are no files train/*.json in it: give "
+                "the folder in which LEAF's scripts wrote train and test, often data/."
+            )
+        self._files = [*sides["train"], *sides["test"]]
+        options = {"reader": "leaf", "kind": self.kind, "unknown": self.unknown}
+        index = indexed(self.path, self._files, options, partial(self._index, sides), self.tell)
+        name = str(texts_of(index["kind"])[0])
+        if self.kind == "auto":
+            self.tell(f"these are data of kind={name}, by their first sample")
+        for note in texts_of(index["notes"]):
+            self.tell(note)
+        self._open(name)
+        if name == "femnist":
+            self.class_names = [*map(str, range(10)), *map(chr, range(65, 91))]
+            self.class_names += [*map(chr, range(97, 123))]
+        elif name == "shakespeare":
+            self.class_names = [*ALPHABET, *(["other"] if self.unknown else [])]
+        train = self._side(index, "train")
+        return train, (self._side(index, "test") if sides["test"] else None), None
+
+    def _index(self, sides: dict[str, list[Path]]) -> Arrays:
+        """Each user's place, number of samples and labels."""
+        made: Arrays = {}
+        notes: list[str] = []
+        first: Any = None
+        kind = Kind(self.kind, self.unknown)
+        for side, files in sides.items():
+            seen: dict[str, Path] = {}
+            rows: list[tuple[int, int, int, int]] = []
+            labels: list[NDArray[np.int64]] = []
+            names: list[str] = []
+            for number, file in enumerate(files):
+                for user in users_of(file, notes):
+                    if user.name in seen:
+                        other = seen[user.name]
+                        where = "twice" if other == file else f"in {str(other)!r}, too"
+                        raise user.wrong(f"occurs {where}: one of the two would be lost")
+                    seen[user.name] = file
+                    if first is None and user.x:
+                        first = user.x[0]
+                        if self.kind == "auto":
+                            kind = Kind(kind_of(first), self.unknown)
+                    labels.append(kind.check(user, first))
+                    names.append(user.name)
+                    rows.append((number, user.start, user.stop, len(user.x)))
+            order = ascending(names)
+            made[f"{side} names"] = texts([names[i] for i in order])
+            made[f"{side} rows"] = np.array([rows[i] for i in order], np.int64).reshape(-1, 4)
+            parts = [labels[i] for i in order] or [np.zeros(0, np.int64)]
+            made[f"{side} labels"] = np.concatenate(parts)
+        return {**made, "kind": texts([kind.name]), "notes": texts(notes[:SHOWN])}
+
+    def _side(self, index: Arrays, side: str) -> Side:
+        names = texts_of(index[f"{side} names"])
+        rows = index[f"{side} rows"]
+        sizes = rows[:, 3]
+        files = [file for file in self._files if file.parent.name == side]
+        firsts = np.cumsum(sizes) - sizes
+        read = partial(_samples, files, rows, firsts, index[f"{side} labels"], self._made)
+        dataset = OfClients(sizes, read, index[f"{side} labels"])
+        return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
+
+    def _open(self, kind: str) -> None:
+        """Choose how an x becomes a tensor."""
+        if kind == "celeba":
+            if self.images is None:
+                raise UserError(
+                    "These are LEAF's CelebA data, whose samples are names of pictures: give "
+                    "data.images, the folder that holds them (img_align_celeba)."
+                )
+            pictures = Pictures(size=(self.image_size, self.image_size), filter=None)
+            self._made: Any = partial(_picture, self.images, pictures)
+        elif kind == "sent140" and self._vocabulary is not None:
+            self._made = partial(_places, self._vocabulary, self.words)
+        elif kind == "sent140":
+            self._made = partial(_tokens, tokenizer_of(self.tokenizer), self.length)
+        else:
+            self._made = {"femnist": _grey, "shakespeare": _letters, "numbers": _numbers}[kind]
+
+
+def _samples(
+    files: Sequence[Path],
+    rows: NDArray[np.int64],
+    firsts: NDArray[np.int64],
+    labels: NDArray[np.int64],
+    made: Any,
+    client: int,
+) -> list[Any]:
+    """A user's samples, from its place in its file."""
+    (number, start, stop, _) = rows[client].tolist()
+    with open(files[number], "rb") as file:
+        file.seek(start)
+        found = json.loads(file.read(stop - start))
+    first = int(firsts[client])
+    pairs = zip(found["x"], labels[first : first + len(found["x"])].tolist(), strict=True)
+    return [(made(x), y) for x, y in pairs]
+
+
+def _grey(x: list[float]) -> Tensor:
+    return torch.tensor(x, dtype=torch.float32).view(1, 28, 28)
+
+
+def _numbers(x: list[float]) -> Tensor:
+    return torch.tensor(x, dtype=torch.float32)
+
+
+def _letters(x: str) -> Tensor:
+    return torch.tensor([PLACES.get(letter, len(ALPHABET)) for letter in x])
+
+
+def _tokens(tokenizer: Any, length: int, x: list[str]) -> Tensor:
+    return torch.from_numpy(padded(tokenizer.pairs([(x[TEXT],)], length), length)[0]).long()
+
+
+def _places(vocabulary: dict[str, int], words: int, x: list[str]) -> Tensor:
+    found = [vocabulary.get(word, len(vocabulary)) for word in WORDS.findall(x[TEXT])][:words]
+    return torch.tensor(found + [len(vocabulary)] * (words - len(found)))
+
+
+def _picture(folder: Path, pictures: Pictures, x: str) -> Tensor:
+    file = folder / x
+    if not file.resolve().is_relative_to(folder.resolve()) or not file.is_file():
+        raise UserError(
+            f"A sample is the picture {x!r}, which is not in data.images={str(folder)!r}: give the "
+            "folder that holds the pictures."
+        )
+    return pictures.tensor(pictures.read(file))
+
+
+def _words_of(path: Path) -> dict[str, int]:
+    """The words of a vocabulary and their places."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"data.vocabulary is {str(path)!r}, which cannot be read as JSON ({error})."
+        ) from None
+    words = found.get("vocab") if isinstance(found, dict) else found
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        raise UserError(
+            f"data.vocabulary is {str(path)!r}: give a JSON file with a list of words, or with "
+            '{"vocab": [words]}.'
+        )
+    return {word: place for place, word in enumerate(words)}

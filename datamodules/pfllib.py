@@ -1,0 +1,152 @@
+"""PFLlib's folders of .npz files, of which nothing is run."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import TensorDataset
+
+from fl_lightning.datamodules.readers import FileDataModule, Side
+from fl_lightning.errors import UserError
+
+# What NumPy's own pickles of arrays name, in its versions.
+HARMLESS = {
+    *((core, "_reconstruct") for core in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    *((core, "scalar") for core in ("numpy.core.multiarray", "numpy._core.multiarray")),
+    *((core, "_frombuffer") for core in ("numpy.core.numeric", "numpy._core.numeric")),
+    ("numpy", "ndarray"),
+    ("numpy", "dtype"),
+    ("_codecs", "encode"),
+}
+
+
+class FromPFLlib(FileDataModule):
+    """Federated data that PFLlib's ``generate_….py`` wrote: ``train/<i>.npz``, ``test/<i>.npz``.
+
+    Clients are in the order of their numbers, and test samples are their own. x keeps its type, but
+    float64 becomes float32; y is int64.
+
+    PFLlib's files are pickles, which can run any program. This reader makes only arrays,
+    dictionaries, lists, texts and numbers of them, and refuses anything else.
+
+    Args:
+        path: the folder with ``train``, ``test`` and ``config.json``, such as ``dataset/MNIST``.
+
+    Raises:
+        UserError: by file: an object of another class, a client without a training file, another
+            ``num_clients`` in ``config.json``.
+    """
+
+    def __init__(self, path: str | Path, **arguments: Any) -> None:
+        super().__init__(tests="own", **arguments)
+        self.path = Path(path).expanduser()
+
+    def read(self) -> tuple[Side, Side | None, Side | None]:
+        train = numbered(self.path / "train")
+        test = numbered(self.path / "test")
+        if not train:
+            raise UserError(
+                f"data.path is {str(self.path)!r}, and there are no files train/0.npz, … in it: "
+                "give the folder that PFLlib wrote, such as dataset/MNIST."
+            )
+        missing = sorted(set(range(max({*train, *test}) + 1)) - set(train))
+        if missing:
+            raise UserError(
+                f"The folder {str(self.path / 'train')!r} has no file {missing[0]}.npz, and there "
+                f"are files up to {max({*train, *test})}.npz: make the data again with PFLlib."
+            )
+        self._check_config(len(train))
+        self._files = [*train.values(), *test.values()]
+        return side_of(train), (side_of(test) if test else None), None
+
+    def _check_config(self, clients: int) -> None:
+        config = self.path / "config.json"
+        if not config.is_file():
+            return
+        try:
+            told = json.loads(config.read_text("utf-8")).get("num_clients")
+        except (ValueError, AttributeError) as error:
+            raise UserError(f"The file {str(config)!r} cannot be read ({error}).") from None
+        if told not in (None, clients):
+            raise UserError(
+                f"The file {str(config)!r} says num_clients={told}, and there are {clients} "
+                "training files: make the data again with PFLlib."
+            )
+
+
+def numbered(folder: Path) -> dict[int, Path]:
+    """The files <i>.npz of a folder, by number."""
+    files = [file for file in folder.glob("*.npz") if file.stem.isdecimal()]
+    return {int(file.stem): file for file in sorted(files, key=lambda file: int(file.stem))}
+
+
+def side_of(files: dict[int, Path]) -> Side:
+    x: list[NDArray[Any]] = []
+    y: list[NDArray[np.int64]] = []
+    groups: list[NDArray[np.int64]] = []
+    names: list[str] = []
+    for place, (number, file) in enumerate(files.items()):
+        own_x, own_y = arrays_of(file)
+        if x and own_x.shape[1:] != x[0].shape[1:]:
+            raise UserError(
+                f"The file {str(file)!r} has x of the shape {own_x.shape[1:]}, and the first file "
+                f"{x[0].shape[1:]}: make the data again with PFLlib."
+            )
+        x.append(own_x)
+        y.append(own_y)
+        groups.append(np.full(len(own_y), place))
+        names.append(str(number))
+    labels = np.concatenate(y)
+    dataset: Any = TensorDataset(torch.from_numpy(np.concatenate(x)), torch.from_numpy(labels))
+    dataset.targets = labels
+    return Side(names, np.concatenate(groups), dataset)
+
+
+class Harmless(pickle.Unpickler):
+    """Makes arrays and plain data only."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in HARMLESS:
+            raise pickle.UnpicklingError(f"it holds a {module}.{name}")
+        return super().find_class(module, name)
+
+
+def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """x and y of a file.
+
+    Raises:
+        UserError: it is damaged, holds other objects, or has x and y of different lengths.
+    """
+    try:
+        with zipfile.ZipFile(file) as archive:
+            raw = io.BytesIO(archive.read("data.npy"))
+        version = np.lib.format.read_magic(raw)
+        if version == (1, 0):
+            np.lib.format.read_array_header_1_0(raw)
+        else:
+            np.lib.format.read_array_header_2_0(raw)
+        found = Harmless(raw).load()
+        content = found.item() if isinstance(found, np.ndarray) else found
+        x = np.asarray(content["x"])
+        y = np.asarray(content["y"])
+    except Exception as error:  # pickle, zipfile and NumPy raise many kinds for damaged files
+        raise UserError(
+            f"The file {str(file)!r} cannot be read as PFLlib's: {str(error)[:160]}. It needs an "
+            "array data with the dictionary of x and y, which are arrays of numbers."
+        ) from None
+    if x.dtype.kind not in "iufb" or y.dtype.kind not in "iuf" or y.ndim != 1 or len(x) != len(y):
+        raise UserError(
+            f"The file {str(file)!r} has x {x.dtype} of the shape {x.shape} and y {y.dtype} of "
+            f"{y.shape}: numbers are expected, and one y for each x."
+        )
+    if x.dtype == np.float64:
+        x = x.astype(np.float32)
+    return x, y.astype(np.int64)

@@ -1,0 +1,94 @@
+"""Pictures from files, decoded by PIL."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """How pictures become tensors.
+
+    Args:
+        size: ``(height, width)``, to which each is resized; None: as they are.
+        mode: PIL's, such as ``"RGB"`` or ``"L"``; None: as the picture has it.
+        mean, std: one number per channel, or nothing.
+        filter: of the resizing; None: PIL's default.
+    """
+
+    size: tuple[int, int] | None = None
+    mode: str | None = "RGB"
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
+    filter: Literal["bilinear"] | None = "bilinear"
+
+    def read(self, file: Any, what: str = "") -> NDArray[np.uint8]:
+        """A file's or PIL's picture, uint8 ``(height, width)`` or ``(height, width, channels)``.
+
+        Raises:
+            UserError: it cannot be decoded.
+        """
+        from PIL import Image
+
+        if isinstance(file, Image.Image):
+            return self.array(file)
+        try:
+            with Image.open(file) as picture:
+                return self.array(picture)
+        except Exception as error:  # PIL and its formats raise many kinds
+            raise UserError(
+                f"The picture {what or str(file)!r} cannot be read "
+                f"({type(error).__name__}: {str(error)[:120]}). Copy it again, or take it out."
+            ) from None
+
+    def array(self, picture: Any) -> NDArray[np.uint8]:
+        """The same of a picture of PIL."""
+        from PIL import Image
+
+        if self.mode is not None:
+            picture = picture.convert(self.mode)
+        if self.size is not None:
+            (height, width) = self.size
+            filters = {"bilinear": Image.Resampling.BILINEAR, None: None}
+            picture = picture.resize((width, height), filters[self.filter])
+        return np.asarray(picture, np.uint8)
+
+    def tensor(self, pixels: NDArray[np.uint8]) -> Tensor:
+        """float32 ``(channels, height, width)``, in [0, 1], then normalised."""
+        x = torch.from_numpy(np.array(pixels)).float() / 255
+        x = x.unsqueeze(0) if x.ndim == 2 else x.permute(2, 0, 1).contiguous()
+        if self.mean:
+            x -= torch.tensor(self.mean).view(-1, 1, 1)
+        if self.std:
+            x /= torch.tensor(self.std).view(-1, 1, 1)
+        return x
+
+
+def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
+    """Height and width of one number, or of two."""
+    if given is None:
+        return None
+    pair = (given, given) if isinstance(given, int) else tuple(given)
+    if len(pair) != 2 or any(isinstance(n, bool) or n < 1 for n in pair):
+        raise UserError(
+            f"data.image_size is {given!r}: give one number of pixels, or [height, width]."
+        )
+    return (int(pair[0]), int(pair[1]))
+
+
+def check_normalised(mean: Sequence[float], std: Sequence[float]) -> None:
+    """Refuse numbers by which nothing can be divided."""
+    if any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
+        raise UserError(
+            f"data.mean is {list(mean)} and data.std {list(std)}: give one number per channel "
+            "each, and std above 0."
+        )

@@ -1,0 +1,223 @@
+"""What all readers of files have: clients by name, their test samples, facts of the files."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.client_tests import GroupTests
+from fl_lightning.datamodules.flower_splits import Grouped
+from fl_lightning.datamodules.loaders import say
+from fl_lightning.datamodules.partitions import ByGroup
+from fl_lightning.datamodules.reading import Workers, check_workers
+from fl_lightning.datamodules.samples import DatasetSamples
+from fl_lightning.errors import UserError, suggest
+
+# So many clients' samples are kept in memory.
+KEPT = 1000
+SHOWN = 20
+
+
+class OfClients(Dataset[Any]):
+    """Samples that are read a client at a time, and the latest clients kept.
+
+    Args:
+        sizes: samples of each client ``(m,)``; samples are numbered client by client.
+        read: all samples of a client.
+        targets: labels of all samples ``(N,)``.
+    """
+
+    def __init__(
+        self,
+        sizes: NDArray[np.int64],
+        read: Callable[[int], Sequence[Any]],
+        targets: NDArray[np.int64],
+    ) -> None:
+        self.ends = np.cumsum(sizes)
+        self.targets = targets
+        self._read = read
+        self._latest: OrderedDict[Hashable, Sequence[Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def __getitem__(self, i: int) -> Any:
+        client = int(np.searchsorted(self.ends, i, side="right"))
+        own = self._latest.get(client)
+        if own is None:
+            own = self._read(client)
+            # Threads may read side by side: what each takes out may be gone already.
+            while len(self._latest) >= KEPT:
+                try:
+                    self._latest.popitem(last=False)
+                except KeyError:
+                    break
+            self._latest[client] = own
+        return own[i - (int(self.ends[client - 1]) if client else 0)]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": OrderedDict()}
+
+
+@dataclass
+class Side:
+    """Training, test or validation samples.
+
+    ``names``: the clients' names; ``groups``: the client of each sample ``(N,)``; ``dataset`` has
+    the labels as ``targets``, where there are labels.
+    """
+
+    names: list[str]
+    groups: NDArray[np.int64]
+    dataset: Dataset[Any]
+
+    @property
+    def labels(self) -> NDArray[np.int64] | None:
+        return getattr(self.dataset, "targets", None)
+
+
+def ascending(names: Sequence[str]) -> list[int]:
+    """Places of the names in ascending order, by number where all are numbers.
+
+    >>> ascending(["10", "9"]), ascending(["b10", "b9"])
+    ([1, 0], [0, 1])
+    """
+    if all(name.isdecimal() for name in names):
+        return sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
+    return sorted(range(len(names)), key=names.__getitem__)
+
+
+class FileDataModule(FederatedDataModule):
+    """Clients that lie in files. Subclasses override ``read``.
+
+    Args:
+        tests: ``"own"``: test samples of a client of the same name are its own test set, and all
+            of them together are the global one. ``"common"``: only the global one. None: ``"own"``
+            where both sides have the same names.
+    """
+
+    default_partition = ByGroup()
+    _default_names: Sequence[str] = ()
+
+    def __init__(
+        self,
+        tests: Literal["own", "common"] | None = None,
+        num_workers: int = 0,
+        **arguments: Any,
+    ) -> None:
+        if tests not in (None, "own", "common"):
+            raise UserError(
+                f"data.tests is {tests!r}: give 'own', 'common' or null."
+                + suggest(str(tests), ["own", "common"])
+            )
+        # A config such as `base` may give a number, and the files say how many clients they have.
+        if arguments.get("partition") is None:
+            arguments = {**arguments, "num_clients": None}
+        super().__init__(**arguments)
+        check_workers(num_workers, None)
+        self.tests = tests
+        self._workers = Workers(num_workers)
+        self._files: list[Path] = []
+
+    def read(self) -> tuple[Side, Side | None, Side | None]:
+        """Training, test and validation samples; sets ``_files``, perhaps ``class_names``."""
+        raise NotImplementedError  # abstract: what the files hold is what a reader knows
+
+    def tell(self, text: str) -> None:
+        """Say something once, above the run."""
+        say(self.trainer, text)
+
+    def load(self) -> None:
+        train, test, val = self.read()
+        if not len(train.groups):
+            raise UserError(f"{type(self).__name__}: the files have no training samples.")
+        self._tell_of_labels(train, test)
+        self._without_empty(train)
+        self.train_set = self._samples(train.dataset)
+        self.val_set = None if val is None else self._samples(val.dataset)
+        self.groups = train.groups
+        if isinstance(self.partition, ByGroup | Grouped):
+            self.client_names = train.names
+        if test is None or not len(test.groups):
+            return
+        self.test_set = self._samples(test.dataset)
+        if self._tests_are_own(train, test) and isinstance(self.partition, ByGroup):
+            places = {name: i for i, name in enumerate(train.names)}
+            of = np.array([places.get(name, -1) for name in test.names], np.int64)
+            self.own_tests = GroupTests.of(self.test_set, train.groups, of[test.groups])
+
+    def _samples(self, dataset: Any) -> DatasetSamples:
+        return DatasetSamples(dataset, getattr(dataset, "targets", None), workers=self._workers)
+
+    def _tests_are_own(self, train: Side, test: Side) -> bool:
+        """Whether test samples of a client's name are its own."""
+        if self.tests is not None:
+            return self.tests == "own"
+        both = set(train.names) & set(test.names)
+        if both and both != set(train.names) | set(test.names):
+            self.tell(
+                f"{len(both)} of {len(train.names)} clients' names occur among the "
+                f"{len(test.names)} names of the test samples, which are tested on in common "
+                "only; data.tests=own makes test samples of a client's name its own test set"
+            )
+            return False
+        return bool(both)
+
+    def _without_empty(self, train: Side) -> None:
+        """Number the clients that have training samples."""
+        sizes = np.bincount(train.groups, minlength=len(train.names))
+        empty = np.flatnonzero(sizes == 0)
+        if len(empty):
+            first = ", ".join(train.names[i] for i in empty[:SHOWN])
+            self.tell(f"{len(empty)} clients have no training samples, and no number: {first}")
+            train.groups = (np.cumsum(sizes > 0) - 1)[train.groups]
+            train.names = [name for name, size in zip(train.names, sizes, strict=True) if size]
+
+    def _tell_of_labels(self, train: Side, test: Side | None) -> None:
+        """Say which numbers of classes only the test samples have."""
+        if train.labels is None or test is None or test.labels is None:
+            return
+        more = np.setdiff1d(test.labels, train.labels)
+        if len(more):
+            numbers = ", ".join(map(str, more[:SHOWN].tolist()))
+            self.tell(f"only test samples have the labels {numbers}; they count as classes")
+
+    @property
+    def num_classes(self) -> int | None:
+        self._ready()
+        if self.class_names:
+            return len(self.class_names)
+        found = []
+        for samples in (self.train_set, self.test_set):
+            if samples is not None and samples.labels is not None and len(samples.labels):
+                found.append(int(samples.labels.max()) + 1)
+        return max(found, default=None)
+
+    def card(self) -> dict[str, str]:
+        facts = super().card()
+        if self.class_names:
+            names = list(self.class_names)[:SHOWN]
+            more = ", …" if len(self.class_names) > SHOWN else ""
+            facts["label map"] = ", ".join(f"{i} = {name}" for i, name in enumerate(names)) + more
+        sizes = sorted((file.name, file.stat().st_size) for file in self._files if file.is_file())
+        if sizes:
+            total = sum(size for _, size in sizes)
+            facts["data files"] = f"{len(sizes)}, {total:,} bytes"
+            facts["files hash"] = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
+        return facts
+
+
+def missing_package(package: str, extra: str) -> UserError:
+    return UserError(
+        f"This data module reads files with {package}, which is not installed: pip install "
+        f"'fl-lightning[{extra}]'."
+    )
