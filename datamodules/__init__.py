@@ -19,6 +19,7 @@ from fl_lightning.datamodules.flower_splits import (
 )
 from fl_lightning.datamodules.folders import FromFolders
 from fl_lightning.datamodules.hdf5 import FromHDF5
+from fl_lightning.datamodules.hugging_face import FromHuggingFace
 from fl_lightning.datamodules.human_activity import HumanActivity
 from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
 from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
@@ -61,6 +62,7 @@ __all__ = [
     "FromDatasets",
     "FromFolders",
     "FromHDF5",
+    "FromHuggingFace",
     "FromLEAF",
     "FromPFLlib",
     "FromTable",

@@ -186,6 +186,8 @@ class FileDataModule(FederatedDataModule):
         """Say which numbers of classes only the test samples have."""
         if train.labels is None or test is None or test.labels is None:
             return
+        if train.labels.dtype.kind not in "iu":
+            return
         more = np.setdiff1d(test.labels, train.labels)
         if len(more):
             numbers = ", ".join(map(str, more[:SHOWN].tolist()))

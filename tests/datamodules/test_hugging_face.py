@@ -1,0 +1,135 @@
+"""Data sets of Hugging Face's library, from memory and from disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from fl_lightning import UserError
+from fl_lightning.datamodules import ByValue, DirichletByClass, FromHuggingFace
+
+datasets = pytest.importorskip(
+    "datasets", reason="datasets, of the extra huggingface, is not installed"
+)
+WRITERS = ["w10", "w2", "w10", "w2", "w2", "a"]
+
+
+def table(count: int = 6) -> Any:
+    rows = {
+        "a": [float(i) for i in range(count)],
+        "b": [float(-i) for i in range(count)],
+        "vector": [[i, i + 1, i + 2] for i in range(count)],
+        "text": [f"text {i}" for i in range(count)],
+        "writer": WRITERS[:count],
+        "kind": [("dog", "cat")[i % 2] for i in range(count)],
+        "amount": [i / 2 for i in range(count)],
+    }
+    return datasets.Dataset.from_dict(rows)
+
+
+def read(data: FromHuggingFace, client: int) -> list[tuple[Any, Any]]:
+    found: Any = data.client_dataset(client)
+    return [found[i] for i in range(len(found))]
+
+
+def test_a_column_names_the_clients() -> None:
+    data = FromHuggingFace(table(), ["a", "b"], "kind", client="writer")
+    assert data.num_clients == 3 and list(data.client_names) == ["a", "w10", "w2"]
+    assert list(data.class_names) == ["cat", "dog"]
+    own = read(data, 2)
+    assert [x.tolist() for x, _ in own] == [[1, -1], [3, -3], [4, -4]]
+    assert [y for _, y in own] == [0, 0, 1]
+
+
+def test_kinds_of_x_and_y() -> None:
+    vector = FromHuggingFace(table(), "vector", "kind", num_clients=1)
+    (x, _) = read(vector, 0)[0]
+    assert x.dtype == torch.int64 and x.shape == (3,)
+    text = FromHuggingFace(table(), "text", "amount", num_clients=2, length=8)
+    (x, y) = read(text, 0)[0]
+    assert x.shape == (8,) and x[0] == ord("t") + 3 and y.dtype == torch.float32
+    named = FromHuggingFace(table(), "a", "kind", num_clients=1, classes=["dog", "cat", "bird"])
+    assert sorted(y for _, y in read(named, 0)) == [0, 0, 0, 1, 1, 1] and named.num_classes == 3
+    split = FromHuggingFace(
+        table(), "a", "kind", num_clients=2, partition=DirichletByClass(9.0, min_samples=1)
+    )
+    assert split.client_sizes().sum() == 6
+    values = FromHuggingFace(table(), "a", "kind", num_clients=2, partition=ByValue(column="b"))
+    assert sorted(values.client_indices(0).tolist()) == [3, 4, 5]
+
+
+def pictures(path: Path, form: str) -> Any:
+    """Pictures with class labels, saved in a form."""
+    draw = np.random.default_rng(0)
+    images = [Image.fromarray(draw.integers(0, 255, (4, 5)).astype(np.uint8)) for _ in range(4)]
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = {"image": images, "label": [0, 1, 1, 0]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    both = datasets.DatasetDict({"train": made, "test": made.select([0, 1])})
+    if form == "memory":
+        return both, images
+    if form == "saved":
+        both.save_to_disk(path / "data")
+        return path / "data", images
+    (path / "data").mkdir()
+    for split, rows_of in both.items():
+        rows_of.to_parquet(path / "data" / f"{split}-00000.parquet")
+    return path / "data", images
+
+
+@pytest.mark.parametrize("form", ["memory", "saved", "parquet"])
+def test_pictures_from_memory_and_disk(form: str, tmp_path: Path) -> None:
+    (given, images) = pictures(tmp_path, form)
+    data = FromHuggingFace(given, "image", "label", test="test", num_clients=1)
+    own: Any = data.client_dataset(0)
+    assert list(data.class_names) == ["no", "yes"] and len(data.test_set or ()) == 2
+    for place, position in enumerate(data.client_indices(0)):
+        expected = torch.from_numpy(np.array(images[position])).float() / 255
+        assert torch.equal(own[place][0], expected[None])
+    colour = FromHuggingFace(given, "image", "label", num_clients=1, mode="RGB", image_size=8)
+    assert read(colour, 0)[0][0].shape == (3, 8, 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "what"),
+    [
+        ({"x": "c"}, "no column 'c' in the split 'train'; it has a, b"),
+        ({"y": "kinds"}, "no column 'kinds' .*Did you mean 'kind'"),
+        ({"client": "who"}, "no column 'who'"),
+        ({"test": "tests"}, r"data\.test is 'tests', and the data have the splits train"),
+        ({"client": "writer", "partition": DirichletByClass(1)}, "give one of the two"),
+        ({"data": "gone"}, r"data\.data is 'gone', and there is no such file"),
+        ({"data": 7}, "is of type int"),
+        ({"classes": ["cat"]}, "has 'dog' in row 0, which is none of the classes cat"),
+    ],
+)
+def test_what_is_not_there_is_refused(arguments: dict[str, Any], what: str) -> None:
+    given: dict[str, Any] = {"data": table(), "x": "a", "y": "kind", "num_clients": 1}
+    with pytest.raises(UserError, match=what):
+        FromHuggingFace(**{**given, **arguments}).setup()
+
+
+def test_damaged_rows_are_refused_by_row(tmp_path: Path) -> None:
+    rows = {"a": [1.0, None], "kind": ["x", None], "who": ["p", "q"]}
+    made = datasets.Dataset.from_dict(rows)
+    with pytest.raises(UserError, match="Column 'kind' of the split 'train' has no value in row 1"):
+        FromHuggingFace(made, "a", "kind", num_clients=1).setup()
+    data = FromHuggingFace(made, "a", "who", num_clients=1)
+    with pytest.raises(UserError, match="Row 1 of the split 'train' has"):
+        read(data, 0)
+    test = datasets.Dataset.from_dict({"a": [1.0], "kind": ["z"]})
+    both = {"train": table(), "test": test}
+    with pytest.raises(UserError, match="of the split 'test' has 'z' in row 0"):
+        FromHuggingFace(both, "a", "kind", test="test", num_clients=1).setup()
+    (path, _) = pictures(tmp_path, "parquet")
+    file = path / "train-00000.parquet"
+    file.write_bytes(file.read_bytes()[:-50])
+    with pytest.raises(UserError, match="cannot be read"):
+        FromHuggingFace(path, "image", "label", num_clients=1).setup()
