@@ -17,8 +17,9 @@ import json
 import re
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -172,6 +173,12 @@ def built(node: Any) -> Any:
     return getattr(import_module(module), name)(**built(node.get("init_args") or {}))
 
 
+def optimizer_of(node: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
+    """What makes the optimizer that a config names."""
+    module, _, name = node["class_path"].rpartition(".")
+    return partial(getattr(import_module(module), name), **(node.get("init_args") or {}))
+
+
 @dataclass(frozen=True)
 class Packaged:
     """A packaged method; ``changed``: arguments of it that are others than its config's."""
@@ -199,12 +206,10 @@ class Packaged:
     def arguments(self) -> dict[str, Any]:
         """Of FederatedModule, by its config."""
         given = dict(read(f"method/{self.config}").get("model") or {})
-        server = given.pop("server_optimizer", None)
-        if server is not None:
-            module, _, name = server["class_path"].rpartition(".")
-            optimizer = getattr(import_module(module), name)
-            options = server.get("init_args") or {}
-            given["server_optimizer"] = lambda parameters: optimizer(parameters, **options)
+        given.pop("local_steps", None)  # a round of one epoch costs as much a step
+        for side in ("server_optimizer", "client_optimizer"):
+            if (node := given.pop(side, None)) is not None:
+                given[side] = optimizer_of(node)
         if "asynchronous" in given:
             options = {key: built(value) for key, value in given["asynchronous"].items()}
             devices = import_module("fl_lightning.systems").Devices(**options.pop("devices"))

@@ -22,6 +22,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
+    number,
     one_of,
 )
 
@@ -29,16 +30,19 @@ from fl_lightning.callback import (
 class ControlVariates(FederatedCallback):
     """g ← g + c - c_i; then c_i⁺ = c_i - c + (x_{i,0} - x_{i,K}) / (η K_i).
 
-    At the server c ← c + (n/m) mean(c_i⁺ - c_i).
-    Sent: c down, c_i⁺ - c_i up. Kept: c_i by each client, c by the server.
+    At the server c ← c + (n/m) mean(c_i⁺ - c_i). With ``momentum`` γ instead (FedMoSWA)
+    c ← (1 - γ) c + γ mean c_i⁺, which is no longer the mean of all c_i.
+    Sent: c down, c_i⁺ - c_i up; with ``momentum`` c_i⁺ - c. Kept: c_i by each client, c by
+    the server.
 
     Args:
         estimate: ``"displacement"`` (Option II, above) or ``"gradient"`` (Option I: c_i⁺ =
             ∇f_i(w^t), weight decay included, at the cost of one pass over the client's samples a
             round).
+        momentum: γ, above 0, at most 1; None: the rule above.
 
     Raises:
-        UserError: another estimate.
+        UserError: another estimate or momentum.
 
     Example:
         c is the mean of all c_i, after every round.
@@ -58,6 +62,7 @@ class ControlVariates(FederatedCallback):
         beside={
             "DynamicRegularization": "gao2022feddc",
             "SharpnessAwareMinimization": "dai2023fedgamma",
+            "DecayWithinRound": "liu2025fedswa",
         },
         vectors=2,
     )
@@ -67,11 +72,20 @@ class ControlVariates(FederatedCallback):
     c = ServerState(sent=True, synchronised=True)
     correction = Scratch()
     change = Upload()
+    # An instance sets it only where it is given, and a resumed run has to have the same.
+    momentum: float | None = None
 
-    def __init__(self, estimate: Literal["displacement", "gradient"] = "displacement") -> None:
+    def __init__(
+        self,
+        estimate: Literal["displacement", "gradient"] = "displacement",
+        momentum: float | None = None,
+    ) -> None:
         super().__init__()
         one_of("ControlVariates: estimate", estimate, ("displacement", "gradient"))
         self.estimate = estimate
+        if momentum is not None:
+            number("ControlVariates: momentum", momentum, above=0, most=1, beside="null")
+            self.momentum = momentum
 
     def on_local_start(self, clients: Clients) -> None:
         self.correction[clients] = self.c - self.c_i[clients]
@@ -86,7 +100,12 @@ class ControlVariates(FederatedCallback):
             # At rate 0 a client has no displacement to estimate by, and c_i stays.
             change = (clients.mean_gradient - self.c) * (clients.elapsed > 0)
         self.c_i[clients] += change
+        if self.momentum is not None:
+            change = self.c_i[clients] - self.c
         self.change[clients] = change
 
     def on_server_update(self, server: Server) -> None:
-        self.c += server.n / server.num_clients * self.change.mean()
+        share = self.momentum
+        if share is None:
+            share = server.n / server.num_clients
+        self.c += share * self.change.mean()

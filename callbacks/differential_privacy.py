@@ -4,7 +4,8 @@ H. B. McMahan, D. Ramage, K. Talwar, L. Zhang: Learning Differentially Private R
 Models (ICLR 2018), arXiv:1710.06963, Algorithm 1, the estimator with a fixed denominator. ε comes
 from the privacy loss distribution of the Poisson-subsampled Gaussian mechanism (A. Koskela, J.
 Jälkö, A. Honkela, AISTATS 2020, arXiv:1906.03049), by dp-accounting; neighbouring runs differ by
-one client, added or removed.
+one client, added or removed. G. Andrew, O. Thakkar, H. B. McMahan, S. Ramaswamy: Differentially
+Private Learning with Adaptive Clipping (NeurIPS 2021), arXiv:1905.03871 (``target_quantile``).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from fl_lightning.callback import (
     Refusal,
     Server,
     ServerState,
+    Upload,
     UserError,
     number,
 )
@@ -44,12 +46,17 @@ class DifferentialPrivacy(FederatedCallback):
     ``server.mean_change``, clients' rows at the server, or what a logger sums. Who takes part, and
     what is logged of the training, is outside the guarantee.
 
+    With ``target_quantile`` γ the bound follows the updates' norms: C^{t+1} = C^t exp(-η_C (b̃ -
+    γ)), b̃ = ½ + (Σ (b_i - ½) + σ_b N(0, 1))/(q m), b_i is 1 where ‖u_i‖ ≤ C^t. The round's noise
+    is σ in all: the sum gets noise (σ⁻² - (2 σ_b)⁻²)^{-1/2} C^t, so that ε is that of σ alone.
+    ``privacy/clip`` logs C^t.
+
     Noise and coins come from 32 bytes of the operating system, the run's secret, which lies in its
     ``state/`` alone. A round's noise is keyed by (secret, round, digest of the sum and of its
     scale), so that a resumed run has the same bits, and what goes on otherwise from a copy of the
     folder never has the same noise. Without the file a resumed run draws another secret, and says
     so. With σ = 0 the coins are the seed's.
-    Sent: nothing more. Kept: σ and q by the server.
+    Sent: nothing more; with ``target_quantile`` a number each way. Kept: σ, q and C by the server.
 
     Args:
         clip: C above 0; infinite without noise.
@@ -57,6 +64,10 @@ class DifferentialPrivacy(FederatedCallback):
             ``target_epsilon``.
         target_epsilon: above 0; None: none, the run ends with its last round.
         delta: above 0, below 1; less than 1/m is usual.
+        target_quantile: γ, the share of updates that should not be clipped, from 0 to 1; None:
+            ``clip`` is fixed. With it ``clip`` is C^0.
+        clip_learning_rate: η_C above 0.
+        count_stddev: σ_b of the noise on the count; None: q m/20, and 0 without noise.
         noise_seed: for tests: noise and coins are functions of (this seed, round), and ε does not
             hold.
 
@@ -78,7 +89,10 @@ class DifferentialPrivacy(FederatedCallback):
     """
 
     title = "DP-FedAvg"
-    paper = Paper("mcmahan2018dp")
+    paper = Paper(
+        "mcmahan2018dp",
+        by=lambda given: [None if given.get("target_quantile") is None else "andrew2021clipping"],
+    )
     every_round = True
     cannot_run_with = {
         "select": "who takes part has to be drawn by coins, or ε does not hold",
@@ -120,6 +134,9 @@ class DifferentialPrivacy(FederatedCallback):
         target_epsilon: float | None = None,
         delta: float = 1e-5,
         noise_seed: int | None = None,
+        target_quantile: float | None = None,
+        clip_learning_rate: float = 0.2,
+        count_stddev: float | None = None,
     ) -> None:
         super().__init__()
         name = type(self).__name__
@@ -142,9 +159,66 @@ class DifferentialPrivacy(FederatedCallback):
         self.target_epsilon = target_epsilon
         self.delta = delta
         self.noise_seed = noise_seed
+        self._adapt(target_quantile, clip_learning_rate, count_stddev)
         self.outside = "who takes part, and what is logged of the training"
         self._share = 1.0
         self._rounds = 0
+
+    # Defaults. An instance sets them where they count, and a resumed run has to have the same.
+    target_quantile: float | None = None
+    clip_learning_rate = 0.2
+    count_stddev: float | None = None
+
+    def _adapt(self, quantile: float | None, rate: float, deviation: float | None) -> None:
+        """Let C follow a quantile of the updates' norms."""
+        name = type(self).__name__
+        if quantile is None:
+            return
+        number(f"{name}: clip", self.clip, above=0)
+        number(f"{name}: target_quantile", quantile, least=0, most=1, beside="null")
+        number(f"{name}: clip_learning_rate", rate, above=0)
+        if deviation is not None:
+            number(f"{name}: count_stddev", deviation, least=0, beside="null")
+        self.target_quantile = quantile
+        self.clip_learning_rate = rate
+        self.count_stddev = deviation
+        first = float(self.clip)
+        limit = ServerState(
+            initial=lambda w: first, shape=(), dtype=torch.float64, sent=True, synchronised=False
+        )
+        self.declare("limit", limit)
+        self.declare("inside", Upload(shape=(), dtype=torch.float64))
+
+    def _limit(self) -> Tensor | float:
+        """C^t."""
+        limit: Tensor | float = self.clip if self.target_quantile is None else self.limit
+        return limit
+
+    def _deviation(self, expected: float) -> float:
+        """σ_b of the noise on the count, where ``expected`` clients take part."""
+        if self.count_stddev is not None:
+            return self.count_stddev
+        return expected / 20 if self._noise() > 0 else 0.0
+
+    def _noise_of_sum(self, expected: float) -> float:
+        """The noise on the sum of updates, over C, so that sum and count together have σ.
+
+        Raises:
+            UserError: the count has so little noise that it takes the privacy of all.
+        """
+        sigma = self._noise()
+        if self.target_quantile is None or sigma == 0:
+            return sigma
+        deviation = self._deviation(expected)
+        if deviation <= sigma / 2:
+            raise UserError(
+                f"DifferentialPrivacy: count_stddev={deviation:.4g} leaves nothing of "
+                f"noise_multiplier={sigma:.4g} for the updates, as it has to be above "
+                f"{sigma / 2:.4g}. Give count_stddev={sigma:.4g}, or let more than "
+                f"{10 * sigma:.4g} clients take part in a round."
+            )
+        of_sum: float = (sigma**-2 - (2 * deviation) ** -2) ** -0.5
+        return of_sum
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         if stage != "fit":
@@ -221,6 +295,7 @@ class DifferentialPrivacy(FederatedCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         if self.noise_multiplier is not None:
             self._refuse_to_exceed(1, self.noise_multiplier)
+            self._noise_of_sum(self._share * int(trainer.datamodule.num_clients))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse buffers that are known only now."""
@@ -265,6 +340,9 @@ class DifferentialPrivacy(FederatedCallback):
         self.private_rounds += 0 if seeded else 1
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
+        if self.target_quantile is not None:
+            # An upload is what a client sends last, and whether it clips is known here.
+            self.inside[clients] = (self._norm(update.double()) <= self._limit())[:, 0].double()
         return self.clipped(update)
 
     def clip_again(self, server: Server) -> None:
@@ -273,25 +351,32 @@ class DifferentialPrivacy(FederatedCallback):
 
     def clipped(self, update: Tensor) -> Tensor:
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
+        limit = self._limit()
         # The computed norm is rounded, so rows are scaled to a little less than C.
-        c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)
+        c = limit * (1 - 64 * torch.finfo(torch.float64).eps)
         exact = update.to(torch.float64, copy=True)
-        # This sums in pairs; the rounding of `vector_norm` grows with D.
-        norm = exact.square().sum(1, keepdim=True).sqrt_()
+        norm = self._norm(exact)
         return torch.where(
-            norm > self.clip, _towards_zero(exact.div_(norm).mul_(c), update.dtype), update
+            norm > limit, _towards_zero(exact.div_(norm).mul_(c), update.dtype), update
         )
+
+    @staticmethod
+    def _norm(update: Tensor) -> Tensor:
+        """The norms ``(n, 1)`` of rows in float64."""
+        # This sums in pairs; the rounding of `vector_norm` grows with D.
+        return update.square().sum(1, keepdim=True).sqrt_()
 
     def aggregate(self, server: Server) -> Tensor:
         d = server.mean_change.double() * server.n
-        sigma = self._noise()
         expected = self._share * server.num_clients
+        sigma = self._noise_of_sum(expected)
+        limit = float(self._limit())
         if sigma > 0:
             # The scales are part of the noise's key: one noise on one sum at two scales would
             # tell the sum.
-            onto = torch.cat([d, d.new_tensor([sigma, self.clip, expected])])
+            onto = torch.cat([d, d.new_tensor([sigma, limit, expected])])
             noise = server.private_generator("differential privacy", onto).standard_normal(len(d))
-            d += sigma * self.clip * torch.from_numpy(noise).to(d)
+            d += sigma * limit * torch.from_numpy(noise).to(d)
         return d / expected
 
     def _noise(self) -> float:
@@ -308,6 +393,21 @@ class DifferentialPrivacy(FederatedCallback):
     def on_server_update(self, server: Server) -> None:
         spent = epsilon(self._noise(), self._share, server.round + 1, self.delta)
         server.log("privacy/epsilon", spent)
+        if self.target_quantile is not None:
+            server.log("privacy/clip", self.limit)
+            self._follow(server, self.target_quantile)
+
+    def _follow(self, server: Server, quantile: float) -> None:
+        """C^{t+1}, by the noised share of updates that were not clipped."""
+        expected = self._share * server.num_clients
+        count = self.inside.sum().double() - server.n / 2
+        deviation = self._deviation(expected)
+        if self._noise() > 0 and deviation > 0:
+            onto = torch.stack([count, count.new_tensor(deviation), self.limit.to(count)])
+            noise = server.private_generator("clip", onto).standard_normal()
+            count = count + deviation * float(noise)
+        share = 0.5 + count / expected
+        self.limit *= torch.exp(-self.clip_learning_rate * (share - quantile))
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         key = self.declarations()["sigma"].key(self)

@@ -41,9 +41,10 @@ class NormalizedAveraging(FederatedCallback):
     paper = Paper("wang2020fednova")
     sends = "x"
     cannot_run_with = {
+        "step_rate": "τ_i counts steps of one rate",
         "parts": (
             "a part that is not averaged moves over several rounds, for which the paper has no norm"
-        )
+        ),
     }
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
 

@@ -77,6 +77,7 @@ class PartialAveraging(FederatedCallback):
                     ("norms",): "li2021fedbn",
                     ("last",): "arivazhagan2019fedper",
                     ("*lora_B*",): "guo2025fedsalora",
+                    ("last", "*"): "liang2020lgfedavg",
                 }.get(tuple(given.get("periods") or ()))
             ]
             if "never" in (given.get("periods") or {"": given.get("period")}).values()
@@ -138,7 +139,8 @@ class PartialAveraging(FederatedCallback):
         for group, title in KNOWN.items():
             if periods == {group: "never"}:
                 return title
-        return "PartialAveraging"
+        shares_head = periods == {"last": 1, "*": "never"}
+        return "LG-FedAvg" if shares_head else "PartialAveraging"
 
     @property
     def longest(self) -> int:

@@ -61,6 +61,7 @@ class RandomSkips(FederatedCallback):
     paper = Paper("mishchenko2022proxskip")
     moves_start = False
     cannot_run_with = {
+        "step_rate": "its control variates count steps of one rate",
         "parts": "its control variates add up to 0 only where all is averaged",
         **dict.fromkeys(("broadcast", "transmit", "on_updates", "aggregate"), _OF_THE_MEAN),
         **dict.fromkeys(("DynamicRegularization", "MixedAscent"), _OF_THE_MEAN),

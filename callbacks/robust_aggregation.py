@@ -7,7 +7,8 @@ Descent (NeurIPS 2017), arXiv:1703.02757 (Krum, multi-Krum). K. Pillutla, S. M. 
 Harchaoui: Robust Aggregation for Federated Learning (IEEE TSP 2022), arXiv:1912.13445 (geometric
 median). Y. Allouah, S. Farhadkhani, R. Guerraoui, N. Gupta, R. Pinot, J. Stephan: Fixing by Mixing:
 A Recipe for Optimal Byzantine ML under Heterogeneity (AISTATS 2023), arXiv:2302.01772 (``mixing``:
-Algorithm 2).
+Algorithm 2). E. M. El Mhamdi, R. Guerraoui, S. Rouault: The Hidden Vulnerability of Distributed
+Learning in Byzantium (ICML 2018), arXiv:1802.07927 (Bulyan).
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from fl_lightning.callback import (
     ordered_norm,
 )
 
-RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median"]
+RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "bulyan"]
+# n ≥ times f + 3, by rule; mixing needs what Krum needs.
+NEEDED = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 PIECE = 4096  # coordinates
 
 
@@ -41,17 +44,19 @@ class RobustAggregation(FederatedCallback):
     ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim ·
     n⌋ largest and smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2
     smallest ‖u_i - u_j‖²; ``"multi_krum"``: the mean of the ``keep`` least. ``"geometric_median"``:
-    the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration. The weights p_i play no part. With
-    ``mixing`` each u_i is first replaced by the mean of the n - f updates nearest to it, itself
-    among them: for clients whose data differ much, where the rules alone leave honest updates out.
+    the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration. ``"bulyan"``: n - 2 f updates are
+    taken one after the other, each Krum's of those left; of these, in each coordinate, the mean of
+    the n - 4 f nearest to their median. The weights p_i play no part. With ``mixing`` each u_i is
+    first replaced by the mean of the n - f updates nearest to it, itself among them: for clients
+    whose data differ much, where the rules alone leave honest updates out.
     Sent and kept: nothing more than by FedAvg. The server holds all updates of a round at once.
 
     Args:
         rule: one of those.
         trim: τ of the trimmed mean, from 0 to below 0.5.
-        byzantine: f, how many clients of a round Krum and mixing withstand; they need n ≥ 2 f + 3,
-            and withstand fewer in a round with fewer clients, which is said. Of one or two clients
-            they take the mean.
+        byzantine: f, how many clients of a round Krum, Bulyan and mixing withstand; they need
+            n ≥ 2 f + 3, Bulyan 4 f + 3, and withstand fewer in a round with fewer clients, which is
+            said. Of one or two clients they take the mean.
         keep: k of multi-Krum; None: n - f.
         mixing: mix with the nearest neighbours before the rule.
 
@@ -84,6 +89,7 @@ class RobustAggregation(FederatedCallback):
                 "krum": "blanchard2017krum",
                 "multi_krum": "blanchard2017krum",
                 "geometric_median": "pillutla2022rfa",
+                "bulyan": "elmhamdi2018bulyan",
             }.get(given.get("rule") or "median"),
             "allouah2023mixing" if given.get("mixing") else None,
         ]
@@ -98,7 +104,7 @@ class RobustAggregation(FederatedCallback):
     def __init__(
         self,
         rule: Literal[
-            "median", "trimmed_mean", "krum", "multi_krum", "geometric_median"
+            "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "bulyan"
         ] = "median",
         trim: float = 0.1,
         byzantine: int = 1,
@@ -122,12 +128,13 @@ class RobustAggregation(FederatedCallback):
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         n = pl_module.cohort.n
         f = self.byzantine
-        if self.uses_f and n < 2 * f + 3:
-            option = "mixing" if self.mixing else f"rule={self.rule!r}"
+        if self.uses_f and n < self.times * f + 3:
+            mixes = self.mixing and self.rule != "bulyan"
+            option = "mixing" if mixes else f"rule={self.rule!r}"
             raise UserError(
-                f"{type(self).__name__}: {option} with byzantine={f} needs 2 · {f} + 3 = "
-                f"{2 * f + 3} clients a round, and participation gives {n}. Let more take part, "
-                "or lower byzantine."
+                f"{type(self).__name__}: {option} with byzantine={f} needs {self.times} · {f} + 3 "
+                f"= {self.times * f + 3} clients a round, and participation gives {n}. Let more "
+                "take part, or lower byzantine."
             )
         if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
             raise UserError(
@@ -137,14 +144,19 @@ class RobustAggregation(FederatedCallback):
     @property
     def uses_f(self) -> bool:
         """Tell whether ``byzantine`` plays a part."""
-        return self.mixing or self.rule in ("krum", "multi_krum")
+        return self.mixing or self.rule in NEEDED
+
+    @property
+    def times(self) -> int:
+        """How many clients a round needs for each that it withstands, beside 3."""
+        return NEEDED.get(self.rule, 2)
 
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
         # Coordinates that are not averaged must not decide who is near to whom.
         u = u if server.averaged is None else u * server.averaged
         # Fewer clients may have finished than take part, or coins may have fallen on few.
-        f = min(self.byzantine, (len(u) - 3) // 2)
+        f = min(self.byzantine, (len(u) - 3) // self.times)
         if self.uses_f and max(f, 0) < self.byzantine:
             server.note(
                 f"{type(self).__name__}: a round of {len(u)} clients withstands "
@@ -161,6 +173,8 @@ class RobustAggregation(FederatedCallback):
             return trimmed_mean(u, math.floor(Fraction(str(self.trim)) * len(u)))
         if self.rule == "geometric_median":
             return geometric_median(u)
+        if self.rule == "bulyan":
+            return bulyan(u, f)
         k = 1 if self.rule == "krum" else min(self.keep or len(u) - f, len(u))
         return u[krum_scores(u, f).argsort(stable=True)[:k]].mean(0)
 
@@ -191,6 +205,22 @@ def krum_scores(u: Tensor, f: int) -> Tensor:
     """``(n,)``: the sum of each row's n - f - 2 smallest squared distances to the others."""
     away = squared_distances(u).fill_diagonal_(torch.inf)
     return away.sort(1).values[:, : len(u) - f - 2].sum(1)
+
+
+def bulyan(u: Tensor, f: int) -> Tensor:
+    """The mean, in each coordinate, of the n - 4 f nearest to the median of n - 2 f chosen rows."""
+    away = squared_distances(u).fill_diagonal_(torch.inf)
+    left = list(range(len(u)))
+    chosen: list[int] = []
+    for _ in range(len(u) - 2 * f):
+        near = away[left][:, left].sort(1).values
+        # One row that is left has no other.
+        scores = near[:, : max(1, len(left) - f - 2)].sum(1)
+        chosen.append(left.pop(int(scores.argsort(stable=True)[0])))
+    rows = u[sorted(chosen)]
+    far = (rows - median(rows)).abs()
+    nearest = far.argsort(dim=0, stable=True)[: len(rows) - 2 * f]
+    return rows.gather(0, nearest).mean(0)
 
 
 def mixed(u: Tensor, f: int) -> Tensor:

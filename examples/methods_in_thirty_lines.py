@@ -5,7 +5,8 @@ Four methods, thirty lines each
 A paper's method is a file of its own that reads like the paper: FedBABU, APFL and FedProto give
 each client a model of its own, FedGMT has one for all. Each uses other hooks: parts that are never
 averaged, the gradient at a second point, losses that look at features or logits, and states that
-are no vectors of the model's length.
+are no vectors of the model's length. Three of them are packaged, too, with options and checks:
+FedBABU as ``FixedHead``, APFL as ``MixedPersonalModel``, FedProto as ``PrototypePull``.
 """
 
 # %%
@@ -139,7 +140,7 @@ class FedProto(FederatedCallback):
     notes = (CLASS_LABELS,)
     strength = Coefficient()
     prototypes = ServerState(shape=("C", "F"), sent=True, synchronised=False)
-    known = ServerState(shape=("C",), synchronised=False)
+    known = ServerState(shape=("C",), sent=True, synchronised=False)  # clients read it, too
     sums = Scratch(shape=("C", "F"))
     counts = Scratch(shape=("C",))
     sent_sums = Upload(shape=("C", "F"))

@@ -214,7 +214,8 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
     cannot_run_with: dict[str, str] = {}
     """``{hook or class name: reason}``: another callback of the run must not override that hook,
-    or be of that class. ``"clients.w"``: clients train from models of this method's own, so no
+    or be of that class. ``"moves_start"``: another must not move where clients start.
+    ``"clients.w"``: clients train from models of this method's own, so no
     other hook may read ``clients.w``."""
 
     notes: ClassVar[tuple[Note, ...]] = ()

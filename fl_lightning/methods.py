@@ -158,6 +158,8 @@ class Methods:
             for other in self.callbacks:
                 if companion in (*SHARED, *OWNED):
                     meant = other.has(companion)
+                elif companion == "moves_start":
+                    meant = other.has("on_local_start") and other.moves_start
                 else:
                     meant = type(other).__name__ == companion
                 if other is not callback and meant:

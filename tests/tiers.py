@@ -15,6 +15,7 @@ import re
 FAST, WHOLE = "fast", "whole"
 CONTRACT = "tests/contracts/test_contracts.py::test_our_methods_keep_the_contracts"
 ORACLE = "tests/callbacks/test_oracle_agreement.py::test_method_agrees_with_the_oracle"
+MODERN = "tests/callbacks/test_modern_agreement.py::test_method_agrees_with_the_oracle"
 
 # Between them these methods have every hook of a local step, every kind of declared state, parts,
 # coding, selection and what is broadcast.
@@ -22,6 +23,9 @@ CONTRACTS_OF = [
     "AlternatingHead",
     "ClusteredModels",
     "ControlVariates",
+    "DecayWithinRound",
+    "FedMuon",
+    "GlobalDirection",
     "LowRankUpdate",
     "MixedAscent",
     "ModelContrast",
@@ -33,6 +37,9 @@ CONTRACTS_OF = [
 LEFT_OUT = [
     # every method, every pair of methods, every engine
     f"{ORACLE}[samples-",
+    f"{MODERN}[samples-",
+    f"{MODERN}[stacked-",
+    f"{MODERN}[poisson-",
     "tests/callbacks/test_byzantine_clients.py::test_every_contract_holds",
     "tests/callbacks/test_compositions.py::test_sent_parameters_of_fedals_on_resnet20",
     "tests/callbacks/test_compression.py::test_a_server_needs_the_counted_bytes",

@@ -152,7 +152,10 @@ class Declaration:
             value = round.initial_model
         else:
             value = round.w
-        first = torch.as_tensor(value, device=round.w.device).to(self.dtype or round.w.dtype)
+        # A number would be rounded to single precision on the way to a tensor of its own.
+        number = None if isinstance(value, Tensor) else self.dtype or round.w.dtype
+        first = torch.as_tensor(value, device=round.w.device, dtype=number)
+        first = first.to(self.dtype or round.w.dtype)
         return first.expand(self.sized(round.w.numel()))
 
     def settled(self, value: Tensor, old: Callable[[], Tensor], averaged: Tensor | None) -> Tensor:

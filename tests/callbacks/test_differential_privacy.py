@@ -404,3 +404,67 @@ def test_loggers_are_named_as_outside_the_guarantee(name):
     assert f"outside its guarantee: {outside}." in [
         note.partition(": ")[2] for note in module.notes
     ]
+
+
+# --------------------------------------------------------------------------- adaptive clipping
+
+
+def adaptive(first, sigma, gamma=0.5, **named):
+    return known(first, sigma, target_quantile=gamma, **named)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("sigma", [0.0, 0.7])
+def test_the_bound_follows_a_quantile_of_the_norms(engine, sigma):
+    """Round t clips and noises with C^t; sum and count together have the noise σ."""
+    first, rate, deviation, gamma, rounds = 0.05, 0.5, 1.5, 0.6, 5
+    options = {"clip_learning_rate": rate, "count_stddev": deviation if sigma else None}
+    whole = []
+    for t in range(1, rounds + 1):
+        method = adaptive(first, sigma, gamma, **options)
+        whole.append(run(method, Sent(), rounds=t, engine=engine))
+    w, clip = fit_start(), first
+    expected = 0.4 * M
+    for t, module in enumerate(whole):
+        total, inside = torch.zeros_like(w), 0.0
+        for client in module.participants(t):
+            u = module.client_rows.read("Sent.update", client)
+            total += u * min(1.0, clip / float(u.norm()))
+            inside += float(u.norm() <= clip) - 0.5
+        if sigma:
+            noise = generator(1, "method: differential privacy", t).standard_normal(len(w))
+            of_sum = (sigma**-2 - (2 * deviation) ** -2) ** -0.5
+            total += of_sum * clip * torch.from_numpy(noise)
+            inside += deviation * float(generator(1, "method: clip", t).standard_normal())
+        assert float(module.trainer.callback_metrics["privacy/clip"]) == pytest.approx(clip)
+        w = w + total / expected
+        assert torch.allclose(module.global_vector, w, rtol=0, atol=1e-9)
+        clip *= math.exp(-rate * (0.5 + inside / expected - gamma))
+        kept = module.server_states["DifferentialPrivacy.limit"]
+        assert float(kept) == pytest.approx(clip, rel=1e-12)
+
+
+@pytest.mark.parametrize("first", [1e-4, 10.0])
+def test_the_bound_comes_to_the_quantile_from_both_sides(first):
+    """The published slip counts clipped updates by the rule for unclipped ones, and runs away."""
+    everyone = {"participation": 1.0, "lr_decay": 1.0}
+    method = adaptive(first, 0.0, 0.5, clip_learning_rate=1.0)
+    module = run(method, Sent(), rounds=40, **everyone)
+    norms = [float(module.client_rows.read("Sent.update", i).norm()) for i in range(M)]
+    clip = float(module.server_states["DifferentialPrivacy.limit"])
+    assert min(norms) * 0.5 < clip < max(norms) * 2
+
+
+def test_privacy_is_that_of_the_noise_multiplier_alone():
+    fixed, moving = (
+        run(method, rounds=2) for method in (known(0.5, 2.0), adaptive(0.5, 2.0, count_stddev=3.0))
+    )
+    name = "privacy/epsilon"
+    assert fixed.trainer.callback_metrics[name] == moving.trainer.callback_metrics[name]
+
+
+def test_a_count_with_too_little_noise_is_refused():
+    with pytest.raises(UserError, match=r"count_stddev=0\.12.*more than 10 clients"):
+        run(adaptive(0.5, 1.0), rounds=1)
+    with pytest.raises(UserError, match=r"target_quantile=1\.5"):
+        adaptive(0.5, 1.0, 1.5)

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import ByzantineClients, RobustAggregation
-from fl_lightning.callbacks.robust_aggregation import PIECE
+from fl_lightning.callbacks.robust_aggregation import PIECE, mixed
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import blobs, federated, trainer
 from tests.oracles.robust import aggregate
@@ -37,6 +37,8 @@ RULES: dict[str, dict[str, Any]] = {
     "multi-Krum": {"rule": "multi_krum", "byzantine": 2},
     "multi-Krum, 3": {"rule": "multi_krum", "byzantine": 1, "keep": 3},
     "geometric": {"rule": "geometric_median"},
+    "Bulyan": {"rule": "bulyan", "byzantine": 1},
+    "Bulyan, 2": {"rule": "bulyan", "byzantine": 2},
     "mixed, median": {"rule": "median", "byzantine": 2, "mixing": True},
     "mixed, trimmed": {"rule": "trimmed_mean", "trim": 0.2, "mixing": True},
     "mixed, Krum": {"rule": "krum", "byzantine": 3, "mixing": True},
@@ -55,12 +57,13 @@ def test_rules_agree_with_numpy(name: str, n: int, length: float) -> None:
     ours = RobustAggregation(**RULES[name]).aggregate(server).numpy()
     assert np.abs(ours - aggregate(u, **RULES[name])).max() < 1e-9
     counts = "byzantine" in RULES[name] or "mixing" in RULES[name]
-    lowered = counts and n < 2 * RULES[name].get("byzantine", 1) + 3
+    times = 4 if RULES[name]["rule"] == "bulyan" else 2
+    lowered = counts and n < times * RULES[name].get("byzantine", 1) + 3
     assert len(server.said) == lowered
 
 
 @pytest.mark.parametrize(
-    "rule", ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median"]
+    "rule", ["krum", "multi_krum", "median", "trimmed_mean", "geometric_median", "bulyan"]
 )
 def test_every_contract_holds(rule: str) -> None:
     report = check_method(partial(RobustAggregation, rule, trim=0.34, byzantine=0))
@@ -152,6 +155,10 @@ def test_too_few_participants_are_refused_before_training() -> None:
         ),
         (RobustAggregation("multi_krum", byzantine=0, keep=4), "keep=4 is more than the 3 clients"),
         (RobustAggregation("median", mixing=True), "mixing with byzantine=1 needs"),
+        (
+            RobustAggregation("bulyan", byzantine=1),
+            r"rule='bulyan' with byzantine=1 needs 4 · 1 \+ 3 = 7 clients a round",
+        ),
     ):
         with pytest.raises(UserError, match=words):
             trainer(1, [method]).fit(federated(), blobs())
@@ -165,6 +172,22 @@ def test_too_few_participants_are_refused_before_training() -> None:
                 run.fit(module, blobs())
         else:
             run.fit(module, blobs())
+
+
+def test_bulyan_takes_what_mixing_leaves() -> None:
+    """Neighbours may be mixed to one row, so both see the same rounding here."""
+    u = np.random.default_rng(0).normal(size=(11, 5))
+    server: Any = Given(u)
+    ours = RobustAggregation("bulyan", byzantine=2, mixing=True).aggregate(server).numpy()
+    rows = mixed(torch.from_numpy(u), 2).numpy()
+    assert np.abs(ours - aggregate(rows, "bulyan", byzantine=2)).max() < 1e-9
+
+
+def test_bulyan_without_attackers_is_the_uniform_mean() -> None:
+    u = np.random.default_rng(0).normal(size=(6, 5))
+    server: Any = Given(u)
+    ours = RobustAggregation("bulyan", byzantine=0).aggregate(server).numpy()
+    assert np.abs(ours - u.mean(axis=0)).max() < 1e-12
 
 
 def test_weights_play_no_part_which_is_said() -> None:

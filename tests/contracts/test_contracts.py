@@ -29,6 +29,19 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
         **{"beta": Exponential(0.9), **given}
     ),
     "SCAFFOLD, gradient": lambda: c.ControlVariates("gradient"),
+    "SCAFFOLD, momentum": lambda: c.ControlVariates(momentum=0.4),
+    "averaged AdamW": lambda: c.AdamDirection(first="averaged", second="averaged"),
+    "FedLADA's moments": lambda: c.AdamDirection(second="averaged", share="full"),
+    "FedMuon": lambda: c.MuonDirection(start="averaged"),
+    "FedMuon-LMO": lambda: c.MuonDirection(
+        nesterov=False, start="own", variates=True, average="all", vectors="unit"
+    ),
+    "Per-FedAvg, Hessian-free": lambda **given: c.MetaGradient(**{"hessian": "free", **given}),
+    "PrototypePull": lambda **given: c.PrototypePull(**{"classes": 3, "features": 4, **given}),
+    "Bulyan": lambda: c.RobustAggregation("bulyan", byzantine=0),
+    "DP, adaptive": lambda: c.DifferentialPrivacy(
+        0.5, noise_multiplier=4.0, target_quantile=0.5, count_stddev=5.0
+    ),
     "FedALS": lambda **given: c.PartialAveraging(
         **(given or {"periods": {"first.*": 2, "head.bias": "never"}})
     ),

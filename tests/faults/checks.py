@@ -13,6 +13,7 @@ STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selectio
 ENDS, TAKEN = "tests/round/test_round_hooks.py", "tests/round/test_steps.py"
 ROWS = "tests/round/test_rows_of_states.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
+MODERN = "tests/callbacks/test_modern_agreement.py"
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
@@ -39,7 +40,7 @@ CORE: dict[str, list[str]] = {
         STEPS,
         "tests/callbacks/test_clustered_models.py",
     ],
-    "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS],
+    "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS, MODERN],
     "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
     "fl_lightning/aggregation/traffic.py": [
         "tests/aggregation/test_traffic.py",
@@ -148,6 +149,7 @@ LOOKING = "tests/callbacks/test_looking_methods.py"
 COMPRESSION = "tests/callbacks/test_compression.py"
 METHODS = [
     ORACLE,
+    MODERN,
     "tests/callbacks/test_identities.py",
     "tests/callbacks/test_clustered_models.py",
     "tests/callbacks/test_properties.py",
@@ -168,6 +170,26 @@ METHODS = [
 ]
 OWN = {  # where neither the test of its name nor the oracle sees most of it
     "byzantine_clients": ORACLE,
+    **dict.fromkeys(
+        (
+            "adam_direction",
+            "adaptive_local_aggregation",
+            "decay_within_round",
+            "fair_aggregation",
+            "fixed_head",
+            "global_direction",
+            "global_update_guidance",
+            "lookahead_momentum",
+            "meta_gradient",
+            "mixed_personal_model",
+            "momentum_guided_perturbation",
+            "muon_direction",
+            "personal_head",
+            "prototype_pull",
+            "server_ascent",
+        ),
+        MODERN,
+    ),
     "communication_logger": "tests/callbacks/test_compositions.py",
     "consensus_distance_logger": DISTANCES,
     "drift_logger": DISTANCES,

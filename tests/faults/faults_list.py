@@ -237,8 +237,8 @@ FAULTS = [
         [
             (
                 "callbacks/robust_aggregation.py",
-                "squared_distances(u).fill_diagonal_(torch.inf)",
-                "squared_distances(u)",
+                "squared_distances(u).fill_diagonal_(torch.inf)\n    return away",
+                "squared_distances(u)\n    return away",
             )
         ],
     ),
@@ -282,7 +282,7 @@ FAULTS = [
     ),
     Fault(
         "privacy: noise is not scaled by the clipping norm",
-        [("callbacks/differential_privacy.py", "d += sigma * self.clip * ", "d += sigma * ")],
+        [("callbacks/differential_privacy.py", "d += sigma * limit * ", "d += sigma * ")],
     ),
     Fault(
         "privacy: what attackers send is not clipped",

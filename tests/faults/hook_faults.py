@@ -32,8 +32,8 @@ HOOK_FAULTS = [
         [
             (
                 STEP,
-                "with self.model.shifted(checked_rows(self.perturb, e, self.model.x)):",
-                "if checked_rows(self.perturb, e, self.model.x) is not None:",
+                "            with self.model.shifted(e):\n",
+                "            if e is not None:\n",
             )
         ],
     ),

@@ -25,6 +25,7 @@ from tests.faults.checks import CORE, OTHERS, of_method
 from tests.faults.faults_list import FAULTS, Fault
 from tests.faults.hook_faults import HOOK_FAULTS
 from tests.faults.looking_faults import LOOKING_FAULTS
+from tests.faults.modern_faults import MODERN_FAULTS
 from tests.faults.mutants import Mutant, mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.planting import (
@@ -282,7 +283,7 @@ def caught_of(alive: dict[str, Fault], planted: Planted) -> set[str]:
 
 def main(arguments: list[str]) -> int:
     names = [name for name in arguments if name != NAMED]
-    listed = [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS]
+    listed = [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS, *MODERN_FAULTS]
     faults = [f for f in listed if not names or any(n in f.name for n in names)]
     every = [*CORE, *METHOD_FILES]
     asked = [name.partition(":") for name in names] or [("", "", "")]

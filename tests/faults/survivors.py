@@ -63,9 +63,9 @@ SURVIVORS = {
     ),
     **_equal(
         "differential_privacy",
-        "c = self.clip * (1 - 64 * torch.finfo(torch.float64).eps)",
+        "c = limit * (1 - 64 * torch.finfo(torch.float64).eps)",
         "equivalent: a margin for rounding, twice as wide",
-        "factor: twice the right of 1 - 64 * torch.finfo(torch.float64).eps (column 17)",
+        "factor: twice the right of 1 - 64 * torch.finfo(torch.float64).eps (column 13)",
     ),
     **_equal(
         "differential_privacy",

@@ -16,6 +16,7 @@ from tests.faults.checks import CORE
 from tests.faults.faults_list import FAULTS
 from tests.faults.hook_faults import HOOK_FAULTS
 from tests.faults.looking_faults import LOOKING_FAULTS
+from tests.faults.modern_faults import MODERN_FAULTS
 from tests.faults.mutants import mutants
 from tests.faults.personal_faults import PERSONAL_FAULTS
 from tests.faults.plant import SURVIVORS, Tally, edited, right
@@ -60,7 +61,7 @@ def test_only_a_test_an_endless_one_and_the_end_of_the_process_are_a_catch() -> 
 
 
 def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
-    for fault in [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS]:
+    for fault in [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS, *MODERN_FAULTS]:
         assert edited(fault), fault.name
     keys = {
         mutant.key

@@ -28,8 +28,12 @@ def aggregate(
 ) -> Vector:
     """One vector from the rows of U, whatever their weights."""
     n, D = U.shape
-    if (mixing or rule in ("krum", "multi_krum")) and n < 2 * byzantine + 3:
+    if ((mixing and rule != "bulyan") or rule in ("krum", "multi_krum")) and n < 2 * byzantine + 3:
         byzantine, rule, mixing = ((n - 3) // 2, rule, mixing) if n >= 3 else (0, "median", False)
+    if rule == "bulyan" and n < 4 * byzantine + 3:
+        byzantine, rule = ((n - 3) // 4, rule) if n >= 3 else (0, "mean")
+    if rule == "mean":
+        return np.mean(U, axis=0)
     if mixing:
         rows = []
         for i in range(n):
@@ -51,6 +55,8 @@ def aggregate(
             if step <= 1e-10 * float(np.linalg.norm(z)):
                 break
         return z
+    if rule == "bulyan":
+        return bulyan(U, byzantine)
     scores = []
     for i in range(n):
         others = sorted(float(np.sum((U[i] - U[j]) ** 2)) for j in range(n) if j != i)
@@ -59,6 +65,26 @@ def aggregate(
     k = 1 if rule == "krum" else min(n - byzantine if keep is None else keep, n)
     chosen: Vector = np.mean(U[order[:k]], axis=0)
     return chosen
+
+
+def bulyan(U: Matrix, f: int) -> Vector:
+    """Krum's choices one after the other, then a mean around their median."""
+    n, D = U.shape
+    left, chosen = list(range(n)), []
+    for _ in range(n - 2 * f):
+        scores = []
+        for i in left:
+            others = sorted(float(np.sum((U[i] - U[j]) ** 2)) for j in left if j != i)
+            scores.append((sum(others[: max(1, len(left) - f - 2)]), i))
+        chosen.append(min(scores)[1])
+        left.remove(chosen[-1])
+    result = np.zeros(D)
+    for k in range(D):
+        values = [float(U[i, k]) for i in sorted(chosen)]
+        middle = float(np.median(values))
+        order = sorted(range(len(values)), key=lambda j: (abs(values[j] - middle), j))
+        result[k] = np.mean([values[j] for j in order[: len(values) - 2 * f]])
+    return result
 
 
 def attacked(

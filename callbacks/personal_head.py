@@ -1,0 +1,115 @@
+"""FedRoD: a generic head that is trained on a balanced loss, and a personal one beside it.
+
+H.-Y. Chen, W.-L. Chao: On Bridging Generic and Personalized Federated Learning for Image
+Classification (ICLR 2022), arXiv:2107.00778.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, softmax
+
+from fl_lightning.callback import (
+    CLASS_LABELS,
+    Clients,
+    ClientState,
+    Coefficient,
+    FederatedCallback,
+    Layout,
+    Paper,
+    Schedule,
+    Scratch,
+    UserError,
+)
+
+
+class PersonalHead(FederatedCallback):
+    """x trains on CE(z + γ log N_i, y); a personal head P on the error of z + F P_Wᵀ + P_b.
+
+    N_{i,c} are the client's samples of class c; classes without samples leave the sum. In each
+    step, before x moves, P ← P - η (gradient + λ_wd P), with the features F and the raw logits z of
+    the step. No gradient of it reaches x. P is 0 at first; the client uses w with P added to its
+    head. Of a step's several passes the latest before P moves counts.
+    Sent: nothing more than by FedAvg. Kept by each client: P, a head in a row of D numbers. One
+    gradient a step.
+
+    Args:
+        gamma: γ; 0 is FedAvg (absent classes stay).
+
+    Raises:
+        UserError: gamma is negative, or neither a finite number nor a schedule; the last layer is
+            not linear with a bias; labels are no class indices; another callback says what goes on
+            from the last layer, or what a client uses itself.
+
+    Example:
+        with γ = 0 the global model is FedAvg's, to the last bit.
+
+        >>> from fl_lightning.callbacks import PersonalHead
+        >>> from fl_lightning.testing import tiny_run
+        >>> tiny_run(PersonalHead(gamma=0.0)).global_vector.equal(tiny_run().global_vector)
+        True
+        >>> tiny_run(PersonalHead(gamma=1.0)).global_vector.equal(tiny_run().global_vector)
+        False
+    """
+
+    title = "FedRoD"
+    paper = Paper("chen2022fedrod")
+    moves_start = False
+    neutral = {"gamma": 0.0}
+    taps = {"logits": "last", "features": "last:in"}
+    notes = (CLASS_LABELS,)
+    gamma = Coefficient(least=0)
+    P = ClientState(synchronised=False)
+    slope = Scratch()  # the gradient of P, at 0 elsewhere
+
+    def __init__(self, gamma: float | Schedule = 1.0) -> None:
+        super().__init__()
+        self.gamma = gamma
+
+    def on_layout(self, layout: Layout) -> None:
+        shapes = [len(layout[name][1]) for name in list(layout.layers.values())[-1]]
+        names = list(layout.layers.values())[-1]
+        if shapes != [2, 1]:
+            raise UserError(
+                f"PersonalHead: the last layer has the parameters {', '.join(names) or 'none'}, "
+                "and the method needs a trainable linear layer with a bias there. Let the learner "
+                "end in torch.nn.Linear(features, classes)."
+            )
+        weight, bias = names
+        self.weight, self.shape = layout[weight]
+        self.bias = layout[bias][0]
+
+    def local_output(self, clients: Clients, name: str, value: Any, batch: Any) -> Any:
+        if name != "logits":
+            return value
+        n = clients.label_counts.to(value.dtype)
+        n = pad(n, (0, value.shape[1] - n.shape[1]))
+        absent = -torch.inf if self.gamma > 0 else 0.0
+        return value + torch.where(n > 0, self.gamma * n.clamp(min=1).log(), absent)
+
+    def local_loss(
+        self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
+    ) -> Tensor:
+        f = seen["features"].detach()
+        own = self.P[clients][0]
+        head = own[self.weight].view(self.shape)
+        logits = seen["logits"].detach() + f @ head.mT + own[self.bias]
+        # torch's one_hot looks at the labels, and a captured step must not.
+        classes = torch.arange(logits.shape[1], device=logits.device)
+        labels = (batch[1][:, None] == classes).to(logits)
+        error = (softmax(logits, 1) - labels) / len(labels)
+        slope = torch.zeros_like(own)
+        slope[self.weight] = (error.mT @ f).flatten()
+        slope[self.bias] = error.sum(0)
+        self.slope[clients] = slope[None]
+        return loss
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
+        own = self.P[clients]
+        own -= clients.lr * (self.slope[clients] + clients.weight_decay * own)
+
+    def personal(self, clients: Clients) -> Tensor:
+        return clients.x + self.P[clients]
