@@ -34,6 +34,7 @@ from tests.helpers.agreement import (
     trained,
 )
 from tests.helpers.compositions import METHODS, methods, server, settings
+from tests.helpers.low_rank import Adapted
 
 
 def built(tree: Any) -> Any:
@@ -112,6 +113,34 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
+# Methods of other learners than those for adapters, with which they run here.
+FOR_ADAPTERS = ("method/fedit", "method/fedsa_lora")
+
+
+def learners(name: str, plain: type[Logged]) -> dict[str, Any]:
+    """The learner of a case: one with adapters where the method is for these."""
+    adapted = name in FOR_ADAPTERS or any(each.needs_adapters for each in CASES[name]()[0])
+    if not adapted:
+        return {} if plain is Logged else {"learner": plain}
+    return {"learner": DrawingAdapted if plain is Drawing else LoggedAdapted}
+
+
+class LoggedAdapted(Adapted):
+    """Logs its loss at each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss)
+        return loss
+
+
+class DrawingAdapted(LoggedAdapted):
+    """Draws a random number in each step, so that it trains in processes."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * (1 + 0.1 * torch.rand(()).double())
+
+
 def stacks(run: Run, case: Case) -> bool:
     """Whether the clients were stacked; state of the clients' own optimizers cannot be."""
     if run.module.engine_facts["engine"] == "stacked":
@@ -137,14 +166,15 @@ def refused(case: Case) -> bool:
 def test_packaged_methods_with_clipping(name: str) -> None:
     """Four clients by three workers; stacked, three and then one, and all at once."""
     make = CASES[name]
-    reference = trained(make(), "sequential", **CLIPPED)
-    run = trained(make(), "concurrent", workers=3, **CLIPPED)
+    given = {**CLIPPED, **learners(name, Logged)}
+    reference = trained(make(), "sequential", **given)
+    run = trained(make(), "concurrent", workers=3, **given)
     assert run.module.engine_facts["workers"] == "3"
     same_bits(run, reference)
     if refused(make()):
         return
     for at_once in (3, "auto"):
-        run = trained(make(), "stacked", clients_at_once=at_once, **CLIPPED)
+        run = trained(make(), "stacked", clients_at_once=at_once, **given)
         assert stacks(run, make()) or "adamw" in name or name == "method/diloco"
         near(run, reference)
 
@@ -158,8 +188,9 @@ class Drawing(Logged):
 
 @pytest.mark.parametrize("name", CASES)
 def test_packaged_methods_in_worker_processes(name: str) -> None:
-    reference = trained(CASES[name](), "sequential", learner=Drawing)
-    run = trained(CASES[name](), "concurrent", learner=Drawing, workers=2)
+    given = learners(name, Drawing)
+    reference = trained(CASES[name](), "sequential", **given)
+    run = trained(CASES[name](), "concurrent", workers=2, **given)
     assert run.module.engine_facts["workers"] == "2 processes"
     assert not any("in the run's own process" in note for note in run.module.notes)
     same_bits(run, reference)
@@ -185,12 +216,13 @@ def test_any_number_of_workers_or_of_clients_at_once(name: str, number: int) -> 
 @pytest.mark.parametrize("name", CASES)
 def test_packaged_methods_without_clipping_and_in_float32(name: str) -> None:
     make = CASES[name]
-    reference = trained(make(), "sequential")
-    same_bits(trained(make(), "concurrent", workers=2), reference)
+    given = learners(name, Logged)
+    reference = trained(make(), "sequential", **given)
+    same_bits(trained(make(), "concurrent", workers=2, **given), reference)
     if refused(make()):
         return
-    near(trained(make(), "stacked"), reference)
-    single = {"dtype": torch.float32, **CLIPPED}
+    near(trained(make(), "stacked", **given), reference)
+    single = {"dtype": torch.float32, **CLIPPED, **given}
     # Orthogonal matrices of gradients that are almost of lower rank magnify their rounding.
     tolerance = 1000 * SINGLE if "muon" in name else SINGLE
     near(trained(make(), "stacked", **single), trained(make(), "sequential", **single), tolerance)
