@@ -146,6 +146,12 @@ def test_lora_trains_a_small_part(example: Example) -> None:
     assert last < first - 0.5 and last < 3.5
 
 
+def test_narrow_submodels_send_less_and_are_nearly_as_good(example: Example) -> None:
+    _, numbers = example("submodels")
+    accuracy, sent, best, most = numbers[-4:]
+    assert sent < 0.6 * most and accuracy > 0.85 and accuracy > best - 0.05
+
+
 def test_hospitals_gain_from_each_other(example: Example) -> None:
     _, (hospitals, together, alone) = example("clients_from_csv")
     assert hospitals == 8 and together > alone + 0.02

@@ -29,6 +29,7 @@ NAMES = [
     "splits_pictured",
     "clients_from_csv",
     "text_with_lora",
+    "submodels",
     "drift_pictured",
     "landscape",
     "personal_models",
