@@ -172,8 +172,8 @@ MODERN_FAULTS = [
         [
             (
                 STEP,
-                "return self.after(self.directions, gradient)",
-                "return self.after(self.directions[1:], gradient)",
+                "return self.trained_part(self.after(self.directions, gradient))",
+                "return self.trained_part(self.after(self.directions[1:], gradient))",
             )
         ],
     ),
