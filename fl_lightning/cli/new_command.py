@@ -92,6 +92,7 @@ method:
     init_args:
       mu: 0.01
 model:
+  client_optimizer: null
   server_optimizer: null
   keep_optimizer_state: false
   buffers: average

@@ -104,9 +104,8 @@ def test_every_method_config_sets_all_that_belongs_to_methods() -> None:
         if name.startswith("method/"):
             config = read(name)
             if "method" in config:
-                assert {"server_optimizer", "keep_optimizer_state", "buffers"} <= set(
-                    config["model"]
-                ), name
+                own = {"client_optimizer", "server_optimizer", "keep_optimizer_state", "buffers"}
+                assert own <= set(config["model"]), name
             else:
                 assert "method+" in config, name
 

@@ -18,7 +18,7 @@ import torchmetrics
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
-from fl_lightning import Diverged, FederatedModule, InMemoryDataModule, UserError, load
+from fl_lightning import Diverged, FederatedModule, InMemoryDataModule, UserError, callbacks, load
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import (
     CommunicationLogger,
@@ -231,6 +231,19 @@ METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "powersgd": (lambda: [LowRankUpdate(rank=1), CommunicationLogger()], {}),
     "scaffnew": (lambda: [RandomSkips(0.5)], {"participation": "all", "local_epochs": None}),
     "kept optimizer": (lambda: [], {"keep_optimizer_state": True}),
+    "fedadamw": (
+        lambda: [
+            callbacks.AdamDirection(second="averaged"),
+            callbacks.GlobalDirection(),
+            CommunicationLogger(),
+        ],
+        {},
+    ),
+    "averaged muon": (lambda: [callbacks.MuonDirection(start="averaged")], {}),
+    "fedmoswa": (lambda: [callbacks.DecayWithinRound(), ControlVariates(momentum=0.4)], {}),
+    "fedacg": (lambda: [callbacks.LookaheadMomentum(), CommunicationLogger()], {}),
+    "fedgloss": (lambda: [callbacks.ServerAscent(), DynamicRegularization(0.1)], {}),
+    "fedwmsam": (lambda: [callbacks.MomentumGuidedPerturbation()], {}),
 }
 
 

@@ -168,7 +168,7 @@ MODERN_FAULTS = [
         ],
     ),
     Fault(
-        "a direction is made before clipping",
+        "the direction of a step is that of the gradient",
         [
             (
                 STEP,
