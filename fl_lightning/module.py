@@ -17,6 +17,7 @@ from fl_lightning.engines.random_state import seed_round
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.learner import pretrained
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
 from fl_lightning.learner.modules import TRANSFER
@@ -233,6 +234,22 @@ class FederatedModule(LearnerHooks):
         else:
             model = personal.of_client(self.run, client, self._trainer)
         return self.global_model.export(path, self._trainer, model)
+
+    def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
+        """Write the evaluated network as peft and transformers read it.
+
+        Unmerged, the folder has ``adapter_config.json`` and ``adapter_model.safetensors``, which
+        ``peft.PeftModel.from_pretrained(base, folder)`` loads. If a method changed the base, the
+        base that the adapter belongs to is in ``folder/base``.
+
+        Args:
+            merged: with the adapters added to the weights, a folder for
+                ``AutoModelFor….from_pretrained``.
+
+        Raises:
+            UserError: the learner has not exactly one network of peft or transformers.
+        """
+        pretrained.save(self.export(), folder, merged, bool(self.base))
 
     def evaluator(self) -> Evaluator:
         """An evaluator of losses and gradients at any vector, on a copy of the learner."""

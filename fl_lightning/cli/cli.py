@@ -81,6 +81,8 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
+# Options of `export` alone.
+OF_EXPORT = ("client", "pretrained", "merged")
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
@@ -221,6 +223,8 @@ class CommandCLI(LightningCLI):
                 "trust.",
             ),
             "client": (int | str | None, "Whose personal model to export: number, or name."),
+            "pretrained": (str | None, "Folder to write as peft and transformers read it."),
+            "merged": (bool | None, "With --pretrained: add the adapters to the weights."),
             "monitor": (str | None, "Metric of best.ckpt (default: val/acc)."),
             "monitor_mode": (
                 str | None,
@@ -234,7 +238,7 @@ class CommandCLI(LightningCLI):
         )
         parser.add_argument("--method", type=list[FederatedCallback], default=[], help=methods)
         for name, (kind, text) in options.items():
-            if name != "client" or self.command == "export":
+            if name not in OF_EXPORT or self.command == "export":
                 parser.add_argument(f"--{name}", type=kind, default=None, help=text)
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:

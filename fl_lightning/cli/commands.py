@@ -21,6 +21,7 @@ from fl_lightning.cli.run_folder import check_writable
 from fl_lightning.cli.run_record import end_killed, killed_before, was_killed
 from fl_lightning.errors import Diverged, UserError, suggest
 from fl_lightning.evaluation.personal import check_client, of_checkpoint
+from fl_lightning.learner import pretrained
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
 from fl_lightning.metrics import Metrics, read_record
@@ -103,6 +104,13 @@ def _export(cli: CommandCLI) -> None:
     cli.model.load_state_dict(checkpoint["state_dict"])
     if client is not None:
         checkpoint["state_dict"] = _personal_weights(cli, checkpoint, client)
+    if cli.config.pretrained is not None:
+        held = checkpoint.get(KEY) or {}
+        folder = named(cli.config.pretrained)
+        changed = bool(held.get("base_kinds"))
+        pretrained.save(cli.model.learner, folder, bool(cli.config.merged), changed)
+        print(f"→ {folder}")
+        return
     # The rest is the learner's: its on_save_checkpoint ran.
     of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)
     kept = {key: value for key, value in checkpoint.items() if key not in of_run}

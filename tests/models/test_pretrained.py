@@ -1,0 +1,149 @@
+"""A run's network, written as peft and transformers read it, has the logits of ``export()``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from torch import Tensor, nn
+
+from fl_lightning import FederatedModule, InMemoryDataModule, UserError
+from fl_lightning.callbacks import ResidualMerge, StackedAdapters
+from tests.helpers.federation import fit
+from tests.helpers.low_rank import Adapted
+from tests.helpers.texts import opt, text_file
+from tests.helpers.zygote import Cli
+
+missing = "pip install 'fl-lightning[lora]'"
+peft = pytest.importorskip("peft", reason=missing)
+transformers = pytest.importorskip("transformers", reason=missing)
+
+
+class Own(pl.LightningModule):
+    """peft within a module of the user's own."""
+
+    def __init__(self, network: Any) -> None:
+        super().__init__()
+        self.network = network
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, _ = batch
+        loss: Tensor = self.network(input_ids=tokens, labels=tokens).loss
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.5)
+
+
+def network(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "gpt2":  # its Conv1D stores weights transposed
+        sizes = {"n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 19, "n_positions": 12}
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+    given = {**opt(layers=2), "vocab_size": 19}
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(given.pop("model_type"), **given)
+    )
+
+
+def adapted(kind: str) -> Own:
+    targets = {"gpt2": ["c_attn", "c_proj"], "opt": ["q_proj", "fc1"]}[kind]
+    transposed = {"fan_in_fan_out": True} if kind == "gpt2" else {}
+    config = peft.LoraConfig(r=3, lora_alpha=5, target_modules=targets, **transposed)
+    return Own(peft.get_peft_model(network(kind), config))
+
+
+def tokens(n: int = 12) -> Tensor:
+    return torch.randint(19, (n, 8), generator=torch.Generator().manual_seed(1))
+
+
+def trained(kind: str, methods: list[Any]) -> FederatedModule:
+    data = InMemoryDataModule((tokens(), torch.zeros(12)), num_clients=3, batch_size=2)
+    return fit(adapted(kind), data, methods, 2, participation="all", local_steps=2).module
+
+
+def logits(model: Any) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        found: Tensor = model(input_ids=tokens(3)).logits
+    return found
+
+
+@pytest.mark.parametrize("method", ["fedit", "flora", "fedex"])
+@pytest.mark.parametrize("kind", ["opt", "gpt2"])
+def test_folders_have_the_logits_of_the_export(kind: str, method: str, tmp_path: Path) -> None:
+    methods = {"fedit": [], "flora": [StackedAdapters()], "fedex": [ResidualMerge()]}[method]
+    module = trained(kind, methods)
+    expected = logits(module.export().network)
+    assert not torch.allclose(expected, logits(adapted(kind).network))
+    module.save_pretrained(tmp_path / "adapter")
+    module.save_pretrained(tmp_path / "merged", merged=True)
+    base = network(kind)
+    if method != "fedit":
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter/base")
+    else:
+        assert not (tmp_path / "adapter/base").exists()
+    assert (tmp_path / "adapter/adapter_model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(logits(loaded), expected, atol=1e-5, rtol=1e-5)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(whole), expected, atol=1e-5, rtol=1e-5)
+    # The run's own network is as it was.
+    assert logits(module.export().network).equal(expected)
+
+
+def test_a_learner_without_such_a_network_is_refused(tmp_path: Path) -> None:
+    module = FederatedModule(Adapted())
+    with pytest.raises(UserError, match=r"Adapted has none.*module\.export"):
+        module.save_pretrained(tmp_path)
+
+
+def test_a_base_of_ones_own_cannot_be_read_back_merged(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    learner = Own(peft.get_peft_model(plain, peft.LoraConfig(r=2, target_modules=["0"])))
+    module = FederatedModule(learner)
+    module.save_pretrained(tmp_path / "adapter")
+    assert (tmp_path / "adapter/adapter_config.json").exists()
+    with pytest.raises(UserError, match="the base under the adapters is a Sequential"):
+        module.save_pretrained(tmp_path / "merged", merged=True)
+
+
+@pytest.mark.slow
+def test_the_command_writes_both(cli: Cli) -> None:
+    text_file(cli.folder)
+    document = {
+        "seed_everything": 0,
+        "trainer": {"max_epochs": 2, "accelerator": "cpu", "enable_progress_bar": False},
+        "model": {
+            "learner": {
+                "class_path": "CausalLanguageModel",
+                "init_args": {
+                    "config": opt(layers=2),
+                    "lora": {"r": 2, "target_modules": ["q_proj"]},
+                    "lr": 0.05,
+                },
+            },
+            "local_steps": 2,
+        },
+        "data": {
+            "class_path": "LanguageModelling",
+            "init_args": {"root": str(cli.folder), "length": 12, "num_clients": 3},
+        },
+        "method": [{"class_path": "StackedAdapters"}],
+    }
+    (cli.folder / "mine.yaml").write_text(yaml.safe_dump(document))
+    result = cli("fit", "-c", "mine.yaml", "--trainer.default_root_dir", "run")
+    assert result.returncode == 0, result.stderr
+    for name, more in (("adapter", []), ("merged", ["--merged", "true"])):
+        result = cli("export", "run", "--pretrained", name, *more)
+        assert result.returncode == 0, result.stderr
+    read = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = peft.PeftModel.from_pretrained(
+        read(cli.folder / "adapter/base"), cli.folder / "adapter"
+    )
+    whole = read(cli.folder / "merged")
+    torch.testing.assert_close(logits(loaded), logits(whole), atol=1e-5, rtol=1e-5)
