@@ -118,7 +118,7 @@ format: .venv/installed-dev  ## put the code in form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-results: .venv/installed  ## docs/results.md from the runs that are committed in docs/results/
+results: .venv/installed  ## docs/results.md and results_tables.md from the runs in docs/results/
 	$(BIN)/python -m benchmarks.papers page
 
 .venv/installed-docs: .venv/installed

@@ -31,7 +31,7 @@ FENCE = re.compile(
 )
 
 # Other files: frozen, or generated, or with outputs between their programs.
-APART = {"results.md", "protocol.md", "report.md", "sweep.md"}
+APART = {"results.md", "results_tables.md", "protocol.md", "report.md", "sweep.md"}
 PAGES = [
     path
     for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("methods/*.md"))]

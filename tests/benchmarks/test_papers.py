@@ -108,7 +108,9 @@ def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_mis
     text = papers.PAGE.read_text()
     assert "The new one is reproduced, by +0.1; a factor of 1.14°." in text
     assert "| O-a: new / old | 1.14 | 1.14 to 1.14 | 5 |" in text, "and no verdict"
-    assert "(results/figures/" in text and (papers.RESULTS / "figures").is_dir()
+    tables = papers.PAGE.with_name(papers.TABLES).read_text()
+    assert "(results/figures/" in tables and (papers.RESULTS / "figures").is_dir()
+    assert "## Runs" in tables and "## Claims" not in tables and "## Claims" in text
     assert "| P1-helps | +3.4 points (NeurIPS, Table 3) | at least +1 point |" in text, (
         "a claim without runs"
     )
@@ -124,7 +126,8 @@ def test_the_committed_page_is_what_the_committed_runs_give(
         (tmp_path / papers.RESULTS).mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     assert papers.page(papers.RESULTS, papers.PAGE) == 0
-    assert papers.PAGE.read_bytes() == (root / papers.PAGE).read_bytes()
+    for page in (papers.PAGE, papers.PAGE.with_name(papers.TABLES)):
+        assert page.read_bytes() == (root / page).read_bytes()
     report = root / papers.RESULTS / "report.json"
     if report.is_file():
         assert_alike(

@@ -1,0 +1,71 @@
+"""The texts of the page on the papers, which ``python -m benchmarks.papers page`` puts together."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+UNITS: dict[str, Callable[[float], str]] = {
+    "points": lambda value: f"{100 * value:+.2f}",
+    "factor": lambda value: f"{math.exp(value):,.{2 if value < 4 else 0}f}",
+    "percent": lambda value: f"{100 * value:.2f}",
+    "plain": lambda value: f"{value:.3f}",
+    "signed": lambda value: f"{value:+.2f}",
+}
+# The sections of a report that the page has itself; the others are beside it.
+ON_THE_PAGE = ("Claims",)
+
+
+def parted(report: str) -> tuple[str, str]:
+    """A report in Markdown: what the page has of it, with the lines before its first section, and
+    its other sections."""
+    before, *sections = report.split("\n## ")
+    here = [s for s in sections if s.partition("\n")[0] in ON_THE_PAGE]
+    beside = [s for s in sections if s not in here]
+    return (
+        before + "".join(f"\n## {section}" for section in here),
+        "".join(f"## {section}\n" for section in beside),
+    )
+
+
+def without_a_claim(seen: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what was observed."""
+    if not seen:
+        return ""
+    text = (
+        "\n## Seen without a claim\n\nChosen after the runs had been seen: intervals alone, no "
+        "verdicts, no correction for their number. By seed, over the last third of gradients "
+        "where nothing else is said.\n\n"
+        f"<details><summary>{len(seen)} rows</summary>\n\n"
+        "| | | 95 % interval | n |\n|---|---|---|---|\n"
+    )
+    for row in seen:
+        unit = UNITS[row["unit"]]
+        mean, low, high = (unit(row[key]).replace("-", "−") for key in ("mean", "low", "high"))
+        text += f"| {row['id']}: {row['text']} | {mean} | {low} to {high} | {row['n']} |\n"
+    return f"{text}\n</details>\n"
+
+
+def filled(text: str, said: Mapping[str, Any]) -> str:
+    """``text`` with ``{P1-helps.mean}``, ``{P1-helps.verdict}`` and the like from a report.json.
+
+    ``{P1-helps.mean:points}`` is in points of a hundred, ``{P3-all.mean:factor}`` is e to the power
+    of it, ``{fedinit-0.15.tail:percent}`` an arm's mean of that score.
+
+    >>> said = {"claims": [{"id": "A", "verdict": "reproduced", "mean": 0.03421}]}
+    >>> filled("{A.verdict}: {A.mean}, {A.mean:points} points, {A.mean:factor} times", said)
+    'reproduced: +0.0342, +3.42 points, 1.03 times'
+    """
+    rows = {claim["id"]: claim for claim in said["claims"]}
+    for name, arm in said.get("arms", {}).items():
+        rows[name] = {score: of["mean"] for score, of in arm["scores"].items()}
+
+    def value(match: re.Match[str]) -> str:
+        number = rows[match["row"]][match["field"]]
+        if match["unit"] is not None:
+            return UNITS[match["unit"]](number).replace("-", "−")
+        return f"{number:+.3g}".replace("-", "−") if isinstance(number, float) else str(number)
+
+    return re.sub(r"\{(?P<row>[^{}]+)\.(?P<field>\w+)(:(?P<unit>\w+))?\}", value, text)
