@@ -317,6 +317,8 @@ class DifferentialPrivacy(FederatedCallback):
 
     def on_round_start(self, server: Server) -> None:
         settings = [self._noise(), self._share]
+        # Before anybody trains: σ may have been calibrated only now.
+        self._noise_of_sum(self._share * server.num_clients)
         # A run that stopped at its target may be resumed, and must stop again.
         self._refuse_to_exceed(server.round + 1, settings[0])
         seeded = isinstance(self.draws_from, int)

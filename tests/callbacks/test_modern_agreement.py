@@ -17,6 +17,7 @@ from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.evaluation import personal
+from fl_lightning.systems import Buffered, Constant, Devices
 from tests.helpers.federation import BATCH, Network, Run, fit, network, samples
 from tests.oracles.modern import Federation, Round
 from tests.oracles.problems import TwoLayer
@@ -333,6 +334,18 @@ def test_mixing_beside_kept_parts_is_fedcm_beside_them() -> None:
     near(ours.record.evaluated[-1], theirs.record.evaluated[-1], "evaluated")
 
 
+def test_one_step_a_round_has_the_whole_rate_also_beside_kept_parts() -> None:
+    """Σ η of a part that clients keep adds up over rounds."""
+    options = {**SETTINGS, "local_steps": 1, "lr_decay": 0.9, "participation": "all"}
+    ours, theirs = (
+        network([*more, c.ControlVariates(), c.PartialAveraging({"net.0.*": 3})], 7, **options)
+        for more in ([c.DecayWithinRound(0.1)], [])
+    )
+    assert np.array_equal(ours.record.w[-1], theirs.record.w[-1])
+    for i, row in theirs.record.rows[-1]["ControlVariates.c_i"].items():
+        assert np.array_equal(ours.record.rows[-1]["ControlVariates.c_i"][i], row)
+
+
 def test_dilocos_first_step_goes_nearly_twice_as_far_as_its_rate() -> None:
     """b = -d in the first round, so that w moves by 0.7 (1 + 0.9) d."""
 
@@ -379,9 +392,19 @@ def test_equal_steps_make_the_share_of_zeros_adams_global_step() -> None:
     near(states["AdamDirection.second_share"], 0.999**12, "r")
 
 
-def test_without_a_momentum_the_lookahead_is_fedavg_and_with_one_it_is_its_own() -> None:
+def test_neutral_settings_are_fedavg_to_the_last_bit() -> None:
     plain = network([], 3, **SETTINGS).record.w[-1]
-    for method in (c.LookaheadMomentum(0.0), c.ServerAscent(0.0), c.GlobalDirection(0.0)):
+    for method in (
+        c.LookaheadMomentum(0.0),
+        c.ServerAscent(0.0),
+        c.GlobalDirection(0.0),
+        c.GlobalUpdateGuidance(0.0, beta=0.0),
+        c.AdaptiveLocalAggregation(steps=0),
+        c.DecayWithinRound(1.0),
+        c.MetaGradient(0.0),
+        c.MixedPersonalModel(),
+        c.PersonalHead(0.0),
+    ):
         assert np.array_equal(network([method], 3, **SETTINGS).record.w[-1], plain)
     assert not np.array_equal(network([c.LookaheadMomentum()], 3, **SETTINGS).record.w[-1], plain)
 
@@ -440,3 +463,39 @@ def test_averaged_moments_run_beside_no_kept_parts_and_fresh_ones_do() -> None:
 def test_methods_that_step_by_the_rounds_rate_are_noted() -> None:
     run = network([c.DecayWithinRound(), c.ProximalPersonalModel()], 1, **SETTINGS)
     assert any("steps of its own at the round's learning" in note for note in run.module.notes)
+
+
+def asynchronously(*methods: FederatedCallback) -> Run:
+    devices = Devices(Constant(1.0))
+    settings = {"participation": 1.0, "asynchronous": Buffered(devices, size=2, concurrency=4)}
+    return network(methods, 3, **SETTINGS, **settings)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [c.AdamDirection, c.MuonDirection, c.DecayWithinRound, c.MetaGradient],
+    ids=lambda make: make.__name__,
+)
+def test_methods_whose_clients_read_nothing_that_is_sent_run_asynchronously(make: Any) -> None:
+    run = asynchronously(make())
+    assert np.isfinite(run.record.w[-1]).all()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: c.AdamDirection(second="averaged"),
+        lambda: c.MuonDirection(start="own"),
+        lambda: c.LookaheadMomentum(),
+        lambda: c.MixedPersonalModel(),
+        lambda: c.FixedHead(),
+    ],
+)
+def test_the_others_are_refused_asynchronously(make: Any) -> None:
+    with pytest.raises(UserError, match="asynchronous"):
+        asynchronously(make())
+
+
+def test_an_uncorrected_fresh_start_is_noted() -> None:
+    run = network([c.AdamDirection(bias_correction=False)], 1, **SETTINGS)
+    assert any("= 3.16 times Adam's" in note for note in run.module.notes)
