@@ -22,6 +22,7 @@ from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.client_figure import draw_clients
 from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading, lines_of
+from fl_lightning.evaluation.domains import by_domain, over_domains, rows_of_domains
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
@@ -50,6 +51,10 @@ class PerClientEvaluation(Measurement):
     mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes`` says, else the
     learner's torchmetrics, else the name; where none of them does, it is asked before round 0. With
     fine-tuning the same of ``clients/acc_finetuned``, ….
+
+    Of data whose clients lie in domains (``client_domains``, as ``FromFolders`` has them) it also
+    logs ``domains/acc/<domain>`` (the domain's clients, weighted by test samples),
+    ``domains/acc_mean`` over domains and ``domains/acc_worst``, and writes ``domains.csv``.
 
     Where a run has a folder (``default_root_dir``, ``RunFolder``, a logger's), that has
     ``clients_rounds.csv`` (round, client, samples, every metric), and at the end
@@ -111,6 +116,9 @@ class PerClientEvaluation(Measurement):
         self._told = set[str]()  # metrics of which some client had no value
         # The clients' names, where the data have some.
         self.names: Sequence[str] = ()
+        # The clients' domains, where the data have some, and which way each metric is better.
+        self.domains: Sequence[str] = ()
+        self._greater: dict[str, bool] = {}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
@@ -195,7 +203,9 @@ class PerClientEvaluation(Measurement):
             self.samples = {client: len(tests(client)) for client in ids}
         else:
             measured, self.samples = away.measured(module, ids, self.finetune_epochs)
-        self.names = tuple(module.run.loop.cohort.data.client_names)
+        data = module.run.loop.cohort.data
+        self.names = tuple(data.client_names)
+        self.domains = () if away is not None else tuple(getattr(data, "client_domains", ()))
         table: Values = {}
         for client, kinds in measured.items():
             for suffix, values in kinds.items():
@@ -219,7 +229,21 @@ class PerClientEvaluation(Measurement):
                 # deviation neither way is better.
                 if metric in modes and suffix != "_std":
                     module.logged.modes[f"clients/{name}{suffix}"] = modes[metric]
+            self._greater[name] = greater
+            for title, value in self._of_domains(name).items():
+                logged[title] = value
+                module.logged.modes[title] = "max" if greater else "min"
         return logged
+
+    def _of_domains(self, name: str) -> dict[str, float]:
+        """A metric by domain, over domains, and of the worst one."""
+        if not self.domains:
+            return {}
+        values = by_domain(self.table[name], self.samples, self.domains)
+        found = {f"domains/{name}/{domain}": value for domain, value in values.items()}
+        for kind, value in over_domains(values, self._greater[name]).items():
+            found[f"domains/{name}{kind}"] = value
+        return found
 
     def remarks(self) -> Iterator[str]:
         """Notes on what the numbers do not show."""
@@ -249,6 +273,10 @@ class PerClientEvaluation(Measurement):
             return
         with written_aside(folder / "clients.csv") as file:
             file.write(self.csv().encode())
+        if self.domains:
+            lines = rows_of_domains(self.table, self.samples, self.domains, self._greater)
+            with written_aside(folder / "domains.csv") as file:
+                file.write(lines_of(lines).encode())
         names = [name for name in self.table if not name.endswith(TUNED)]
         others = [name for name in names if name != "loss"]
         shown = next(filter(is_accuracy, others), (others or ["loss"])[0])

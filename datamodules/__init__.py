@@ -18,6 +18,7 @@ from fl_lightning.datamodules.flower_splits import (
     Sizes,
 )
 from fl_lightning.datamodules.folders import FromFolders
+from fl_lightning.datamodules.generated_domains import GeneratedDomains
 from fl_lightning.datamodules.hdf5 import FromHDF5
 from fl_lightning.datamodules.hugging_face import FromHuggingFace
 from fl_lightning.datamodules.human_activity import HumanActivity
@@ -66,6 +67,7 @@ __all__ = [
     "FromLEAF",
     "FromPFLlib",
     "FromTable",
+    "GeneratedDomains",
     "Grouped",
     "HumanActivity",
     "Imported",

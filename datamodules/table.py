@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import csv
-import gzip
 import math
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,17 +13,40 @@ from numpy.typing import NDArray
 from fl_lightning.checks import number
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
-from fl_lightning.datamodules.frames import columns_of_frame, located
+from fl_lightning.datamodules.frames import located
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.datamodules.table_columns import (
+    Encoding,
+    check_choices,
+    check_rule,
+    held_out,
+    joined_tables,
+    refuse_both,
+    scaled,
+    under,
+    without_missing,
+)
+from fl_lightning.datamodules.tables import (
+    Table,
+    all_but,
+    coded,
+    codes,
+    columns_of,
+    is_number,
+    labels,
+    nothing_to_learn_from,
+    read_table,
+    refuse_answers,
+    refuse_twice,
+    require,
+    told_apart,
+    whose,
+)
+from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
-# What a cell says where there is no value; Parquet has nulls of its own.
-MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
-# What pandas and R call the numbers of the rows, in a CSV, in one read again, and in Parquet.
-ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
 # Of more whole numbers than this, it is said that they are taken for classes.
 MANY_CLASSES = 50
 
@@ -42,22 +60,34 @@ class FromTable(FederatedDataModule):
 
     Args:
         path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow), or
-            a frame of pandas or polars. The first line of a CSV names its columns.
+            a frame of pandas or polars. The first line of a CSV names its columns. ``{name: file}``
+            gives a file per client.
         target: the column to predict.
         client: the column that names the clients, each of which is then one; in ascending order,
             their names are ``client_names``. None: rows are split by ``partition``.
         features: the columns of x, in this order; None: all but ``target`` and ``client``, in the
             file's, and a column that is a row index (without a name, as ``df.to_csv`` writes it) is
             refused.
-        test: another file or frame, or the share of rows that is held out to test on: the same rows
-            whatever the seed. Where these name their ``client`` too, they are its own test set
-            besides, and rows of others are tested on in common alone.
+        test: another file or frame, ``{"share": 0.34, "rule": "sklearn", "seed": 43}`` (within each
+            client, as scikit-learn's ``train_test_split`` does it), or the share of rows that is
+            held out to test on: the same rows whatever the seed. Where these name their ``client``
+            too, they are its own test set besides, and rows of others are tested on in common
+            alone.
         num_clients, partition: how to split; without meaning where ``client`` names a column.
         separator: between a CSV's columns.
         classes: the target's values, in the order of their numbers; None: those of the training
             rows. For files that lack one which others have, as at sites.
         regression: y is the target's number, float32, where all are whole too. False: whole numbers
             are names of classes, and 30, 41, 67 become 0, 1, 2.
+        encode: texts become numbers: ``"one-hot"`` (columns such as ``colour=red``), ``"codes"``
+            (the place among the training rows' values), or a kind by column. None: refuse texts.
+        drop_first: leave out the first one-hot column of each.
+        missing: ``"refuse"``, or ``"drop"`` rows that lack a value in a column in use.
+        missing_marks: texts that stand for a missing value, beside ``NA`` and its kind.
+        columns: names of the columns of a CSV whose first line has none.
+        root: the folder of relative paths.
+        above: y is 1 if the target exceeds this number, else 0.
+        scale: x is (x − mean) / std, by the training rows of each ``"client"``, or of ``"all"``.
 
     ``column_names``, ``class_names``: of x and y in their order, once the table is read.
 
@@ -80,18 +110,20 @@ class FromTable(FederatedDataModule):
         separator: str = ",",
         classes: Sequence[str | int] | None = None,
         regression: bool = False,
+        encode: Literal["one-hot", "codes"] | dict[str, str] | None = None,
+        drop_first: bool = False,
+        missing: Literal["refuse", "drop"] = "refuse",
+        missing_marks: Sequence[str] = ("?",),
+        columns: Sequence[str] | None = None,
+        root: str | Path | None = None,
+        above: float | None = None,
+        scale: Literal["client", "all"] | None = None,
         **arguments: Any,
     ) -> None:
-        if client is not None and partition is not None:
-            raise UserError(
-                f"data.client={client!r} says whose each row is, and data.partition splits the "
-                "rows anew: give one of the two."
-            )
-        if classes is not None and regression:
-            raise UserError(
-                f"data.classes={list(classes)!r} names the target's classes, and "
-                "data.regression=True says that it is a number: give one of the two."
-            )
+        if isinstance(path, Mapping):
+            client = client or "client"
+        check_choices(missing=missing, scale=scale)
+        refuse_both(client, partition, classes, regression)
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
@@ -101,14 +133,25 @@ class FromTable(FederatedDataModule):
             num_clients = None
         if isinstance(test, (int, float)):
             number("data.test", test, above=0, below=1, beside="a file")
+        elif isinstance(test, Mapping):
+            check_rule(test)
         elif test is not None:
-            located("test", test)
+            located("test", under(root, test))
         super().__init__(num_clients=num_clients, partition=partition, **arguments)
-        self.path = located("path", path)
+        self._per_client = isinstance(path, Mapping)
+        paths = path if isinstance(path, Mapping) else {"": path}
+        self._paths = {str(name): located("path", under(root, one)) for name, one in paths.items()}
+        self.path = next(iter(self._paths.values()))
+        self.columns = None if columns is None else list(columns)
+        self.encoding = Encoding(encode, drop_first)  # type: ignore[arg-type]
+        self.missing = missing
+        self.missing_marks = list(missing_marks)
+        self.above = above
+        self.scale = scale
         self.target = target
         self.client = client
         self.features = None if features is None else list(features)
-        self.test = test
+        self.test = test if isinstance(test, Mapping) else under(root, test)
         self.separator = separator
         self.classes = None if classes is None else [str(name) for name in classes]
         self.regression = regression
@@ -124,18 +167,26 @@ class FromTable(FederatedDataModule):
             UserError: a column that was asked for is not there: the others would be counted wrong.
         """
         features = arguments.get("features")
-        path = Path(str(arguments.get("path"))).expanduser()
-        if "path" in arguments and (features is None or path.is_file()):
+        # Encoded texts may be several columns, and a file of each client has one more.
+        if arguments.get("encode") is not None or isinstance(arguments.get("path"), Mapping):
+            return None
+        path = Path(under(arguments.get("root"), str(arguments.get("path")))).expanduser()
+        if arguments.get("columns") is not None and features is None:
+            others = [arguments.get(name) for name in ("target", "client")]
+            return (len([one for one in arguments["columns"] if one not in others]),)
+        if "path" in arguments and arguments.get("columns") is None:
+            if features is not None and not path.is_file():
+                return (len(features),)
             # A column may be called by a number, which is no text before the parser has seen it.
-            others = {
+            answers = {
                 name: [str(arguments[name])]
                 for name in ("target", "client")
                 if arguments.get(name) is not None
             }
             names = columns_of(path, arguments.get("separator", ","))
-            require(path, names, {**others, "features": map(str, features or ())})
+            require(path, names, {**answers, "features": map(str, features or ())})
             if features is None:
-                features = all_but(path, names, [name for [name] in others.values()])
+                features = all_but(path, names, [name for [name] in answers.values()])
             if not features:
                 raise nothing_to_learn_from(f"The table {str(path)!r}", names)
         return None if features is None else (len(features),)
@@ -149,7 +200,7 @@ class FromTable(FederatedDataModule):
         return len(self.class_names) or None
 
     def load(self) -> None:
-        table = read_table(self.path, self.separator)
+        table = self._read_training()
         others = [name for name in (self.target, self.client) if name is not None]
         features = self.features
         if features is None:
@@ -162,35 +213,117 @@ class FromTable(FederatedDataModule):
         require(table.path, table.columns, given)
         if not features:
             raise nothing_to_learn_from(table.where, others)
-        x = table.numbers(features)
-        classes: dict[str, int] | None
-        if self.regression:
-            y = table.target_numbers(self.target)
-            classes = None
-        elif self.classes is None:
-            y, classes = labels(table, self.target)
-            self._say_of_whole_numbers(classes, len(y))
-        else:
-            classes = {name: place for place, name in enumerate(self.classes)}
-            y = coded(table, self.target, classes, "data.classes")
-        self.column_names = list(features)
+        table = self._without_missing(table, [*features, *others])
+        y, classes = self._targets(table)
         self.class_names = list(classes or ())
         if self.client is not None:
             self.groups, self.client_names = codes(told_apart(table, self.client))
-        if isinstance(self.test, (int, float)):
-            self._hold_out(x, y, float(self.test))
+        rows = self._rows(y)
+        self.encoding.learn(table, features, rows[0])
+        x = self.encoding.numbers(table, features, self._tell)
+        self.column_names = self.encoding.names(features)
+        self._table = (table, rows[0])
+        if not isinstance(self.test, (int, float, Mapping)) and self.test is not None:
+            self._with_file(table, features, x, y, classes)
             return
+        if self.scale is not None:
+            x = scaled(x, self._scaled_by(len(y)), rows[0])
+        self._set_rows(x, y, *rows)
+
+    def _tell(self, text: str) -> None:
+        say(self.trainer, text)
+
+    def _read_training(self) -> Table:
+        """The training file, or all clients' files as one table."""
+        if not self._per_client:
+            return read_table(self.path, self.separator, self.columns)
+        assert self.client is not None
+        tables = {
+            name: read_table(path, self.separator, self.columns)
+            for name, path in self._paths.items()
+        }
+        return joined_tables(tables, self.client)
+
+    def _without_missing(self, table: Table, used: list[str]) -> Table:
+        drop = self.missing == "drop"
+        return without_missing(table, used, self.missing_marks, drop, self._tell)
+
+    def _targets(self, table: Table) -> tuple[NDArray[Any], dict[str, int] | None]:
+        """y ``(N,)``, and its classes by value."""
+        if self.above is not None:
+            numbers = table.target_numbers(self.target)
+            return (numbers > self.above).astype(np.int64), {"0": 0, "1": 1}
+        if self.regression:
+            return table.target_numbers(self.target), None
+        if self.classes is None:
+            y, classes = labels(table, self.target)
+            self._say_of_whole_numbers(classes, len(y))
+            return y, classes
+        known = {name: place for place, name in enumerate(self.classes)}
+        return coded(table, self.target, known, "data.classes"), known
+
+    def _scaled_by(self, rows: int) -> NDArray[np.int64]:
+        """The group by whose figures each row is scaled."""
+        if self.scale == "client" and self.groups is None:
+            raise UserError(
+                "data.scale is 'client', and data.client names no column of clients: give the "
+                "column, or data.scale=all."
+            )
+        by_client = self.scale == "client" and self.groups is not None
+        return np.asarray(self.groups) if by_client else np.zeros(rows, np.int64)
+
+    def _rows(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Rows to train and to test on."""
+        if isinstance(self.test, Mapping):
+            groups = np.zeros(len(y), np.int64) if self.groups is None else self.groups
+            return held_out(self.test, y, groups)
+        if isinstance(self.test, (int, float)):
+            return self._share(len(y), float(self.test))
+        return np.arange(len(y)), np.zeros(0, np.int64)
+
+    def _with_file(
+        self,
+        table: Table,
+        features: list[str],
+        x: NDArray[Any],
+        y: NDArray[Any],
+        classes: dict[str, int] | None,
+    ) -> None:
+        """Train on this table, and test on another."""
+        other = read_table(located("test", self.test), self.separator, self.columns)
+        require(other.path, other.columns, {"target": [self.target], "features": features})
+        named = self.client is not None and self.client in other.columns
+        used = [*features, self.target, *([str(self.client)] if named else [])]
+        other = self._without_missing(other, used)
+        held = self.encoding.numbers(other, features, self._tell)
+        of_tests = None
+        if named:
+            assert self.client is not None
+            of_tests = whose(other, self.client, self.client_names)
+        if self.scale is not None:
+            groups = self._scaled_by(len(x))
+            tests = np.zeros(len(held), np.int64)
+            if self.scale == "client":
+                tests = np.full(len(held), -1) if of_tests is None else of_tests
+            whole = np.concatenate([x, held])
+            whole = scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
+            (x, held) = np.split(whole, [len(x)])
         self.train_set = TensorSamples(x, y)
-        if self.test is not None:
-            other = read_table(located("test", self.test), self.separator)
-            require(other.path, other.columns, {"target": [self.target], "features": features})
-            held = other.numbers(features)
-            self.test_set = TensorSamples(held, coded(other, self.target, classes))
-            if self.client is not None and self.client in other.columns:
-                assert self.groups is not None
-                of_tests = whose(other, self.client, self.client_names)
-                self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
-                self._say_of_nobodys_rows(other, of_tests)
+        tested = self._targets(other)[0] if self.above is not None else None
+        if tested is None:
+            tested = coded(other, self.target, classes)
+        self.test_set = TensorSamples(held, tested)
+        if of_tests is not None:
+            assert self.groups is not None
+            self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
+            self._say_of_nobodys_rows(other, of_tests)
+
+    def column_values(self, column: str) -> NDArray[np.float32]:
+        """A column's numbers in the training rows, for ``ByValue``."""
+        table, rows = self._table
+        require(table.path, table.columns, {"partition.column": [column]})
+        found: NDArray[np.float32] = table.numbers([column])[rows, 0]
+        return found
 
     def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:
         """Say where classes are whole numbers that look like amounts."""
@@ -219,18 +352,29 @@ class FromTable(FederatedDataModule):
                 f"{', '.join(names)[:100]}), and are tested on in common alone",
             )
 
-    def _hold_out(self, x: NDArray[Any], y: NDArray[Any], share: float) -> None:
-        """Test on a share of the rows, and train on the others."""
-        count = math.floor(share * len(y) + 0.5)
-        if not 0 < count < len(y):
+    @staticmethod
+    def _share(rows: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """A share of the rows to test on, and the others."""
+        count = math.floor(share * rows + 0.5)
+        if not 0 < count < rows:
             raise UserError(
-                f"data.test={share:g} leaves {count} of {len(y)} rows to test on, and the others "
+                f"data.test={share:g} leaves {count} of {rows} rows to test on, and the others "
                 "to train on: give a share that leaves both some."
             )
-        shuffled = generator(0, "rows to test on").permutation(len(y))
-        tested = np.sort(shuffled[:count])
-        trained = np.sort(shuffled[count:])
+        shuffled = generator(0, "rows to test on").permutation(rows)
+        return np.sort(shuffled[count:]), np.sort(shuffled[:count])
+
+    def _set_rows(
+        self,
+        x: NDArray[Any],
+        y: NDArray[Any],
+        trained: NDArray[np.int64],
+        tested: NDArray[np.int64],
+    ) -> None:
+        """Train on some rows, and test on others."""
         self.train_set = TensorSamples(x[trained], y[trained])
+        if not len(tested):
+            return
         self.test_set = TensorSamples(x[tested], y[tested])
         if self.groups is not None:
             of_tests = self.groups[tested]
@@ -238,358 +382,3 @@ class FromTable(FederatedDataModule):
             self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
             kept = set(self.groups.tolist())
             self.client_names = [name for i, name in enumerate(self.client_names) if i in kept]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A file's columns as text or numbers, by name; ``first``: the first row's line number."""
-
-    path: Path
-    columns: dict[str, Sequence[Any]]
-    first: int
-
-    @property
-    def where(self) -> str:
-        return f"The table {str(self.path)!r}"
-
-    def present(self, name: str, option: str = "") -> list[Any]:
-        """A column's values, none of which is missing; ``option``: what else mends it."""
-        values = list(self.columns[name])
-        for row, value in enumerate(values):
-            if is_missing(value):
-                missing = sum(map(is_missing, values))
-                raise UserError(
-                    f"{self.where} has no value in column {name!r} of line {self.first + row} "
-                    f"({missing} of {len(values)} rows): fill them in, or leave these rows "
-                    f"out{option}."
-                )
-        return values
-
-    def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
-        """Columns of numbers as ``(N, k)``, float32."""
-        x = np.empty((len(self.columns[names[0]]), len(names)), np.float32)
-        for k, name in enumerate(names):
-            values = self.present(name, ", or leave the column out of data.features")
-            try:
-                x[:, k] = np.asarray(truths(values), np.float64)
-            except (ValueError, TypeError):
-                row = next(row for row, value in enumerate(values) if not is_number(value))
-                raise UserError(
-                    f"{self.where} has {values[row]!r} in column {name!r} of line "
-                    f"{self.first + row}, which is no number: make numbers of the column, or "
-                    "leave it out of data.features."
-                ) from None
-            if not np.isfinite(x[:, k]).all():
-                row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
-                raise UserError(
-                    f"{self.where} has {values[row]!r} in column {name!r} of line "
-                    f"{self.first + row}, which is no finite number of single precision."
-                )
-        return x
-
-    def target_numbers(self, name: str) -> NDArray[np.float32]:
-        """The target's column ``(N,)``, float32."""
-        for row, value in enumerate(self.present(name)):
-            if not is_number(value):
-                raise UserError(
-                    f"{self.where} has {value!r} in column {name!r} of line {self.first + row}, "
-                    "which is no number, and the target is one (data.regression, or numbers with "
-                    "fractions in the training data): make a number of it, or leave the row out."
-                )
-        return self.numbers([name])[:, 0]
-
-
-def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[str]:
-    """The columns besides ``others``, in the file's order.
-
-    Raises:
-        UserError: one of them is a row index, which is no property of a sample.
-    """
-    features = []
-    for place, name in enumerate(columns, 1):
-        if name in others:
-            continue
-        if ROW_INDEX.fullmatch(name):
-            raise UserError(
-                f"The table {str(path)!r} has a column {name!r} (its column {place}), which is "
-                "what pandas calls the row index, and data.features is not given, so that the "
-                "number of a row would be learned from: write the file with index=False "
-                "(df.to_csv(path, index=False)), or name the columns to learn from by "
-                "data.features."
-            )
-        features.append(name)
-    return features
-
-
-def refuse_twice(option: str, names: Sequence[str | int]) -> None:
-    """Refuse a list that names something twice."""
-    twice = [name for name in names if list(names).count(name) > 1]
-    if twice:
-        raise UserError(f"{option} names {twice[0]!r} twice: name each once.")
-
-
-def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
-    """What is said of a table all of whose columns are answers or clients."""
-    besides = f"no columns besides {', '.join(map(repr, columns))}" if columns else "no columns"
-    return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
-
-
-def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:
-    """Refuse to learn from what is to be told, or from who holds a row."""
-    for name in map(str, features):
-        for option, other in others.items():
-            if name == other:
-                raise UserError(
-                    f"data.features has {name!r}, which is data.{option}={other!r}: it would be "
-                    f"learned from. Leave it out of data.features, or give another data.{option}."
-                )
-
-
-def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]) -> None:
-    """Refuse names of columns that the table lacks; ``chosen``: those of each option of ours."""
-    columns = list(columns)
-    # An empty file is told of when it is read.
-    for option, names in chosen.items():
-        for name in names:
-            if columns and name not in columns:
-                raise UserError(
-                    f"data.{option}={name!r}: the table {str(path)!r} has no column {name!r}; it "
-                    f"has {', '.join(columns)[:300]}.{suggest(name, columns)}"
-                )
-
-
-def truths(values: Sequence[Any]) -> Sequence[Any]:
-    """A column of true and false, as a CSV spells them, as 1 and 0; others as they are."""
-    words = {"true": 1, "false": 0}
-    if not all(isinstance(value, str) and value.strip().lower() in words for value in values):
-        return values
-    return [words[value.strip().lower()] for value in values]
-
-
-def is_missing(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.strip().lower() in MISSING
-    return value is None or value != value
-
-
-def is_number(value: Any) -> bool:
-    try:
-        float(value)
-    except (ValueError, TypeError):
-        return False
-    return True
-
-
-def ordered(values: Sequence[Any]) -> list[Any]:
-    """The distinct values, ascending; by number where all are numbers."""
-    distinct = set(values)
-    if all(is_number(value) for value in distinct):
-        return sorted(distinct, key=exactly)
-    return sorted(distinct, key=str)
-
-
-def told_apart(table: Table, column: str) -> list[Any]:
-    """The values of a column whose values are names.
-
-    Raises:
-        UserError: it has one number or name in two ways, which would be two names.
-    """
-    values = table.present(column)
-    numbers = all(map(is_number, values))
-    spelled: dict[Any, Any] = {}
-    # In the order of the rows: that of a set differs from process to process.
-    for value in dict.fromkeys(values):
-        first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
-        if first != value:
-            raise UserError(
-                f"{table.where} has one {'number' if numbers else 'name'} in two ways in column "
-                f"{column!r}: {first!r} and {value!r} (line "
-                f"{table.first + values.index(value)}). Write it in one way."
-            )
-    return values
-
-
-def exactly(value: Any) -> int | float:
-    """The number that a value stands for: whole ones exactly, however large they are."""
-    try:
-        return int(str(value))
-    except ValueError:
-        return float(value)
-
-
-def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
-    """The client of each row ``(N,)``, by name; -1: of none.
-
-    Raises:
-        UserError: a row has no name, or a client's in another spelling.
-    """
-    places = {name: place for place, name in enumerate(clients)}
-    values = told_apart(table, column)
-    spelled: dict[Any, str] = {}
-    for name in clients:
-        spelled.update(dict.fromkeys(spellings(name), name))
-    found = []
-    for row, name in enumerate(map(str, values)):
-        place = places.get(name, -1)
-        same = [spelled[alike] for alike in spellings(name) if alike in spelled]
-        if place < 0 and same:
-            raise UserError(
-                f"{table.where} has {values[row]!r} in column {column!r} of line "
-                f"{table.first + row}, and the training data call that client {same[0]!r}: write "
-                "it in one way, or its rows would not be this client's own test set."
-            )
-        found.append(place)
-    return np.array(found, np.int64)
-
-
-def spellings(name: str) -> list[Any]:
-    """A common form of names that differ only in spelling."""
-    return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
-
-
-def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
-    """Each value's place among the distinct ones ``(N,)``, and these as text."""
-    names = ordered(values)
-    places = {name: place for place, name in enumerate(names)}
-    return np.array([places[value] for value in values], np.int64), [str(name) for name in names]
-
-
-def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
-    """y ``(N,)``, and its classes by value; None where the target is a number with fractions."""
-    values = table.present(target)
-    if all(map(is_number, values)) and any(float(value) % 1 for value in values):
-        return table.target_numbers(target), None
-    y, names = codes(told_apart(table, target))
-    return y, {name: place for place, name in enumerate(names)}
-
-
-def coded(
-    table: Table,
-    target: str,
-    classes: dict[str, int] | None,
-    of: str = "the training data",
-) -> NDArray[Any]:
-    """y of a table by the classes of another one, or given ones.
-
-    Raises:
-        UserError: a value is none of them.
-    """
-    if classes is None:
-        return table.target_numbers(target)
-    values = [str(value) for value in table.present(target)]
-    unknown = [value for value in values if value not in classes]
-    if unknown:
-        raise UserError(
-            f"{table.where} has {unknown[0]!r} in column {target!r}, which is not in {of}: "
-            f"{', '.join(classes)[:300]}."
-        )
-    return np.array([classes[value] for value in values], np.int64)
-
-
-def columns_of(path: Path, separator: str) -> list[str]:
-    """The names of a table's columns; its rows are not read."""
-    if path.suffix == ".parquet":
-        with reading(path):
-            names: list[str] = parquet().ParquetFile(path).schema_arrow.names
-            return names
-    with reading(path), opened(path) as file:
-        return next(csv.reader(file, delimiter=separator), [])
-
-
-def read_table(path: Path | Any, separator: str) -> Table:
-    """All of a table, of a file or a frame.
-
-    Raises:
-        UserError: it is not there, has no rows, or rows of other lengths.
-    """
-    if not isinstance(path, Path):
-        read = columns_of_frame(path)
-        path = Path(f"<{type(path).__name__}>")
-        refuse_two_of_a_name(path, [name for name, _ in read])
-        return _checked(
-            Table(path, dict(read), 1), max((len(values) for _, values in read), default=0)
-        )
-    if path.suffix == ".parquet":
-        with reading(path):
-            refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
-            read = parquet().read_table(path)
-        columns = {name: read.column(name).to_pylist() for name in read.column_names}
-        return _checked(Table(path, columns, 1), read.num_rows)
-    with reading(path), opened(path) as file:
-        # A quote that nobody closes would take all that follows into one value.
-        lines = list(csv.reader(file, delimiter=separator, strict=True))
-    if not lines:
-        raise UserError(
-            f"The table {str(path)!r} is empty: its first line has to name the columns."
-        )
-    names, *rows = lines
-    rows = [row for row in rows if row]
-    refuse_two_of_a_name(path, names)
-    for place, row in enumerate(rows):
-        if len(row) != len(names):
-            raise UserError(
-                f"The table {str(path)!r} has {len(row)} values in line {place + 2} and "
-                f"{len(names)} columns: data.separator is {separator!r}; mend the line or give "
-                "another separator."
-            )
-    by_name = zip(*rows, strict=True) if rows else ([] for _ in names)
-    return _checked(Table(path, dict(zip(names, by_name, strict=True)), 2), len(rows))
-
-
-def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
-    """Refuse a table with two columns of one name."""
-    twice = [name for name in names if list(names).count(name) > 1]
-    if twice:
-        raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
-
-
-def _checked(table: Table, rows: int) -> Table:
-    if not rows:
-        raise UserError(f"{table.where} has no rows: give at least one.")
-    return table
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[TextIO]:
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
-            yield file
-    else:
-        with open(path, encoding="utf-8-sig", newline="") as file:
-            yield file
-
-
-@contextmanager
-def reading(path: Path) -> Iterator[None]:
-    """Within, what goes wrong with a file is told by its name."""
-    try:
-        yield
-    except UserError:
-        raise
-    except FileNotFoundError:
-        raise UserError(
-            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
-        ) from None
-    except csv.Error as error:
-        raise UserError(
-            f"The table {str(path)!r} cannot be read: {error}. Close each quote, with nothing "
-            "between it and the separator."
-        ) from error
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"The table {str(path)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
-            f"{error.start}): save it as UTF-8."
-        ) from error
-    except Exception as error:  # gzip and pyarrow raise errors of their own
-        raise UserError(f"The table {str(path)!r} cannot be read: {str(error)[:200]}.") from error
-
-
-def parquet() -> Any:
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise UserError(
-            "Parquet files are read by pyarrow, which is not installed: pip install "
-            "'fl-lightning[parquet]', or give a CSV file."
-        ) from None
-    return pyarrow.parquet

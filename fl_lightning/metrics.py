@@ -37,7 +37,9 @@ _LESS |= {"ece", "brier", "fid", "kl", "hamming"}
 _LESS_OF_OURS = re.compile(
     r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$"
 )
-_APPENDED = re.compile(r"(_finetuned)?(_weighted|_std|_worst10)?$")  # by PerClientEvaluation
+_APPENDED = re.compile(
+    r"(_finetuned)?(_weighted|_std|_worst10|_mean|_worst)?$"
+)  # by PerClientEvaluation
 _FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
 _STEP = re.compile(r"_step(/dataloader_idx_\d+)?$")
 # The words of a class's name begin at these places.

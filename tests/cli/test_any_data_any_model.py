@@ -55,11 +55,14 @@ def learner(*arguments: str) -> dict[str, Any]:
 
 
 TEXTS = ("text", "multinli")
+# Of files that users have: what a sample is, only these tell. tests/cli/test_reader_configs.py runs
+# them.
+FILES = ("heart_disease",)
 OF_TEXTS = ("tiny_opt", "opt125m")
 
 
 def test_the_tables_are_complete() -> None:
-    assert {f"data/{name}" for name in (*SAMPLES, *TEXTS)} == {
+    assert {f"data/{name}" for name in (*SAMPLES, *TEXTS, *FILES)} == {
         name for name in packaged() if name.startswith("data/")
     }
     models = {name for name in packaged() if name.startswith("model/")}
@@ -398,7 +401,7 @@ def test_datasets_by_their_classes(cli: Cli) -> None:
         "data: {class_path: FromDatasets, init_args: {clients: my_sets.make}}"
     )
     run = cli("fit", "-c", "base", "-c", "clients.yaml", *OF_FOUR)
-    assert "data.clients: 'my_sets.make' is not accepted; expected a list" in run.stderr
+    assert "data.clients: 'my_sets.make' is not accepted: data.clients is a list" in run.stderr
 
 
 def test_images_of_torchvision_and_the_network_that_it_has_too(cli: Cli) -> None:

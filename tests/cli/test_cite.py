@@ -105,7 +105,9 @@ def test_a_rule_cites_its_own_paper(rule: str | None) -> None:
 
 def test_a_data_config_cites_its_data() -> None:
     for name in packaged():
-        if name.startswith("data/") and name != "data/text":
+        # These read files of a user's own.
+        of_users = ("data/text", "data/heart_disease")
+        if name.startswith("data/") and name not in of_users:
             assert "no reference" not in cited(read(name)), name
 
 

@@ -18,7 +18,7 @@ from torch import nn
 from fl_lightning import FederatedModule
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.datamodules import IID, FromTable
-from fl_lightning.datamodules.table import codes
+from fl_lightning.datamodules.tables import codes
 from fl_lightning.errors import UserError
 from fl_lightning.models import ImageClassifier
 from tests.helpers.learners import trainer

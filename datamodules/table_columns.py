@@ -1,0 +1,244 @@
+"""What becomes of a table's columns: rows left out, texts as numbers, scales, test rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.partitions import Indices
+from fl_lightning.datamodules.tables import Table, is_missing, is_number, ordered, truths
+from fl_lightning.errors import UserError, suggest
+
+KINDS = ["one-hot", "codes"]
+SMALL = 1e-9
+Kind = Literal["one-hot", "codes"]
+
+
+def joined_tables(tables: Mapping[str, Table], column: str) -> Table:
+    """Several tables as one, with a column of their names.
+
+    Raises:
+        UserError: their columns differ, or one is called as the new one.
+    """
+    first, *others = tables.values()
+    for other in others:
+        if list(other.columns) != list(first.columns):
+            raise UserError(
+                f"{other.where} has the columns {', '.join(other.columns)[:200]}, and "
+                f"{str(first.path)!r} has {', '.join(first.columns)[:200]}: all need the same, in "
+                "the same order."
+            )
+    if column in first.columns:
+        raise UserError(
+            f"data.path gives a file per client, and {first.where} has a column {column!r}: name "
+            "the clients by this column, data.client, and give one file; or leave data.client out."
+        )
+    rows: dict[str, Any] = {name: [] for name in [*first.columns, column]}
+    for name, table in tables.items():
+        for of in first.columns:
+            rows[of] += list(table.columns[of])
+        rows[column] += [name] * (len(rows[next(iter(first.columns))]) - len(rows[column]))
+    return Table(first.path, rows, first.first)
+
+
+def without_missing(
+    table: Table, used: Iterable[str], marks: Sequence[str], drop: bool, tell: Callable[[str], None]
+) -> Table:
+    """A table in which ``marks`` are missing values, without the rows that lack one if ``drop``."""
+    marked = {mark.strip() for mark in marks}
+    columns: dict[str, Sequence[Any]] = {}
+    for name, values in table.columns.items():
+        gone = [isinstance(value, str) and value.strip() in marked for value in values]
+        if any(gone):
+            values = [None if one else value for value, one in zip(values, gone, strict=True)]
+        columns[name] = values
+    if not drop:
+        return Table(table.path, columns, table.first)
+    count = len(next(iter(columns.values()), ()))
+    kept = np.ones(count, bool)
+    for name in dict.fromkeys(used):
+        kept &= ~np.array([is_missing(value) for value in columns[name]], bool)
+    if kept.all():
+        return Table(table.path, columns, table.first)
+    tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
+    rows = np.flatnonzero(kept).tolist()
+    for name, values in columns.items():
+        columns[name] = [values[row] for row in rows]
+    return Table(table.path, columns, table.first)
+
+
+@dataclass
+class Encoding:
+    """Texts as numbers, by the categories of the training rows.
+
+    Args:
+        given: ``"one-hot"`` or ``"codes"`` of all columns of texts, or a kind by column; None:
+            texts are refused.
+        drop_first: leave out the first one-hot column of each.
+    """
+
+    given: Kind | Mapping[str, Kind] | None
+    drop_first: bool = False
+    categories: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        by_column = isinstance(self.given, Mapping)
+        kinds = list(self.given.values()) if isinstance(self.given, Mapping) else [self.given]
+        for kind in kinds:
+            if kind not in KINDS and (by_column or kind is not None):
+                raise UserError(
+                    f"data.encode has {kind!r}: give 'one-hot' or 'codes', or a kind by column, "
+                    "{column: kind}." + suggest(str(kind), KINDS)
+                )
+
+    def kind(self, column: str) -> str | None:
+        """How a column is encoded, where it is."""
+        if isinstance(self.given, Mapping):
+            return self.given.get(column)
+        return self.given if column in self.categories else None
+
+    def learn(self, table: Table, features: Sequence[str], rows: Indices) -> None:
+        """Note the categories of the training rows."""
+        for name in features:
+            values = list(truths(table.present(name)))
+            named = isinstance(self.given, Mapping) and name in self.given
+            texts = isinstance(self.given, str) and not all(map(is_number, values))
+            if named or texts:
+                own = [values[row] for row in rows.tolist()]
+                self.categories[name] = [str(value) for value in ordered(own)]
+
+    def names(self, features: Sequence[str]) -> list[str]:
+        """The columns of x."""
+        found = []
+        for name in features:
+            if self.kind(name) == "one-hot":
+                found += [f"{name}={one}" for one in self._shown(name)]
+            else:
+                found.append(name)
+        return found
+
+    def _shown(self, name: str) -> list[str]:
+        return self.categories[name][1 if self.drop_first else 0 :]
+
+    def numbers(
+        self, table: Table, features: Sequence[str], tell: Callable[[str], None]
+    ) -> NDArray[np.float32]:
+        """x ``(N, columns)``."""
+        parts = []
+        for name in features:
+            kind = self.kind(name)
+            if kind is None:
+                parts.append(table.numbers([name]))
+                continue
+            values = [str(value) for value in truths(table.present(name))]
+            places = {one: place for place, one in enumerate(self.categories[name])}
+            codes = np.array([places.get(value, len(places)) for value in values])
+            unseen = int((codes == len(places)).sum())
+            if unseen:
+                tell(f"{table.where}: {unseen} values of {name!r} occur in no training row")
+            if kind == "codes":
+                parts.append(codes[:, None].astype(np.float32))
+            else:
+                table_of = np.eye(len(places) + 1, len(places), dtype=np.float32)[codes]
+                parts.append(table_of[:, 1 if self.drop_first else 0 :])
+        return np.concatenate(parts, axis=1)
+
+
+def scaled(
+    x: NDArray[np.float32], groups: NDArray[np.int64], trained: Indices
+) -> NDArray[np.float32]:
+    """(x − mean) / (std + 1e-9) by the training rows of each group; std with n − 1.
+
+    Args:
+        groups: of each row ``(N,)``.
+        trained: the training rows' positions.
+    """
+    left = np.zeros(len(x), bool)
+    left[trained] = True
+    found = x.astype(np.float64)
+    for group in np.unique(groups):
+        rows = groups == group
+        own = found[rows & left]
+        if not len(own):
+            # Rows of nobody who trains: by the figures of all.
+            own = x[left].astype(np.float64)
+        spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
+        found[rows] = (found[rows] - own.mean(axis=0)) / (spread + SMALL)
+    return found.astype(np.float32)
+
+
+def check_rule(test: Mapping[str, Any]) -> None:
+    """Refuse a rule for test rows that is none."""
+    unknown = set(test) - {"share", "rule", "seed"}
+    share = test.get("share")
+    fits = isinstance(share, float) and 0 < share < 1
+    if unknown or test.get("rule") != "sklearn" or not fits:
+        raise UserError(
+            f"data.test is of type dict, {dict(test)!r}: give a share, a file, or "
+            "{'share': 0.34, 'rule': 'sklearn', 'seed': 43}, which splits as train_test_split does."
+        )
+
+
+def check_choices(missing: str, scale: str | None) -> None:
+    """Refuse other words than are known."""
+    if missing not in ("refuse", "drop"):
+        raise UserError(f"data.missing is {missing!r}: give 'refuse' or 'drop'.")
+    if scale not in (None, "client", "all"):
+        raise UserError(f"data.scale is {scale!r}: give 'client', 'all' or null.")
+
+
+def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> None:
+    """Refuse options that contradict each other."""
+    if client is not None and partition is not None:
+        raise UserError(
+            f"data.client={client!r} says whose each row is, and data.partition splits the rows "
+            "anew: give one of the two."
+        )
+    if classes is not None and regression:
+        raise UserError(
+            f"data.classes={list(classes)!r} names the target's classes, and data.regression=True "
+            "says that it is a number: give one of the two."
+        )
+
+
+def held_out(
+    test: Mapping[str, Any], y: NDArray[Any], groups: NDArray[np.int64]
+) -> tuple[Indices, Indices]:
+    """Rows to train and to test on, within each group, by scikit-learn's train_test_split.
+
+    Raises:
+        UserError: another key or rule, or a group that is too small.
+    """
+    from sklearn.model_selection import train_test_split
+
+    share = float(test["share"])
+    seed = int(test.get("seed", 0))
+    trained = []
+    tested = []
+    for group in np.unique(groups):
+        rows = np.flatnonzero(groups == group)
+        _, counts = np.unique(y[rows], return_counts=True)
+        even = y[rows] if len(counts) > 1 and counts.min() > 2 else None
+        options = {"train_size": 1 - share, "test_size": share, "random_state": seed}
+        try:
+            left, held = train_test_split(rows, stratify=even, **options)
+        except ValueError as error:
+            raise UserError(
+                f"data.test's share is {share:g}: {len(rows)} rows of one client cannot be split "
+                f"so ({str(error)[:120]}). Give another share, or leave these rows out."
+            ) from None
+        trained.append(left)
+        tested.append(held)
+    return np.concatenate(trained), np.concatenate(tested)
+
+
+def under(root: str | Path | None, path: Any) -> Any:
+    """A path below ``root``, where it is relative."""
+    if root is None or not isinstance(path, str | Path):
+        return path
+    return Path(root).expanduser() / path

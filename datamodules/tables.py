@@ -1,0 +1,384 @@
+"""Tables as columns by name, read from files and frames; what is wrong is refused by line."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.frames import columns_of_frame
+from fl_lightning.errors import UserError, suggest
+
+# What a cell says where there is no value; Parquet has nulls of its own.
+MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
+# What pandas and R call the numbers of the rows, in a CSV, in one read again, and in Parquet.
+ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
+
+
+@dataclass(frozen=True)
+class Table:
+    """A file's columns as text or numbers, by name; ``first``: the first row's line number."""
+
+    path: Path
+    columns: dict[str, Sequence[Any]]
+    first: int
+
+    @property
+    def where(self) -> str:
+        return f"The table {str(self.path)!r}"
+
+    def present(self, name: str, option: str = "") -> list[Any]:
+        """A column's values, none of which is missing; ``option``: what else mends it."""
+        values = list(self.columns[name])
+        for row, value in enumerate(values):
+            if is_missing(value):
+                missing = sum(map(is_missing, values))
+                raise UserError(
+                    f"{self.where} has no value in column {name!r} of line {self.first + row} "
+                    f"({missing} of {len(values)} rows): fill them in, or leave these rows "
+                    f"out{option}."
+                )
+        return values
+
+    def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
+        """Columns of numbers as ``(N, k)``, float32."""
+        x = np.empty((len(self.columns[names[0]]), len(names)), np.float32)
+        for k, name in enumerate(names):
+            values = self.present(name, ", or leave the column out of data.features")
+            try:
+                x[:, k] = np.asarray(truths(values), np.float64)
+            except (ValueError, TypeError):
+                row = next(row for row, value in enumerate(values) if not is_number(value))
+                raise UserError(
+                    f"{self.where} has {values[row]!r} in column {name!r} of line "
+                    f"{self.first + row}, which is no number: make numbers of the column, or "
+                    "leave it out of data.features."
+                ) from None
+            if not np.isfinite(x[:, k]).all():
+                row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
+                raise UserError(
+                    f"{self.where} has {values[row]!r} in column {name!r} of line "
+                    f"{self.first + row}, which is no finite number of single precision."
+                )
+        return x
+
+    def target_numbers(self, name: str) -> NDArray[np.float32]:
+        """The target's column ``(N,)``, float32."""
+        for row, value in enumerate(self.present(name)):
+            if not is_number(value):
+                raise UserError(
+                    f"{self.where} has {value!r} in column {name!r} of line {self.first + row}, "
+                    "which is no number, and the target is one (data.regression, or numbers with "
+                    "fractions in the training data): make a number of it, or leave the row out."
+                )
+        return self.numbers([name])[:, 0]
+
+
+def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[str]:
+    """The columns besides ``others``, in the file's order.
+
+    Raises:
+        UserError: one of them is a row index, which is no property of a sample.
+    """
+    features = []
+    for place, name in enumerate(columns, 1):
+        if name in others:
+            continue
+        if ROW_INDEX.fullmatch(name):
+            raise UserError(
+                f"The table {str(path)!r} has a column {name!r} (its column {place}), which is "
+                "what pandas calls the row index, and data.features is not given, so that the "
+                "number of a row would be learned from: write the file with index=False "
+                "(df.to_csv(path, index=False)), or name the columns to learn from by "
+                "data.features."
+            )
+        features.append(name)
+    return features
+
+
+def refuse_twice(option: str, names: Sequence[str | int]) -> None:
+    """Refuse a list that names something twice."""
+    twice = [name for name in names if list(names).count(name) > 1]
+    if twice:
+        raise UserError(f"{option} names {twice[0]!r} twice: name each once.")
+
+
+def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
+    """What is said of a table all of whose columns are answers or clients."""
+    besides = f"no columns besides {', '.join(map(repr, columns))}" if columns else "no columns"
+    return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
+
+
+def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:
+    """Refuse to learn from what is to be told, or from who holds a row."""
+    for name in map(str, features):
+        for option, other in others.items():
+            if name == other:
+                raise UserError(
+                    f"data.features has {name!r}, which is data.{option}={other!r}: it would be "
+                    f"learned from. Leave it out of data.features, or give another data.{option}."
+                )
+
+
+def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]) -> None:
+    """Refuse names of columns that the table lacks; ``chosen``: those of each option of ours."""
+    columns = list(columns)
+    # An empty file is told of when it is read.
+    for option, names in chosen.items():
+        for name in names:
+            if columns and name not in columns:
+                raise UserError(
+                    f"data.{option}={name!r}: the table {str(path)!r} has no column {name!r}; it "
+                    f"has {', '.join(columns)[:300]}.{suggest(name, columns)}"
+                )
+
+
+def truths(values: Sequence[Any]) -> Sequence[Any]:
+    """A column of true and false, as a CSV spells them, as 1 and 0; others as they are."""
+    words = {"true": 1, "false": 0}
+    if not all(isinstance(value, str) and value.strip().lower() in words for value in values):
+        return values
+    return [words[value.strip().lower()] for value in values]
+
+
+def is_missing(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.strip().lower() in MISSING
+    return value is None or value != value
+
+
+def is_number(value: Any) -> bool:
+    try:
+        float(value)
+    except (ValueError, TypeError):
+        return False
+    return True
+
+
+def ordered(values: Sequence[Any]) -> list[Any]:
+    """The distinct values, ascending; by number where all are numbers."""
+    distinct = set(values)
+    if all(is_number(value) for value in distinct):
+        return sorted(distinct, key=exactly)
+    return sorted(distinct, key=str)
+
+
+def told_apart(table: Table, column: str) -> list[Any]:
+    """The values of a column whose values are names.
+
+    Raises:
+        UserError: it has one number or name in two ways, which would be two names.
+    """
+    values = table.present(column)
+    numbers = all(map(is_number, values))
+    spelled: dict[Any, Any] = {}
+    # In the order of the rows: that of a set differs from process to process.
+    for value in dict.fromkeys(values):
+        first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
+        if first != value:
+            raise UserError(
+                f"{table.where} has one {'number' if numbers else 'name'} in two ways in column "
+                f"{column!r}: {first!r} and {value!r} (line "
+                f"{table.first + values.index(value)}). Write it in one way."
+            )
+    return values
+
+
+def exactly(value: Any) -> int | float:
+    """The number that a value stands for: whole ones exactly, however large they are."""
+    try:
+        return int(str(value))
+    except ValueError:
+        return float(value)
+
+
+def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
+    """The client of each row ``(N,)``, by name; -1: of none.
+
+    Raises:
+        UserError: a row has no name, or a client's in another spelling.
+    """
+    places = {name: place for place, name in enumerate(clients)}
+    values = told_apart(table, column)
+    spelled: dict[Any, str] = {}
+    for name in clients:
+        spelled.update(dict.fromkeys(spellings(name), name))
+    found = []
+    for row, name in enumerate(map(str, values)):
+        place = places.get(name, -1)
+        same = [spelled[alike] for alike in spellings(name) if alike in spelled]
+        if place < 0 and same:
+            raise UserError(
+                f"{table.where} has {values[row]!r} in column {column!r} of line "
+                f"{table.first + row}, and the training data call that client {same[0]!r}: write "
+                "it in one way, or its rows would not be this client's own test set."
+            )
+        found.append(place)
+    return np.array(found, np.int64)
+
+
+def spellings(name: str) -> list[Any]:
+    """A common form of names that differ only in spelling."""
+    return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
+
+
+def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
+    """Each value's place among the distinct ones ``(N,)``, and these as text."""
+    names = ordered(values)
+    places = {name: place for place, name in enumerate(names)}
+    return np.array([places[value] for value in values], np.int64), [str(name) for name in names]
+
+
+def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
+    """y ``(N,)``, and its classes by value; None where the target is a number with fractions."""
+    values = table.present(target)
+    if all(map(is_number, values)) and any(float(value) % 1 for value in values):
+        return table.target_numbers(target), None
+    y, names = codes(told_apart(table, target))
+    return y, {name: place for place, name in enumerate(names)}
+
+
+def coded(
+    table: Table,
+    target: str,
+    classes: dict[str, int] | None,
+    of: str = "the training data",
+) -> NDArray[Any]:
+    """y of a table by the classes of another one, or given ones.
+
+    Raises:
+        UserError: a value is none of them.
+    """
+    if classes is None:
+        return table.target_numbers(target)
+    values = [str(value) for value in table.present(target)]
+    unknown = [value for value in values if value not in classes]
+    if unknown:
+        raise UserError(
+            f"{table.where} has {unknown[0]!r} in column {target!r}, which is not in {of}: "
+            f"{', '.join(classes)[:300]}."
+        )
+    return np.array([classes[value] for value in values], np.int64)
+
+
+def columns_of(path: Path, separator: str) -> list[str]:
+    """The names of a table's columns; its rows are not read."""
+    if path.suffix == ".parquet":
+        with reading(path):
+            names: list[str] = parquet().ParquetFile(path).schema_arrow.names
+            return names
+    with reading(path), opened(path) as file:
+        return next(csv.reader(file, delimiter=separator), [])
+
+
+def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = None) -> Table:
+    """All of a table, of a file or a frame.
+
+    Args:
+        given: the columns' names, of a CSV without a first line of names.
+
+    Raises:
+        UserError: it is not there, has no rows, or rows of other lengths.
+    """
+    if not isinstance(path, Path):
+        read = columns_of_frame(path)
+        path = Path(f"<{type(path).__name__}>")
+        refuse_two_of_a_name(path, [name for name, _ in read])
+        return _checked(
+            Table(path, dict(read), 1), max((len(values) for _, values in read), default=0)
+        )
+    if path.suffix == ".parquet":
+        with reading(path):
+            refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
+            read = parquet().read_table(path)
+        columns = {name: read.column(name).to_pylist() for name in read.column_names}
+        return _checked(Table(path, columns, 1), read.num_rows)
+    with reading(path), opened(path) as file:
+        # A quote that nobody closes would take all that follows into one value.
+        lines = list(csv.reader(file, delimiter=separator, strict=True))
+    if not lines:
+        raise UserError(
+            f"The table {str(path)!r} is empty: its first line has to name the columns."
+        )
+    first = 1 if given is not None else 2
+    if given is not None:
+        lines.insert(0, list(given))
+    names, *rows = lines
+    rows = [row for row in rows if row]
+    refuse_two_of_a_name(path, names)
+    for place, row in enumerate(rows):
+        if len(row) != len(names):
+            raise UserError(
+                f"The table {str(path)!r} has {len(row)} values in line {place + first} and "
+                f"{len(names)} columns: data.separator is {separator!r}; mend the line or give "
+                "another separator."
+            )
+    by_name = zip(*rows, strict=True) if rows else ([] for _ in names)
+    return _checked(Table(path, dict(zip(names, by_name, strict=True)), first), len(rows))
+
+
+def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
+    """Refuse a table with two columns of one name."""
+    twice = [name for name in names if list(names).count(name) > 1]
+    if twice:
+        raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
+
+
+def _checked(table: Table, rows: int) -> Table:
+    if not rows:
+        raise UserError(f"{table.where} has no rows: give at least one.")
+    return table
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[TextIO]:
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
+            yield file
+    else:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            yield file
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Within, what goes wrong with a file is told by its name."""
+    try:
+        yield
+    except UserError:
+        raise
+    except FileNotFoundError:
+        raise UserError(
+            f"The table {str(path)!r} is not there (the present folder is {str(Path.cwd())!r})."
+        ) from None
+    except csv.Error as error:
+        raise UserError(
+            f"The table {str(path)!r} cannot be read: {error}. Close each quote, with nothing "
+            "between it and the separator."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The table {str(path)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
+            f"{error.start}): save it as UTF-8."
+        ) from error
+    except Exception as error:  # gzip and pyarrow raise errors of their own
+        raise UserError(f"The table {str(path)!r} cannot be read: {str(error)[:200]}.") from error
+
+
+def parquet() -> Any:
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise UserError(
+            "Parquet files are read by pyarrow, which is not installed: pip install "
+            "'fl-lightning[parquet]', or give a CSV file."
+        ) from None
+    return pyarrow.parquet

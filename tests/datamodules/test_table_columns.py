@@ -1,0 +1,152 @@
+"""Tables of texts, gaps, files per client and centres as in FLamby."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.model_selection import train_test_split
+
+from fl_lightning import UserError
+from fl_lightning.datamodules import ByValue, FromTable
+
+ROWS = """colour,size,city,sick
+red,1,A,no
+blue,2,A,yes
+red,3,B,no
+green,4,B,yes
+blue,?,B,yes
+"""
+
+
+def table(tmp_path: Path, text: str = ROWS, name: str = "t.csv") -> Path:
+    (tmp_path / name).write_text(text)
+    return tmp_path / name
+
+
+def x_of(data: FromTable) -> Any:
+    data.setup()
+    assert data.train_set is not None
+    return data.train_set.x.tolist()  # type: ignore[attr-defined]
+
+
+def test_texts_are_encoded_by_the_training_rows(tmp_path: Path) -> None:
+    path = table(tmp_path)
+    data = FromTable(path, "sick", client="city", encode="one-hot", missing="drop")
+    assert x_of(data) == [[0, 0, 1, 1], [1, 0, 0, 2], [0, 0, 1, 3], [0, 1, 0, 4]]
+    assert list(data.column_names) == ["colour=blue", "colour=green", "colour=red", "size"]
+    assert data.client_sizes().tolist() == [2, 2]
+    first = FromTable(
+        path, "sick", encode="one-hot", drop_first=True, missing="drop", num_clients=1
+    )
+    assert x_of(first)[1] == [0, 0, 2, 0]
+    coded = FromTable(
+        path,
+        "sick",
+        encode={"colour": "codes"},
+        missing="drop",
+        num_clients=1,
+        features=["size", "colour"],
+    )
+    assert x_of(coded) == [[1, 2], [2, 0], [3, 2], [4, 1]]
+    test = table(tmp_path, "colour,size,city,sick\npink,1,A,no\n", "u.csv")
+    unseen = FromTable(
+        path,
+        "sick",
+        encode="one-hot",
+        missing="drop",
+        test=test,
+        num_clients=1,
+        features=["colour"],
+    )
+    x_of(unseen)
+    assert unseen.test_set.x.tolist() == [[0, 0, 0]]  # type: ignore[union-attr]
+    codes = FromTable(
+        path, "sick", encode="codes", missing="drop", test=test, num_clients=1, features=["colour"]
+    )
+    x_of(codes)
+    assert codes.test_set.x.tolist() == [[3]]  # type: ignore[union-attr]
+
+
+def test_gaps_are_refused_unless_dropped(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no value in column 'size' of line 6"):
+        FromTable(table(tmp_path), "sick", encode="codes", num_clients=1).setup()
+    with pytest.raises(UserError, match="'red' in column 'colour' of line 2, which is no number"):
+        FromTable(
+            table(tmp_path), "sick", missing="drop", num_clients=1, features=["colour"]
+        ).setup()
+    with pytest.raises(UserError, match=r"data\.encode has 'onehot'.*Did you mean 'one-hot'"):
+        FromTable("t.csv", "sick", encode="onehot")  # type: ignore[arg-type]
+
+
+HEART = ("age", "sex", "chol", "num")
+
+
+@pytest.fixture
+def centres(tmp_path: Path) -> Path:
+    """Files without a header, a file per centre."""
+    draw = np.random.default_rng(0)
+    for name, count in (("cleveland", 40), ("va", 25)):
+        rows = [
+            f"{draw.integers(30, 80)},{draw.integers(2)},{draw.integers(100, 300)},{i % 4}"
+            for i in range(count)
+        ]
+        rows[3] = "50,1,?,0"
+        (tmp_path / f"processed.{name}.data").write_text("\n".join(rows) + "\n")
+    return tmp_path
+
+
+def test_centres_are_read_scaled_and_split_as_flamby_does(centres: Path) -> None:
+    files = {name: f"processed.{name}.data" for name in ("cleveland", "va")}
+    share = 1 - 0.66
+    data = FromTable(
+        files,
+        "num",
+        root=centres,
+        columns=HEART,
+        missing="drop",
+        above=0,
+        scale="client",
+        test={"share": share, "rule": "sklearn", "seed": 43},
+    )
+    data.setup()
+    assert list(data.client_names) == ["cleveland", "va"] and data.num_classes == 2
+    for client, name in enumerate(files):
+        lines = (centres / files[name]).read_text().split()
+        rows = np.array([line.split(",") for line in lines if "?" not in line], float)
+        y = (rows[:, 3] > 0).astype(int)
+        train, test = train_test_split(
+            np.arange(len(rows)), train_size=1 - share, test_size=share, random_state=43, stratify=y
+        )
+        x = rows[:, :3].astype(np.float32).astype(float)
+        expected = (x - x[train].mean(0)) / (x[train].std(0, ddof=1) + 1e-9)
+        own = data.client_indices(client)
+        assert np.allclose(data.train_set.x[own], expected[train], atol=1e-5)  # type: ignore
+        assert data.train_set.y[own].tolist() == y[train].tolist()  # type: ignore
+        held = data.client_test_indices(client) - len(data.train_set)  # type: ignore
+        assert np.allclose(data.test_set.x[held], expected[test], atol=1e-5)  # type: ignore
+    with pytest.raises(UserError, match=r"give a share, a file, or \{'share'"):
+        FromTable("a.csv", "y", test={"share": 0.3})
+
+
+def test_rows_are_split_by_a_columns_value(tmp_path: Path) -> None:
+    data = FromTable(
+        table(tmp_path),
+        "sick",
+        features=["size"],
+        missing="drop",
+        num_clients=2,
+        partition=ByValue(column="size"),
+    )
+    assert sorted(data.client_indices(0).tolist()) == [0, 1]
+    with pytest.raises(UserError, match="no column 'weight'"):
+        FromTable(
+            table(tmp_path),
+            "sick",
+            features=["size"],
+            missing="drop",
+            num_clients=2,
+            partition=ByValue(column="weight"),
+        ).setup()
