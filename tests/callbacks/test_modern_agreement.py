@@ -313,6 +313,42 @@ def test_in_some_of_the_rounds_nobody_takes_part() -> None:
     assert 0 in taking_part[1:-1] and max(taking_part) > 1
 
 
+# ------------------------------------------------------------------ what travels
+
+D, B = 31, 9  # numbers of the model, and its rows and vectors
+SENT: dict[str, tuple[int, int]] = {
+    "Local AdamW": (D, D),
+    "FedAdamW": (2 * D + B + 1, D + B),
+    "FedLADA": (3 * D + 1, 2 * D),
+    "averaged AdamW": (2 * D + B + 2, 2 * D + B),
+    "FedMuon": (3 * D, 2 * D),
+    "FedMuon-LMO": (2 * D, 2 * D),
+    "FedACG": (D, D),
+    "FedWMSAM": (3 * D + 1, D),
+    "FedWMSAM, fixed, + RI": (3 * D + 1, 2 * D + 1),
+    "FedSWA": (D, D),
+    "FedMoSWA": (2 * D, 2 * D),
+    "FedGloSS": (D, D),
+    "FedTOGA": (2 * D, D),
+    "FedTOGA alone + RI": (2 * D, 2 * D),
+    "APFL": (D, D),
+    "FedALA": (D, D),
+    "FedRoD": (D, D),
+    "Per-FedAvg": (D, D),
+    "q-FedAvg": (D, D + 1),
+}
+
+
+@pytest.mark.parametrize("name", SENT)
+def test_a_participant_is_sent_and_sends_so_many_numbers(name: str) -> None:
+    ours, _ = both(name, rounds=3)
+    counted = ours.record.metrics[-1]
+    per_participant = tuple(
+        counted[f"communication/{way}_parameters"] / (3 * 3) for way in ("down", "up")
+    )
+    assert per_participant == SENT[name]
+
+
 # ------------------------------------------------------------------ identities
 
 
