@@ -153,6 +153,8 @@ LEFT_OUT = [
 
 # What stays of these, and real processes of which the fast tier has one of each kind.
 KEPT = [
+    # classes that nobody of a round has
+    f"{MODERN}[poisson-FedProto]",
     "tests/cli/test_going_on.py::test_a_failing_resume_leaves_the_config",
     "tests/cli/test_going_on.py::test_a_finished_run_says",
     "tests/cli/test_going_on.py::test_a_run_that_early_stopping_ended_stays_ended[patience",
