@@ -23,6 +23,7 @@ from fl_lightning.datamodules.hdf5 import FromHDF5
 from fl_lightning.datamodules.hugging_face import FromHuggingFace
 from fl_lightning.datamodules.human_activity import HumanActivity
 from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
+from fl_lightning.datamodules.instruction_tuning import InstructionTuning
 from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
 from fl_lightning.datamodules.language_modelling import LanguageModelling
 from fl_lightning.datamodules.leaf import FromLEAF
@@ -73,6 +74,7 @@ __all__ = [
     "Imported",
     "InMemoryDataModule",
     "InnerDirichlet",
+    "InstructionTuning",
     "LabelBuckets",
     "LabelShares",
     "LabelsPerClient",

@@ -26,6 +26,11 @@ class Bytes:
     """
 
     size = FIRST_BYTE + 256
+    end: int | None = END
+
+    def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int] | None:
+        """None: there is no chat template."""
+        return None
 
     def whole(self, text: str) -> NDArray[np.int32]:
         """A long text ``(tokens,)``, without an end."""
@@ -82,6 +87,16 @@ class Folder:
                 f"({type(error).__name__}: {' '.join(str(error).split())[:160]})."
             ) from error
         self.size = len(self._tokenizer)
+        self.end: int | None = self._tokenizer.eos_token_id
+
+    def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int] | None:
+        """Messages by the chat template, ``asks``: up to the answer; None: there is no template."""
+        if not getattr(self._tokenizer, "chat_template", None):
+            return None
+        text: str = self._tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=asks
+        )
+        return [int(token) for token in self.whole(text)]
 
     def whole(self, text: str) -> NDArray[np.int32]:
         return np.asarray(

@@ -139,7 +139,9 @@ class CausalLanguageModel(TextLearner):
 
     D, and what is communicated, counts what is trained; tied embeddings are one parameter and
     count once.
-    ``predict_step`` gives the mean loss of each text ``(n,)``.
+    ``predict_step`` gives the mean loss of each text ``(n,)``. A batch is tokens ``(n, L)``, -1
+    where a text has ended, and anything, or targets ``(n, L)``: the token where it is learned, else
+    -1, as ``InstructionTuning`` has them.
 
     Raises:
         UserError: transformers or peft are missing; a folder, architecture or pattern that cannot
@@ -162,6 +164,9 @@ class CausalLanguageModel(TextLearner):
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, wanted = self._next(batch[0])
+        # Targets beside the tokens say which of these are learned.
+        if batch[1].shape == batch[0].shape:
+            wanted = batch[1][:, 1:].long()
         return logits.flatten(0, 1), wanted.flatten()
 
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,119 @@
+"""Instructions and conversations: which tokens are learned, and the loss over these alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning.datamodules import InstructionTuning
+from fl_lightning.datamodules.instruction_tuning import ALPACA, ALPACA_INPUT
+
+RECORDS: list[dict[str, Any]] = [
+    {"instruction": "Add 1 to {x}.", "input": "41", "output": "42", "who": "a"},
+    {"instruction": "Say hello.", "response": "héllo", "who": "b"},
+    {"instruction": "Name it.", "context": "", "answer": "it", "who": "a"},
+]
+
+
+def loaded(folder: Path, records: Any, lines: bool = True, **given: Any) -> InstructionTuning:
+    text = "\n".join(map(json.dumps, records)) if lines else json.dumps(records)
+    (folder / "train.json").write_text(text)
+    data = InstructionTuning(folder, "train.json", **{"num_clients": 1, "batch_size": 8, **given})
+    data.setup("fit")
+    return data
+
+
+def learned(data: InstructionTuning, row: int) -> tuple[str, str, bool]:
+    """The text of a record, what of it is learned, and whether the last of that is an end."""
+    x, y = data.train_set.x[row], data.train_set.y[row]
+    assert x.shape == y.shape and bool(((y == x) | (y == -1)).all())
+    asked = bytes(int(t) - 3 for t in x[x >= 3]).decode()
+    answer = bytes(int(t) - 3 for t in y[y >= 3]).decode()
+    return asked, answer, int(y[y >= 0][-1]) == 1
+
+
+@pytest.mark.parametrize("lines", [True, False])
+def test_answers_alone_are_learned(tmp_path: Path, lines: bool) -> None:
+    data = loaded(tmp_path, RECORDS, lines)
+    prompt = ALPACA_INPUT.replace("{instruction}", "Add 1 to {x}.").replace("{input}", "41")
+    assert learned(data, 0) == (prompt + "42", "42", True)
+    assert learned(data, 1) == (
+        ALPACA.replace("{instruction}", "Say hello.") + "héllo",
+        "héllo",
+        True,
+    )
+    assert learned(data, 2)[1] == "it"
+
+
+def test_all_tokens_but_the_first(tmp_path: Path) -> None:
+    data = loaded(tmp_path, RECORDS, template="Q: {instruction} A: ", response_only=False)
+    assert learned(data, 2) == ("Q: Name it. A: it", ": Name it. A: it", True)
+
+
+def test_what_does_not_fit_is_left_out(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="1 of 3 records have no answer within data.length 12"):
+        data = loaded(tmp_path, RECORDS, template="{instruction}{input}", length=12)
+    assert len(data.train_set.x) == 2 and data.train_set.x.shape[1] <= 12
+    with pytest.raises(UserError, match="has no record with an answer"):
+        loaded(tmp_path, RECORDS, length=3)
+
+
+def test_conversations(tmp_path: Path) -> None:
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+        {"role": "user", "content": "Bye"},
+        {"role": "assistant", "content": "Ciao"},
+    ]
+    data = loaded(tmp_path, [{"messages": messages}])
+    text = "<|user|>\nHi<|assistant|>\nHello<|user|>\nBye<|assistant|>\nCiao"
+    assert learned(data, 0) == (text, "HelloCiao", True)
+    assert int((data.train_set.y[0] == 1).sum()) == 2 and int((data.train_set.x[0] == 1).sum()) == 4
+
+
+def test_a_field_names_the_client(tmp_path: Path) -> None:
+    data = loaded(tmp_path, RECORDS, group="who", num_clients=None)
+    assert data.client_names == ["a", "b"] and data.client_sizes().tolist() == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("records", "given", "says"),
+    [
+        ([{"instruction": "x"}], {}, "record 1, has instruction; accepted are"),
+        ([{"messages": "x"}], {}, "messages that are no list"),
+        (["x"], {}, "has no records"),
+        (RECORDS, {"template": "x"}, "needs {instruction}"),
+        (RECORDS, {"group": "whom", "num_clients": None}, "has no 'whom'"),
+    ],
+)
+def test_other_records_are_refused(tmp_path: Path, records: Any, given: Any, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        loaded(tmp_path, records, **given)
+
+
+def test_the_loss_is_the_mean_over_targets(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="pip install 'fl-lightning[text]'")
+    from fl_lightning.models import CausalLanguageModel
+    from tests.helpers.texts import opt
+
+    learner = CausalLanguageModel(config={**opt(), "max_position_embeddings": 256})
+    learner.log = lambda *given, **more: None  # type: ignore[method-assign]
+    data = loaded(tmp_path, RECORDS[1:], template="{instruction} ")
+    x, y = data.train_set.x, data.train_set.y
+    loss = learner.training_step((x, y), 0)
+    total, count = torch.zeros(()), 0
+    for tokens, targets in zip(x, y, strict=True):
+        row = tokens[tokens >= 0].long()[None]
+        logits = learner.network(input_ids=row).logits[0].log_softmax(-1)
+        for j, target in enumerate(targets.tolist()):
+            if j and target >= 0:
+                total, count = total - logits[j - 1, target], count + 1
+    torch.testing.assert_close(loss, total / count)
+    nothing = learner.training_step((x, torch.full_like(y, -1)), 0)
+    nothing.backward()
+    assert float(nothing) == 0
