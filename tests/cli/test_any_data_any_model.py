@@ -57,7 +57,10 @@ def learner(*arguments: str) -> dict[str, Any]:
 TEXTS = ("text", "multinli")
 # Of files that users have: what a sample is, only these tell. tests/cli/test_reader_configs.py runs
 # them.
-FILES = ("heart_disease",)
+FILES = (
+    *("femnist_leaf", "synthetic_leaf", "celeba_leaf", "femnist_tff", "cifar100_tff", "pfllib"),
+    *("office_caltech", "office_home", "pacs", "domainnet", "digits5", "heart_disease"),
+)
 OF_TEXTS = ("tiny_opt", "opt125m")
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import csv
+import json
 import random
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
+from scipy.io import savemat
 
 from tests.helpers.zygote import Cli
 
@@ -69,3 +72,101 @@ def test_domains_are_measured_by_name(cli: Cli) -> None:
     assert float(logged["domains/acc_worst"]) == min(each)
     report = cli("report", folder)
     assert report.returncode == 0, report.stderr
+
+
+def leaf(path: Path, x: list[object], y: list[int]) -> None:
+    """Two users with the same samples, who are tested on them, too."""
+    users = {name: {"x": x, "y": y} for name in ("a", "b")}
+    content = {"users": list(users), "num_samples": [len(y)] * 2, "user_data": users}
+    for side in ("train", "test"):
+        (path / side).mkdir(parents=True)
+        (path / side / "all.json").write_text(json.dumps(content))
+
+
+def domains(path: Path, size: int = 8) -> None:
+    """Two domains of two classes, and their lists."""
+    for domain in ("art", "photo"):
+        rows = []
+        for label, name in enumerate(("cat", "dog")):
+            (path / domain / name).mkdir(parents=True)
+            for i in range(5):
+                level = 30 * i + 60 * label
+                Image.new("RGB", (size, size), (level, level, 9)).save(
+                    path / domain / name / f"{i}.png"
+                )
+                rows.append(f"{domain}/{name}/{i}.png {label}")
+        (path / f"{domain}_train.txt").write_text("\n".join(rows[1:]))
+        (path / f"{domain}_test.txt").write_text(rows[0])
+
+
+def digits(path: Path) -> None:
+    """The seven files of Digits-5, of ten pictures each."""
+    path.mkdir(parents=True)
+    grey = np.zeros((10, 32, 32), np.uint8)
+    colour = np.zeros((10, 32, 32, 3), np.uint8)
+    labels = {"label_train": np.eye(10), "label_test": np.eye(10)}
+    savemat(path / "mnist_data.mat", {"train_32": grey, "test_32": grey, **labels})
+    savemat(path / "mnistm_with_label.mat", {"train": colour, "test": colour, **labels})
+    numbers = np.arange(1, 11)[:, None]
+    for name in ("svhn", "synth"):
+        for side in ("train", "test"):
+            savemat(
+                path / f"{name}_{side}_32x32.mat", {"X": colour.transpose(1, 2, 3, 0), "y": numbers}
+            )
+    cells = np.empty((2, 2), dtype=object)
+    for row in cells:
+        row[0] = np.zeros((10, 1, 28, 28))
+        row[1] = numbers
+    savemat(path / "usps_28x28.mat", {"dataset": cells})
+
+
+def hdf5(path: Path, name: str, x: object) -> None:
+    h5py = pytest.importorskip("h5py", reason="h5py, of the extra hdf5, is not installed")
+    for side in ("train", "test"):
+        with h5py.File(path / f"{name}_{side}.h5", "w") as file:
+            for client in ("0", "1"):
+                file[f"examples/{client}/{'image' if 'cifar' in name else 'pixels'}"] = x
+                file[f"examples/{client}/label"] = np.arange(4)
+
+
+def pfllib(path: Path) -> None:
+    for side in ("train", "test"):
+        (path / side).mkdir(parents=True)
+        for i in range(2):
+            content = {"x": np.zeros((4, 1, 28, 28)), "y": np.arange(4)}
+            with open(path / side / f"{i}.npz", "wb") as file:
+                np.savez_compressed(file, data=content)
+
+
+def celeba(data: Path) -> None:
+    images = data / "celeba/data/raw/img_align_celeba"
+    images.mkdir(parents=True)
+    for i in range(2):
+        Image.new("RGB", (20, 30), (9, 9, 9)).save(images / f"{i}.jpg")
+    leaf(data / "celeba/data", ["0.jpg", "1.jpg"], [0, 1])
+
+
+MADE = {
+    "femnist_leaf": lambda data: leaf(data / "femnist/data", [[0.5] * 784] * 4, [0, 9, 40, 61]),
+    "synthetic_leaf": lambda data: leaf(data / "synthetic/data", [[0.5] * 60] * 3, [0, 9, 4]),
+    "celeba_leaf": celeba,
+    "femnist_tff": lambda data: hdf5(data, "fed_emnist_digitsonly", np.zeros((4, 28, 28))),
+    "cifar100_tff": lambda data: hdf5(data, "fed_cifar100", np.zeros((4, 32, 32, 3), np.uint8)),
+    "pfllib": lambda data: pfllib(data / "MNIST"),
+    "office_caltech": lambda data: domains(data / "office_caltech"),
+    "office_home": lambda data: domains(data / "office_home"),
+    "pacs": lambda data: domains(data / "pacs"),
+    "domainnet": lambda data: domains(data / "domainnet"),
+    "digits5": lambda data: digits(data / "digits5"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_a_round_of_every_config(name: str, cli: Cli) -> None:
+    (cli.folder / "data").mkdir()
+    MADE[name](cli.folder / "data")
+    run = cli(*FIT, "-c", f"data/{name}", "--model.participation", "all", "--model.local_epochs", 1)
+    assert run.returncode == 0, run.stderr
+    (folder,) = (cli.folder / "runs").iterdir()
+    logged = list(csv.DictReader((folder / "metrics.csv").open()))
+    assert float(logged[-1]["val/loss"]) > 0
