@@ -98,7 +98,8 @@ class FactorSchedule(FederatedCallback):
 
     def not_beside(self, other: FederatedCallback) -> str:
         key = self.kept_vector(other)
-        if len(set(self.factors)) == 1 or not key:
+        # What compression has not sent of a factor rests with it.
+        if len(set(self.factors)) == 1 or not key or other.of_trained:
             return ""
         return f"{key} is kept from round to round, and rounds train factors in turn"
 

@@ -59,6 +59,7 @@ class RandomK(FederatedCallback):
     paper = Paper("stich2018sparsified")
     tolerates_staleness = True
     draws_by_client = True
+    of_trained = True
     neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is drawn of a part that is not averaged would be lost"}
 
@@ -87,19 +88,30 @@ class RandomK(FederatedCallback):
         ``run``: the callback of the run that asks, whose seed it is drawn from.
         """
         size = v.shape[1]
-        drawn = [self._drawn(size, clients.round, i, run) for i in clients.client_ids]
+        trained = clients.trained_by_all
+        drawn = [self._drawn(size, clients.round, i, run, trained) for i in clients.client_ids]
         kept = torch.stack(drawn).to(v.device)
         k = kept.shape[1]
-        scale = 1.0 if self.memory else size / k
+        among = size if trained is None else int(trained.sum())
+        scale = 1.0 if self.memory else among / k
         values = (v.gather(1, kept) * scale).to(clients.w.dtype)
         clients.sent(parameters=k, bytes=k * values.element_size())
         vars(clients)["message"] = {"values": values}
         return _placed(values, kept, size)
 
-    def _drawn(self, size: int, round: int, client: int, run: FederatedCallback) -> Tensor:
-        k = math.ceil(Fraction(str(self.fraction)) * size)
+    def _drawn(
+        self,
+        size: int,
+        round: int,
+        client: int,
+        run: FederatedCallback,
+        trained: Tensor | None = None,
+    ) -> Tensor:
+        """The coordinates ``(k,)`` that a client sends, of those that all train."""
+        among = torch.arange(size) if trained is None else trained.cpu().nonzero()[:, 0]
+        k = math.ceil(Fraction(str(self.fraction)) * len(among))
         generator = run._keyed("randk", round, client)
-        return torch.from_numpy(generator.choice(size, k, replace=False, shuffle=False))
+        return among[generator.choice(len(among), k, replace=False, shuffle=False)]
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         return {

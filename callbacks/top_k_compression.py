@@ -60,6 +60,7 @@ class TopKCompression(FederatedCallback):
     neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
     contraction = True  # EF21 may compress with it
+    of_trained = True
     error = ClientState(synchronised=False)
 
     def __init__(self, fraction: float = 0.1) -> None:
@@ -80,8 +81,14 @@ class TopKCompression(FederatedCallback):
         ``run``: the callback of the run that asks.
         """
         size = v.shape[1]
-        k = math.ceil(Fraction(str(self.fraction)) * size)
-        largest = v.abs().sort(dim=1, descending=True, stable=True).indices[:, :k]
+        magnitude = v.abs()
+        trained = clients.trained_by_all
+        number_of_them = size
+        if trained is not None:
+            number_of_them = int(trained.sum())
+            magnitude = magnitude.masked_fill(~trained, -1.0)
+        k = math.ceil(Fraction(str(self.fraction)) * number_of_them)
+        largest = magnitude.sort(dim=1, descending=True, stable=True).indices[:, :k]
         values = v.gather(1, largest).to(clients.w.dtype)
         # An index of 4 bytes reaches 2³¹ parameters.
         index_bytes = 4 if size < 2**31 else 8

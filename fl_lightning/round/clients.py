@@ -113,6 +113,11 @@ class Clients:
         return torch.ones_like(self._group.x, dtype=torch.bool) if resting is None else ~resting
 
     @property
+    def trained_by_all(self) -> Tensor | None:
+        """``(D,)`` bool: what every client of the round trains; None: all, or they differ."""
+        return self._group.round.trained
+
+    @property
     def round(self) -> int:
         """t = 0, 1, …"""
         return self._group.round.t

@@ -36,6 +36,9 @@ class Resting:
     alike: bool = False
     """Whether all clients of a round train the same coordinates."""
 
+    of_trained: ClassVar[bool] = False
+    """Whether its ``transmit`` works on the coordinates that all clients of a round train."""
+
     restarts: ClassVar[bool] = False
     """Whether coordinates mean something else after a round, so that no vector of D numbers may be
     kept from round to round beside it."""
@@ -194,7 +197,8 @@ def _beside_resting(callback: Any, other: Any) -> str:
     """Why another callback is not defined beside this one's mask; empty: it is."""
     if other.has("parts"):
         return "both say which coordinates take part in a round"
-    if other.has("transmit") and (not callback.alike or other.has("encode")):
+    sends_less = other.has("encode") and not other.of_trained
+    if other.has("transmit") and (not callback.alike or sends_less):
         return "what it sends of coordinates that a client does not train is not defined"
     if callback.alike or other.role == "measurement":
         return ""

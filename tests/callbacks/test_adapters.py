@@ -257,6 +257,43 @@ def test_optimizer_state_of_what_rests_stays() -> None:
             assert np.array_equal(one, two) and one.any()
 
 
+@pytest.mark.parametrize(
+    "compression",
+    [
+        lambda: c.TopKCompression(0.3),
+        lambda: c.RandomK(0.3),
+        lambda: c.RandomK(0.3, memory=True),
+    ],
+)
+def test_compression_is_of_trained_coordinates(compression: Any) -> None:
+    """With A frozen by the learner itself it sends the same numbers."""
+    frozen = Adapted()
+    frozen.first.lora_A.requires_grad_(False)
+    frozen.head.lora_A.requires_grad_(False)
+    how = TRAININGS["sgd"]
+    one = ours([c.FactorSchedule(["B"]), compression()], how)
+    other = ours([compression()], how, learner=frozen)
+    layout = one.module.layout
+    for name, (where, _) in other.module.layout.items():
+        assert np.array_equal(one.record.w[-1][layout[name][0]], other.record.w[-1][where]), name
+    for name in ("communication/up_parameters", "communication/up_bytes"):
+        assert one.record.metrics[-1][name] == other.record.metrics[-1][name]
+
+
+def test_what_compression_did_not_send_of_a_factor_rests_with_it() -> None:
+    run = ours(
+        [c.FactorSchedule(["B", "A"]), c.TopKCompression(0.3)],
+        TRAININGS["sgd"],
+        participation="all",
+        rounds=2,
+    )
+    before, after = (rows["TopKCompression.error"] for rows in run.record.rows)
+    for adapter in run.module.layout.adapters:
+        where = run.module.layout[adapter.b][0]
+        assert all(np.array_equal(before[i][where], after[i][where]) for i in before)
+    assert any(before[i].any() for i in before)
+
+
 # --------------------------------------------------------------------------- refused
 
 
@@ -310,7 +347,7 @@ def test_masks_that_are_none(mask: Any, alike: bool, says: str) -> None:
         ),
         ([c.FactorSchedule(["B", "A"]), c.ControlVariates()], {}, "and ControlVariates"),
         ([c.FactorSchedule(["B", "A"]), c.ModelContrast()], {}, "and ModelContrast"),
-        ([c.FactorSchedule(["B"]), c.TopKCompression()], {}, "and TopKCompression"),
+        ([c.FactorSchedule(["B"]), c.SignUpdate()], {}, "and SignUpdate"),
         ([Restarting(), c.ClientMomentum()], {}, "Restarting and ClientMomentum"),
         ([Restarting()], {"keep_optimizer_state": True}, "Restarting.*keep_optimizer_state"),
         (
