@@ -14,6 +14,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from fl_lightning.cli.compose import class_name, plain_yaml
+from fl_lightning.cli.dataset_errors import fault_of_datasets
 from fl_lightning.errors import UserError, suggest
 
 _INTERNAL = (
@@ -205,6 +206,8 @@ class Refusal:
         for pattern, say in of_options.items():
             if match := re.match(pattern, self.message):
                 return say(*match.groups())
+        if text := fault_of_datasets(self.option, self.config):
+            return text
         for pattern, say in of_values.items():
             match = re.match(pattern, self.leaf)
             if match and (text := say(*match.groups())):

@@ -100,3 +100,28 @@ def test_names_from_yaml_reach_the_tables_and_export(cli: Cli) -> None:
     assert export.returncode == 0 and (folder / "client-1.pt").is_file(), export.stderr
     shown = cli("partition", "-c", "wards.yaml")
     assert shown.returncode == 0 and "anna" in shown.stdout, shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("clients", "what"),
+    [
+        (
+            "[{class_path: my_wards.ward}, {class_path: my_wards.unsaid}]",
+            "clients[1]: my_wards.uns",
+        ),
+        ("{ben: {class_path: my_wards.unsaid}}", "clients.ben: my_wards.unsaid does not say that"),
+        ("{ben: {class_path: my_wards.Plain}}", "clients.ben: my_wards.Plain is not a subclass of"),
+        (
+            "{ben: {class_path: my_wards.ward, init_args: {patient: 3}}}",
+            "clients.ben.patient: my_wards.ward has no such argument. Did you mean 'patients'?",
+        ),
+    ],
+)
+def test_the_data_set_at_fault_is_named(clients: str, what: str, cli: Cli) -> None:
+    more = "\n\ndef unsaid():\n    return ward(3)\n\nclass Plain:\n    pass\n"
+    (cli.folder / "my_wards.py").write_text(SETS + more)
+    text = f"data: {{class_path: FromDatasets, init_args: {{clients: {clients}}}}}\n"
+    (cli.folder / "wards.yaml").write_text(text)
+    run = cli("fit", "-c", "base", "-c", "wards.yaml")
+    assert run.returncode == 2 and f"data.{what}" in run.stderr, run.stderr
+    assert "NoneType" not in run.stderr and "init_args" not in run.stderr

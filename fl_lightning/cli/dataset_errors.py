@@ -1,0 +1,103 @@
+"""What is wrong with data sets that a config names by class: which of them, and why."""
+
+from __future__ import annotations
+
+import inspect
+import typing
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from torch.utils.data import Dataset
+
+from fl_lightning.errors import suggest
+
+# Arguments of FromDatasets.
+OPTIONS = ("train", "val", "test", "clients", "test_clients")
+
+
+def fault_of_datasets(option: str, config: Mapping[str, Any]) -> str:
+    """A paragraph on the first data set at ``option`` that is none; empty where nothing is found.
+
+    Args:
+        option: such as ``data.clients``.
+        config: the merged config.
+    """
+    group, _, name = option.partition(".")
+    arguments = (config.get(group) or {}) if group == "data" else {}
+    node = arguments.get("init_args", {}).get(name) if isinstance(arguments, Mapping) else None
+    if name not in OPTIONS:
+        return ""
+    for place, one in _each(option, node):
+        path = one if isinstance(one, str) else one.get("class_path")
+        made = _imported(path) if isinstance(path, str) else None
+        if made is None:
+            continue
+        if not _gives_a_dataset(made):
+            return f"{place}: {_what(made, str(path))}"
+        given = {} if isinstance(one, str) else one.get("init_args") or {}
+        if unknown := _unknown(made, given):
+            accepted = list(inspect.signature(made).parameters)
+            return (
+                f"{place}.{unknown}: {path} has no such argument.{suggest(unknown, accepted)} "
+                f"Accepted: {', '.join(accepted) or 'none'}."
+            )
+    return ""
+
+
+def _each(option: str, node: Any) -> Iterator[tuple[str, Any]]:
+    """Each data set of an argument, with its place."""
+    if isinstance(node, list):
+        yield from ((f"{option}[{i}]", one) for i, one in enumerate(node) if _names(one))
+    elif isinstance(node, Mapping) and "class_path" not in node:
+        yield from ((f"{option}.{name}", one) for name, one in node.items() if _names(one))
+    elif _names(node) and not option.endswith("clients"):
+        yield option, node
+
+
+def _names(one: Any) -> bool:
+    return isinstance(one, str) or (isinstance(one, Mapping) and "class_path" in one)
+
+
+def _imported(path: str) -> Any:
+    """The class or function of a path; None: there is none, which others tell of."""
+    module, _, name = path.rpartition(".")
+    try:
+        return getattr(import_module(module), name, None) if module else None
+    except Exception:  # a module of a user's may raise anything
+        return None
+
+
+def _gives_a_dataset(made: Any) -> bool:
+    if inspect.isclass(made):
+        return issubclass(made, Dataset)
+    try:
+        said = typing.get_type_hints(made).get("return")
+    except Exception:  # annotations may name what is not there
+        return True
+    said = typing.get_origin(said) or said
+    return inspect.isclass(said) and issubclass(said, Dataset)
+
+
+def _what(made: Any, path: str) -> str:
+    if inspect.isclass(made):
+        return (
+            f"{path} is not a subclass of torch.utils.data.Dataset. Derive it from Dataset, or "
+            "give a function that returns one: def make(…) -> Dataset."
+        )
+    name = path.rpartition(".")[2]
+    return (
+        f"{path} does not say that it returns a Dataset. Write def {name}(…) -> Dataset, with "
+        "Dataset of torch.utils.data."
+    )
+
+
+def _unknown(made: Any, given: Any) -> str:
+    """The first argument that a class or function does not take."""
+    try:
+        parameters = inspect.signature(made).parameters
+    except (TypeError, ValueError):
+        return ""
+    if any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+        return ""
+    return next((name for name in given if name not in parameters), "")
