@@ -92,7 +92,7 @@ OPTIONS = {
     "of a part that is not chosen": (
         "--data.alpha",
         0.3,
-        ["data.alpha", "`--data.partition.alpha`, of Dirichlet?", "batch_size"],
+        ["data.alpha", "`--data.partition.alpha`, of Dirichlet, DirichletByClass,", "batch_size"],
     ),
     "of the learner": ("--model.lr", 0.3, ["--model.lr", "`--model.learner.lr`, of"]),
     "unknown optimizer": (
