@@ -111,10 +111,6 @@ class PaddedRanks(FederatedCallback):
             self.use("aggregate", self._aggregate)
             self.use("on_local_end", self._prune)
 
-    @property
-    def gathers(self) -> bool:
-        return self.has("aggregate")
-
     def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
         super().check_layout(layout, num_clients, w)
         self._of_client.check(layout, num_clients)

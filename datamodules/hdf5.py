@@ -22,6 +22,7 @@ from fl_lightning.datamodules.readers import (
     missing_package,
 )
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.machine.processes import opened_in_each
 
 KINDS = ["auto", "pixels", "image", "snippets", "tokens", "arrays"]
 # The names of a client's datasets, by kind.
@@ -257,6 +258,7 @@ def opened(path: Path) -> Any:
     if key not in _OPEN:
         try:
             _OPEN[key] = h5py().File(path, "r")
+            opened_in_each.add(os.path.realpath(path))
         except OSError as error:
             raise UserError(
                 f"The file {str(path)!r} cannot be read as HDF5 ({str(error)[:160]}): it may be "

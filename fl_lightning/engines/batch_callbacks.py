@@ -18,7 +18,7 @@ from fl_lightning.errors import UserError
 
 OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # these callbacks know what they get
 # Others derive their own from these.
-BASES = {"Callback", "Given", "LambdaCallback", "FederatedCallback"}
+BASES = {"Callback", "Given", "Resting", "LambdaCallback", "FederatedCallback"}
 START = "on_train_batch_start"
 END = "on_train_batch_end"
 BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}  # which argument it is, behind self

@@ -40,6 +40,7 @@ from fl_lightning.engines.situation import Situation
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker
 from fl_lightning.machine.devices import end_with_parent
+from fl_lightning.machine.processes import opened_in_each
 from fl_lightning.round.context import Round
 
 # A worker that uses no processor for so many seconds, while a client is its task, does not go on.
@@ -339,6 +340,8 @@ def open_files() -> list[str]:
             continue  # the listing's own descriptor, which is closed again
         # What is written too is a log or a lock.
         only_read = flags & os.O_ACCMODE == os.O_RDONLY
+        if name in opened_in_each:
+            continue
         unknown = not _of_a_program(name) and not _inherited(int(descriptor), name)
         if stat.S_ISREG(mode) and only_read and int(descriptor) > 2 and unknown:
             names.append(name)
@@ -359,7 +362,9 @@ def _inherited(descriptor: int, name: str) -> bool:
 
 
 def _of_a_program(name: str) -> bool:
-    """Tell whether an open file is a font, of an installed package, or deleted: not data."""
+    """Tell whether an open file is the system's, of an installed package, a font, or deleted."""
+    if name.startswith(("/proc/", "/sys/")):  # a thread that watches memory, say
+        return True
     python = tuple(os.path.join(prefix, "lib", "") for prefix in (sys.prefix, sys.base_prefix))
     installed = "-packages/" in name or name.startswith(python)
     return installed or name.endswith((" (deleted)", ".ttf", ".ttc", ".otf", ".afm", ".pfb"))

@@ -19,6 +19,9 @@ T = TypeVar("T")
 
 _timeout: timedelta | None = None
 
+# Files that a reader of ours opens once more in each process, so that forks share no position.
+opened_in_each: set[str] = set()
+
 
 def usable_cores() -> int:
     """How many cores this process may use; a container may leave fewer than the machine has."""

@@ -28,6 +28,7 @@ def counts(
     found = traffic.of_client(group, BUFFERS, Methods([]))
     sending = type("M", (FederatedCallback,), {"whole": Upload(), "two": Upload(shape=(2,))})
     traffic.add_upload(found, group, Methods([sending()]))
+    assert found.pop() == 0, "no method has a base"
     assert found.pop() == 0, "no method asked for a pass"
     return found
 
@@ -80,7 +81,7 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
     }
     ledger = Ledger(a_round(server_states=states))
     ledger.server["M.two"] = torch.zeros(2)  # made in this round: four bytes a number
-    ledger.total.traffic = torch.tensor([2 * D, 2, 11, 90, 64])
+    ledger.total.traffic = torch.tensor([2 * D, 2, 11, 90, 64, 0, 0, 0])
     assert traffic.of_round(ledger, Methods([M()])) == {
         "down_parameters": 2 * D + 2 * D + 2 * 2,
         "down_bytes": 8 * 2 * D + 8 * 2 * D + 4 * 2 * 2,
