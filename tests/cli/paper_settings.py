@@ -202,7 +202,7 @@ def cm(alpha: float) -> dict[str, Any]:
     return {"class_path": "ClientMomentum", "alpha": alpha}
 
 
-SCAFFOLD = {"class_path": "ControlVariates", "estimate": "displacement"}
+SCAFFOLD = {"class_path": "ControlVariates", "estimate": "displacement", "momentum": None}
 COMMON = {"class_path": "GlobalSharpnessAwareMinimization", "radius": 0.1}
 ALS = {
     "class_path": "PartialAveraging",

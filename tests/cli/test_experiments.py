@@ -28,6 +28,7 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
     "learner",
     "client_scheduler",
     "root",
+    "pooled",
     "download",
     "eval_batch_size",
     "learner.num_classes",

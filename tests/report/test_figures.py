@@ -339,7 +339,7 @@ def test_runs_of_which_some_alone_were_on_the_test_set_are_told_apart(tmp_path: 
     for arm, on in (("a", "test"), ("b", "validation")):
         make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.4] * 9}, validated_on=on)
     summary = summarise(find([tmp_path / "s"]))
-    assert any("not of the same data" in note for note in summary.notes)
+    assert any("do not compare their val" in note for note in summary.notes)
     assert sections.scores(summary).title == "Scores: val/acc, %"
 
 
