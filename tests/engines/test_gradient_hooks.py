@@ -160,8 +160,14 @@ def test_backward_hooks_of_modules_are_called_in_every_engine(engine: str) -> No
             self.net[0].register_full_backward_hook(halved)
             self.net[2].register_full_backward_pre_hook(lambda module, grad: (0.5 * grad[0],))
 
-    reference, module = (federated(OfModule(), engine=e) for e in ("sequential", engine))
-    plain = federated(Lit(), engine="sequential")
+    learners = []
+    for kind in (OfModule, OfModule, Lit):
+        torch.manual_seed(0)
+        learners.append(kind())
+    engines = ("sequential", engine, "sequential")
+    (reference, module, plain) = map(
+        lambda learner, name: federated(learner, engine=name), learners, engines
+    )
     for each in (reference, module, plain):
         trainer(1).fit(each, blobs())
     torch.testing.assert_close(module.global_vector, reference.global_vector, rtol=1e-9, atol=1e-9)
