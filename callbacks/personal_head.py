@@ -41,7 +41,7 @@ class PersonalHead(FederatedCallback):
 
     Raises:
         UserError: gamma is negative, or neither a finite number nor a schedule; the last layer is
-            not linear with a bias; labels are no class indices; another callback says what goes on
+            not linear with a bias; labels are not class indices; another callback says what goes on
             from the last layer, or what a client uses itself.
 
     Example:

@@ -35,9 +35,9 @@ class FromDatasets(FederatedDataModule):
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
             dataset's attribute ``targets`` or ``labels``.
         clients: instead of ``train``: one Dataset a client, where the split exists already;
-            ``{name: Dataset}`` names the clients. Where data sets name their ``classes``, as
-            ImageFolder does, all have to name the same in the same order, unless the argument
-            ``classes`` is given.
+            ``{name: Dataset}`` names the clients. If data sets have ``classes``, as ImageFolder
+            has, all of them need the same names in the same order, unless you give the argument
+            ``classes``.
         classes: names of all classes, in the order of their numbers. Each data set's labels are
             then numbered by the names that it has itself; samples have to be pairs (x, label).
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.

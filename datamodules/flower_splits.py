@@ -550,7 +550,7 @@ class InnerDirichlet(Partition):
         free = list(self.sizes)
         clients = [np.zeros(size, np.int64) for size in self.sizes]
         numbers = np.arange(len(members))
-        # Who is full stays in the draw until it is drawn once more.
+        # A full client stays in the draw until it is drawn once more.
         waiting = list(range(len(free)))
         left = sum(free)
         while left:

@@ -86,7 +86,7 @@ def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[s
     """The columns besides ``others``, in the file's order.
 
     Raises:
-        UserError: one of them is a row index, which is no property of a sample.
+        UserError: one of them is a row index, which says nothing about a sample.
     """
     features = []
     for place, name in enumerate(columns, 1):

@@ -496,7 +496,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         raise NotImplementedError  # called only on a callback that overrides it
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
-        """What ``transmit`` returned for this client ``(D,)``, from only the arrays of ``encode``.
+        """Return a client's transmitted update ``(D,)``, from only the arrays of ``encode``.
 
         It is the same bits. What is drawn from the seed is drawn again, and not sent.
         """

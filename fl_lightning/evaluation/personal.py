@@ -100,7 +100,7 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
     """Personal models of a FederatedRun after its rounds so far.
 
     Each process has those of the clients whose rows live there. ``trainer``: whose callbacks may
-    average weights; None if there are no such weights.
+    average weights, or None.
     """
     if run.loop is None:
         raise UserError(

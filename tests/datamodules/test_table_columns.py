@@ -123,10 +123,12 @@ def test_centres_are_read_scaled_and_split_as_flamby_does(centres: Path) -> None
         x = rows[:, :3].astype(np.float32).astype(float)
         expected = (x - x[train].mean(0)) / (x[train].std(0, ddof=1) + 1e-9)
         own = data.client_indices(client)
-        assert np.allclose(data.train_set.x[own], expected[train], atol=1e-5)  # type: ignore
-        assert data.train_set.y[own].tolist() == y[train].tolist()  # type: ignore
-        held = data.client_test_indices(client) - len(data.train_set)  # type: ignore
-        assert np.allclose(data.test_set.x[held], expected[test], atol=1e-5)  # type: ignore
+        trained: Any = data.train_set
+        tested: Any = data.test_set
+        assert np.allclose(trained.x[own], expected[train], atol=1e-5)
+        assert trained.y[own].tolist() == y[train].tolist()
+        held = data.client_test_indices(client) - len(trained)
+        assert np.allclose(tested.x[held], expected[test], atol=1e-5)
     with pytest.raises(UserError, match=r"give a share, a file, or \{'share'"):
         FromTable("a.csv", "y", test={"share": 0.3})
 
