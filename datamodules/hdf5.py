@@ -32,6 +32,8 @@ NAMES = {
     "snippets": ("snippets", ""),
     "tokens": ("inputs", "targets"),
 }
+# Kinds of texts, whose y is -1.
+UNLABELLED = ("snippets", "tokens")
 # TFF numbers Shakespeare's characters in this order, from 1.
 CHARACTERS = (
     "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
@@ -153,29 +155,40 @@ class FromHDF5(FileDataModule):
         file = opened(path)
         if "pad" not in like and "metadata/pad_symbol" in file:
             like["pad"] = int(np.asarray(file["metadata/pad_symbol"]))
-        names = [name for name in file[group] if name != "metadata"]
+        clients = file[group]
+        names = [name for name in clients if name != "metadata"]
         names = [names[i] for i in ascending(names)]
-        sizes: list[int] = []
         labels: list[NDArray[np.int64]] = []
         for name in names:
-            where = f"The file {str(path)!r}, group {group + '/' + name!r}"
-            try:
-                own = self._labels(file[group][name], where, like)
-            except UserError:
-                raise
-            except Exception as error:  # h5py raises many kinds for damaged files
-                raise UserError(
-                    f"{where} cannot be read ({str(error)[:120]}): the file may be cut off; copy "
-                    "it again."
-                ) from None
-            sizes.append(len(own))
-            labels.append(own)
+            own = _labels_like_first(clients.id, name, like)
+            labels.append(self._checked(clients, name, path, like) if own is None else own)
+        sizes = np.array([len(own) for own in labels], np.int64)
+        every = np.concatenate([*labels, np.zeros(0, np.int64)])
+        negative = np.flatnonzero(every < 0)
+        if len(negative) and like["names"][2] not in UNLABELLED:
+            client = int(np.searchsorted(np.cumsum(sizes), negative[0], side="right"))
+            self._checked(clients, names[client], path, like)
         return {
             f"{side} clients": texts(names),
-            f"{side} sizes": np.array(sizes, np.int64),
-            f"{side} labels": np.concatenate([*labels, np.zeros(0, np.int64)]),
+            f"{side} sizes": sizes,
+            f"{side} labels": every,
             f"{side} place": texts([str(path), group]),
         }
+
+    def _checked(
+        self, clients: Any, name: str, path: Path, like: dict[str, Any]
+    ) -> NDArray[np.int64]:
+        """A client's labels, or what is wrong with it."""
+        where = f"The file {str(path)!r}, group {clients.name.strip('/') + '/' + name!r}"
+        try:
+            return self._labels(clients[name], where, like)
+        except UserError:
+            raise
+        except Exception as error:  # h5py raises many kinds for damaged files
+            raise UserError(
+                f"{where} cannot be read ({str(error)[:120]}): the file may be cut off; copy it "
+                "again."
+            ) from None
 
     def _labels(self, client: Any, where: str, like: dict[str, Any]) -> NDArray[np.int64]:
         """A client's labels; what is wrong with its datasets is refused."""
@@ -189,8 +202,9 @@ class FromHDF5(FileDataModule):
                 )
         rows = client[x]
         if kind == "snippets":
-            count = len(windows(rows[()], self.length))
-            return np.full(count, -1, np.int64)
+            # Of each snippet as many windows as begin, characters and end fill.
+            ends = [-(-(len(raw_of(one)) + 2) // (self.length + 1)) for one in rows[()]]
+            return np.full(sum(ends), -1, np.int64)
         shape = like.setdefault("shape", rows.shape[1:])
         if rows.shape[1:] != shape:
             raise UserError(
@@ -228,11 +242,37 @@ class FromHDF5(FileDataModule):
         labels = index[f"{side} labels"]
         place = texts_of(index[f"{side} place"])
         kind = texts_of(index["names"])
+        starts = np.cumsum(sizes) - sizes
         read = partial(
-            samples_of, place, names, kind, int(index["pad"]), self.length, labels, sizes
+            samples_of, place, names, kind, int(index["pad"]), self.length, labels, starts
         )
         dataset: Any = OfClients(sizes, read, labels)
         return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
+
+
+def _labels_like_first(clients: Any, name: str, like: dict[str, Any]) -> NDArray[np.int64] | None:
+    """A client's labels if its datasets are like the first client's; None: they have to be checked.
+
+    It calls HDF5's own functions, since h5py's objects take three times as long, and files have
+    millions of clients.
+    """
+    if "shape" not in like:
+        return None
+    from h5py import h5d, h5s
+
+    (x, y, kind) = like["names"]
+    try:
+        (count, *shape) = h5d.open(clients, f"{name}/{x}".encode()).shape
+        labels = h5d.open(clients, f"{name}/{y}".encode())
+        if tuple(shape) != like["shape"] or labels.shape != (count,):
+            return None
+        if kind in UNLABELLED:
+            return np.full(count, -1, np.int64)
+        own = np.empty(count, labels.dtype)
+        labels.read(h5s.ALL, h5s.ALL, own)
+    except Exception:  # h5py raises many kinds, which the check names by place
+        return None
+    return own.astype(np.int64) if own.dtype.kind in "iu" else None
 
 
 def h5py() -> Any:
@@ -274,15 +314,13 @@ def samples_of(
     pad: int,
     length: int,
     labels: NDArray[np.int64],
-    sizes: NDArray[np.int64],
+    starts: NDArray[np.int64],
     client: int,
 ) -> list[tuple[Tensor, int]]:
     """A client's samples."""
     (path, group) = place
     (x, y, what) = kind
     own = opened(Path(path))[group][names[client]]
-    start = int(sizes[:client].sum())
-    of = labels[start : start + int(sizes[client])].tolist()
     if what == "snippets":
         rows = torch.from_numpy(windows(own[x][()], length))
     elif what == "tokens":
@@ -291,7 +329,8 @@ def samples_of(
         rows = torch.from_numpy(np.where(tokens == pad, -1, tokens))
     else:
         rows = tensor(np.asarray(own[x][()]), what)
-    return list(zip(rows, of, strict=True))
+    start = int(starts[client])
+    return list(zip(rows, labels[start : start + len(rows)].tolist(), strict=True))
 
 
 def tensor(rows: NDArray[Any], kind: str) -> Tensor:
@@ -305,6 +344,10 @@ def tensor(rows: NDArray[Any], kind: str) -> Tensor:
     return torch.from_numpy(rows.astype(np.float32))
 
 
+def raw_of(snippet: Any) -> bytes:
+    return snippet.encode() if isinstance(snippet, str) else bytes(snippet)
+
+
 def windows(snippets: Any, length: int) -> NDArray[np.int64]:
     """TFF's windows of characters ``(n, length + 1)``, −1 after the end of a snippet.
 
@@ -313,8 +356,7 @@ def windows(snippets: Any, length: int) -> NDArray[np.int64]:
     """
     found = []
     for snippet in snippets:
-        raw = snippet.encode() if isinstance(snippet, str) else bytes(snippet)
-        row = [BEGIN, *(NUMBERS.get(byte, OTHER) for byte in raw), END]
+        row = [BEGIN, *(NUMBERS.get(byte, OTHER) for byte in raw_of(snippet)), END]
         row += [-1] * (-len(row) % (length + 1))
         found.append(np.array(row, np.int64).reshape(-1, length + 1))
     return np.concatenate(found) if found else np.zeros((0, length + 1), np.int64)

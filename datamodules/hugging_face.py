@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fl_lightning.datamodules.parquet_rows import ParquetRows
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import FileDataModule, Side, ascending, missing_package
@@ -152,7 +153,8 @@ class FromHuggingFace(FileDataModule):
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
             path = Path(self.data).expanduser()
-            self._files = sorted(path.rglob("*.arrow")) + sorted(path.rglob("*.parquet"))
+            found_files = [*sorted(path.rglob("*.arrow")), *sorted(path.rglob("*.parquet"))]
+            self._files = [path] if path.is_file() else found_files
         self.tokens = tokenizer_of(self.tokenizer)
         sides: dict[str, Side | None] = {}
         for side, name in self.splits.items():
@@ -179,55 +181,80 @@ class FromHuggingFace(FileDataModule):
         groups = np.zeros(len(targets), np.int64)
         names = ["all"]
         if self.client is not None:
-            values = [str(value) for value in self._present(rows, self.client, name)]
-            names = list(dict.fromkeys(values))
-            names = [names[i] for i in ascending(names)]
-            places = {one: place for place, one in enumerate(names)}
-            groups = np.array([places[value] for value in values], np.int64)
+            found, codes = distinct(self._present(rows, self.client, name))
+            order = ascending(found)
+            names = [found[i] for i in order]
+            places = np.empty(len(found), np.int64)
+            places[order] = np.arange(len(found))
+            groups = places[codes]
         return Side(names, groups, Rows(self, rows, targets, name))
 
-    def _present(self, rows: Any, column: str, name: str) -> list[Any]:
-        """A column's values, none of which is missing."""
-        values = list(rows.with_format(None)[column][:])
-        for row, value in enumerate(values):
-            if value is None or value != value:
-                raise UserError(
-                    f"Column {column!r} of {name} has no value in row {row}: fill it in, or leave "
-                    "the row out."
-                )
+    def _present(self, rows: Any, column: str, name: str) -> Any:
+        """A column of pyarrow, of which no value is missing."""
+        import pyarrow.compute as compute
+
+        values = column_of(rows, column)
+        missing = compute.is_null(values, nan_is_null=True)
+        row = compute.index(missing, True).as_py()
+        if row >= 0:
+            raise UserError(
+                f"Column {column!r} of {name} has no value in row {row}: fill it in, or leave "
+                "the row out."
+            )
         return values
 
     def _targets(self, rows: Any, name: str) -> NDArray[Any]:
         """The labels, or the numbers to predict."""
+        import pyarrow
+
         values = self._present(rows, self.y, name)
         own = getattr(rows.features[self.y], "names", None)
-        if own and self.classes is not None:
-            values = [own[value] for value in values]
-        elif own:
-            if self.class_names and list(self.class_names) != list(own):
-                raise UserError(
-                    f"The classes of {name} are {', '.join(own)[:200]}, and those of the training "
-                    f"rows {', '.join(self.class_names)[:200]}: give data.classes, by which all "
-                    "are numbered."
-                )
-            self.class_names = list(own)
-            return np.array(values, np.int64)
-        if all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        numbers = pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type)
+        if own:
+            codes = np.asarray(values.to_numpy(), np.int64)
+            self._check_labels(codes, name)
             if self.classes is None:
-                return np.array(values, np.int64)
-        elif all(isinstance(value, float) for value in values) and self.classes is None:
-            return np.array(values, np.float32)
-        texts = list(map(str, values))
+                self._take_names(list(own), name)
+                return codes
+            texts = list(map(str, own))
+        elif numbers and self.classes is None:
+            whole = pyarrow.types.is_integer(values.type)
+            return np.asarray(values.to_numpy(), np.int64 if whole else np.float32)
+        else:
+            texts, codes = distinct(values)
         if not self.class_names:
-            self.class_names = self.classes or sorted(set(texts))
+            self.class_names = self.classes or sorted(texts)
         places = {one: place for place, one in enumerate(map(str, self.class_names))}
-        for row, text in enumerate(texts):
-            if text not in places:
-                raise UserError(
-                    f"Column {self.y!r} of {name} has {text!r} in row {row}, which is none of the "
-                    f"classes {', '.join(places)[:200]}: leave the row out, or give data.classes."
-                )
-        return np.array([places[text] for text in texts], np.int64)
+        of = np.array([places.get(text, -1) for text in texts], np.int64)
+        unknown = np.flatnonzero(of[codes] < 0)
+        if len(unknown):
+            row = int(unknown[0])
+            raise UserError(
+                f"Column {self.y!r} of {name} has {texts[codes[row]]!r} in row {row}, which is "
+                f"none of the classes {', '.join(places)[:200]}: leave the row out, or give "
+                "data.classes."
+            )
+        return of[codes]
+
+    def _check_labels(self, codes: NDArray[np.int64], name: str) -> None:
+        """Refuse −1, which the library writes where a label is not known."""
+        unknown = np.flatnonzero(codes < 0)
+        if len(unknown):
+            raise UserError(
+                f"Column {self.y!r} of {name} has the label {codes[unknown[0]]} in row "
+                f"{unknown[0]}, by which the library datasets marks rows without a label "
+                f"({len(unknown)} rows): leave these rows out, or give another split."
+            )
+
+    def _take_names(self, own: list[str], name: str) -> None:
+        """Keep the classes' names, which are those of the training rows, too."""
+        if self.class_names and list(self.class_names) != own:
+            raise UserError(
+                f"The classes of {name} are {', '.join(own)[:200]}, and those of the training rows "
+                f"{', '.join(self.class_names)[:200]}: give data.classes, by which all are "
+                "numbered."
+            )
+        self.class_names = own
 
     def column_values(self, column: str) -> NDArray[np.float32]:
         """A column's numbers in the training rows, for ``ByValue``."""
@@ -237,7 +264,22 @@ class FromHuggingFace(FileDataModule):
                 f"There is no column {column!r}; there are {', '.join(rows.column_names)[:300]}."
                 + suggest(column, rows.column_names)
             )
-        return np.array(self._present(rows, column, "the training rows"), np.float32)
+        values = self._present(rows, column, "the training rows").to_numpy()
+        return np.asarray(values, np.float32)
+
+
+def column_of(rows: Any, column: str) -> Any:
+    """A column of all rows, as pyarrow has it; other columns are not read."""
+    if isinstance(rows, ParquetRows):
+        return rows.column(column)
+    return rows.select_columns([column]).with_format("arrow")[:].column(column)
+
+
+def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
+    """The distinct values of pyarrow's column as texts, and the place of each row's value."""
+    encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
+    found = [str(value) for value in encoded.dictionary.to_pylist()]
+    return found, np.asarray(encoded.indices.to_numpy(), np.int64)
 
 
 def package() -> Any:
@@ -277,11 +319,11 @@ def opened(path: Path) -> Any:
     try:
         if saved:
             return datasets.load_from_disk(str(path))
-        parts: dict[str, list[Any]] = {}
+        parts: dict[str, list[Path]] = {}
         for file in files:
             split = next((one for one in SPLITS if file.name.startswith(f"{one}-")), "train")
-            parts.setdefault(split, []).append(read_file(datasets, file))
-        return {split: datasets.concatenate_datasets(own) for split, own in parts.items()}
+            parts.setdefault(split, []).append(file)
+        return {split: rows_of(datasets, own) for split, own in parts.items()}
     except Exception as error:  # the library and pyarrow raise many kinds
         raise UserError(
             f"data.data is {str(path)!r}, which cannot be read ({type(error).__name__}: "
@@ -293,12 +335,11 @@ def opened(path: Path) -> Any:
 STATE = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
-def read_file(datasets: Any, file: Path) -> Any:
-    """A file's rows, without a copy in the library's cache."""
-    if file.suffix == ".arrow":
-        return datasets.Dataset.from_file(str(file))
-    import pyarrow.parquet
-
-    # Its features (pictures, class labels) lie in the schema.
-    table = pyarrow.parquet.read_table(file, memory_map=True)
-    return datasets.Dataset(datasets.table.InMemoryTable(table))
+def rows_of(datasets: Any, files: list[Path]) -> Any:
+    """Files' rows, without a copy in memory or in the library's cache."""
+    arrow = [file for file in files if file.suffix == ".arrow"]
+    if not arrow:
+        return ParquetRows(files, datasets)
+    if len(arrow) < len(files):
+        raise ValueError("it has Parquet and Arrow files of one split: keep one kind")
+    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(one)) for one in files])

@@ -6,17 +6,21 @@ import io
 import json
 import pickle
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import TensorDataset
+from torch import Tensor
 
-from fl_lightning.datamodules.readers import FileDataModule, Side
+from fl_lightning.datamodules.file_index import Arrays, indexed
+from fl_lightning.datamodules.readers import KEPT, FileDataModule, OfClients, Side
 from fl_lightning.errors import UserError
 
+# So many bytes of x are read at the start, of at most KEPT clients.
+IN_MEMORY = 2**30
 # What NumPy's own pickles of arrays name, in its versions.
 HARMLESS = {
     *((core, "_reconstruct") for core in ("numpy.core.multiarray", "numpy._core.multiarray")),
@@ -35,7 +39,9 @@ class FromPFLlib(FileDataModule):
     float64 becomes float32; y is int64.
 
     PFLlib's files are pickles, which can run any program. This reader makes only arrays,
-    dictionaries, lists, texts and numbers of them, and refuses anything else.
+    dictionaries, lists, texts and numbers of them, and refuses anything else. The first run reads
+    each file once and keeps an index in ``.fl_lightning/`` beside the data. Later runs read up to
+    1,000 clients at the start if x take at most 1 GiB, else the clients that they need.
 
     Args:
         path: the folder with ``train``, ``test`` and ``config.json``, such as ``dataset/MNIST``.
@@ -65,7 +71,14 @@ class FromPFLlib(FileDataModule):
             )
         self._check_config(len(train))
         self._files = [*train.values(), *test.values()]
-        return side_of(train), (side_of(test) if test else None), None
+        sides = {"train": list(train.values()), "test": list(test.values())}
+        options = {"reader": "pfllib"}
+        index = indexed(self.path, self._files, options, partial(index_of, sides), self.tell)
+        return (
+            side_of(sides["train"], index, "train"),
+            side_of(sides["test"], index, "test") if test else None,
+            None,
+        )
 
     def _check_config(self, clients: int) -> None:
         config = self.path / "config.json"
@@ -84,30 +97,49 @@ class FromPFLlib(FileDataModule):
 
 def numbered(folder: Path) -> dict[int, Path]:
     """The files <i>.npz of a folder, by number."""
-    files = [file for file in folder.glob("*.npz") if file.stem.isdecimal()]
-    return {int(file.stem): file for file in sorted(files, key=lambda file: int(file.stem))}
+    files = {int(file.stem): file for file in folder.glob("*.npz") if file.stem.isdecimal()}
+    return dict(sorted(files.items()))
 
 
-def side_of(files: dict[int, Path]) -> Side:
-    x: list[NDArray[Any]] = []
-    y: list[NDArray[np.int64]] = []
-    groups: list[NDArray[np.int64]] = []
-    names: list[str] = []
-    for place, (number, file) in enumerate(files.items()):
-        own_x, own_y = arrays_of(file)
-        if x and own_x.shape[1:] != x[0].shape[1:]:
-            raise UserError(
-                f"The file {str(file)!r} has x of the shape {own_x.shape[1:]}, and the first file "
-                f"{x[0].shape[1:]}: make the data again with PFLlib."
-            )
-        x.append(own_x)
-        y.append(own_y)
-        groups.append(np.full(len(own_y), place))
-        names.append(str(number))
-    labels = np.concatenate(y)
-    dataset: Any = TensorDataset(torch.from_numpy(np.concatenate(x)), torch.from_numpy(labels))
-    dataset.targets = labels
-    return Side(names, np.concatenate(groups), dataset)
+def index_of(sides: dict[str, list[Path]]) -> Arrays:
+    """Each file's number of samples and labels.
+
+    Raises:
+        UserError: a file is damaged, or has x of another shape than the first file.
+    """
+    made: Arrays = {}
+    shape: tuple[int, ...] | None = None
+    for side, files in sides.items():
+        labels = [np.zeros(0, np.int64)]
+        memory = 0
+        for file in files:
+            x, y = arrays_of(file)
+            shape = x.shape[1:] if shape is None else shape
+            if x.shape[1:] != shape:
+                raise UserError(
+                    f"The file {str(file)!r} has x of the shape {x.shape[1:]}, and the first file "
+                    f"{shape}: make the data again with PFLlib."
+                )
+            labels.append(y)
+            memory += x.nbytes
+        made[f"{side} bytes"] = np.array(memory)
+        made[f"{side} sizes"] = np.array([len(own) for own in labels[1:]], np.int64)
+        made[f"{side} labels"] = np.concatenate(labels)
+    return made
+
+
+def side_of(files: list[Path], index: Arrays, side: str) -> Side:
+    sizes = index[f"{side} sizes"]
+    dataset = OfClients(sizes, partial(samples_of, files), index[f"{side} labels"])
+    if len(files) <= KEPT and int(index[f"{side} bytes"]) <= IN_MEMORY:
+        dataset.keep_all()
+    return Side([file.stem for file in files], np.repeat(np.arange(len(files)), sizes), dataset)
+
+
+def samples_of(files: list[Path], client: int) -> list[tuple[Tensor, int]]:
+    """A client's samples."""
+    x, y = arrays_of(files[client])
+    return list(zip(torch.from_numpy(x), y.tolist(), strict=True))
 
 
 class Harmless(pickle.Unpickler):

@@ -64,6 +64,11 @@ class OfClients(Dataset[Any]):
             self._latest[client] = own
         return own[i - (int(self.ends[client - 1]) if client else 0)]
 
+    def keep_all(self) -> None:
+        """Read every client now: forked worker processes would each read theirs in each round."""
+        for client in range(len(self.ends)):
+            self._latest[client] = self._read(client)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": OrderedDict()}
 

@@ -248,7 +248,7 @@ def _check_texts(learner: Any, facts: SampleFacts) -> None:
     if cls is ImageClassifier and facts.texts:
         network = _arguments(learner).get("network") if isinstance(learner, dict) else None
         node = {"class_path": network} if isinstance(network, str) else network
-        if _is_ours(node):
+        if _is_ours(node) and not getattr(_class(node), "takes_tokens", False):
             raise UserError(
                 f"{_AT}: {_class(node).__name__} takes numbers, but a sample of {facts.name} is a "
                 "text. Use a learner of texts, CausalLanguageModel (-c model/tiny_opt) or "
@@ -321,6 +321,13 @@ def _check_classes(
 def _check_images(cls: Any, network: dict[str, Any], facts: SampleFacts) -> None:
     """Refuse samples that are no images, or images that the network cannot take."""
     assert facts.shape is not None
+    if getattr(cls, "takes_tokens", False):
+        if len(facts.shape) != 1:
+            raise UserError(
+                f"{_AT}: {cls.__name__} takes texts, but a sample of {facts.name} ({facts.size}) "
+                "is none. Use MLP (-c model/mlp), or another network."
+            )
+        return
     if len(facts.shape) != 3:
         raise UserError(
             f"{_AT}: {cls.__name__} takes images (channels, height, width), but a sample of "

@@ -16,23 +16,28 @@ from fl_lightning.models.vgg11 import VGG11
 
 if TYPE_CHECKING:
     from fl_lightning.models.image_classifier import ImageClassifier
+    from fl_lightning.models.lstm import LSTM, NextToken
     from fl_lightning.models.resnet18gn import ResNet18GN
     from fl_lightning.models.text import CausalLanguageModel, TextClassifier
 
 __all__ = [
+    "LSTM",
     "MLP",
     "VGG11",
     "CausalLanguageModel",
     "ImageClassifier",
     "LeNet",
+    "NextToken",
     "ResNet18GN",
     "ResNet20",
     "TextClassifier",
 ]
 
 _HEAVY = {
+    "LSTM": "lstm",
     "CausalLanguageModel": "text",
     "ImageClassifier": "image_classifier",
+    "NextToken": "lstm",
     "ResNet18GN": "resnet18gn",
     "TextClassifier": "text",
 }

@@ -51,7 +51,7 @@ class ImageClassifier(pl.LightningModule):
             )
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
-        self.network = _built(network)
+        self.network = built_network(network, "ImageClassifier")
         self.lr = lr
         self.weight_decay = weight_decay
         self.momentum = momentum
@@ -108,7 +108,7 @@ def _loss(logits: Tensor, y: Tensor) -> Tensor:
     return cross_entropy(logits, y)
 
 
-def _built(network: Any) -> Any:
+def built_network(network: Any, learner: str) -> Any:
     """A network, which a checkpoint names by class and arguments.
 
     Its class has to be imported already: a checkpoint of strangers may name any class.
@@ -119,9 +119,9 @@ def _built(network: Any) -> Any:
     cls = getattr(sys.modules.get(module), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise UserError(
-            f"ImageClassifier: its network is to be a {network['class_path']}, which is no network "
+            f"{learner}: its network is to be a {network['class_path']}, which is no network "
             f"that was imported. Where you trust {module or 'its module'}, import it first; or "
             "give load_from_checkpoint(…, network=…)."
         )
     arguments = dict(network.get("init_args") or {})
-    return cls(**{key: _built(value) for key, value in arguments.items()})
+    return cls(**{key: built_network(value, learner) for key, value in arguments.items()})

@@ -22,14 +22,52 @@ from fl_lightning.models import pretrained
 NO_TOKEN = -1
 
 
-class TextLearner(pl.LightningModule):
-    """A learner of texts with AdamW, which logs a loss and an accuracy.
+class Predictions(pl.LightningModule):
+    """A learner of texts, which logs a loss and an accuracy.
 
     They are ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
     ``scores(batch)`` of a subclass gives logits ``(k, classes)`` and what they are to predict
     ``(k,)``, where -1 does not count. Evaluation weighs batches by the number of predictions.
     """
+
+    def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``.
+
+        That is -1 where nothing counts. A subclass predicts a class of the text, or each next
+        token.
+        """
+        raise NotImplementedError  # abstract: what is predicted is what a subclass is
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss, right, _ = _measured(*self.scores(batch))
+        # What is logged outlives the step, and would keep its graph.
+        self.log("train/loss", loss.detach())
+        self.log("train/acc", right)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def _evaluate(self, name: str, batch: Any) -> None:
+        loss, right, count = _measured(*self.scores(batch))
+        self.log(f"{name}/loss", loss, batch_size=int(count), sync_dist=True)
+        self.log(f"{name}/acc", right, batch_size=int(count), sync_dist=True)
+
+    def each_text(self, logits: Tensor, wanted: Tensor) -> Tensor:
+        """Mean loss of each text ``(n,)``, of logits ``(n, length, tokens)``."""
+        each = cross_entropy(
+            logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none"
+        )
+        means: Tensor = each.sum(1) / (wanted != NO_TOKEN).sum(1).clamp(min=1)
+        return means
+
+
+class TextLearner(Predictions):
+    """A learner around a transformer, with AdamW."""
 
     task: str
 
@@ -78,32 +116,6 @@ class TextLearner(pl.LightningModule):
                 f"{type(self).__name__}: data.length is {length}, but the network takes at most "
                 f"{longest} tokens (config.max_position_embeddings). Give a shorter length."
             )
-
-    def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``.
-
-        That is -1 where nothing counts. A subclass predicts a class of the text, or each next
-        token.
-        """
-        raise NotImplementedError  # abstract: what is predicted is what a subclass is
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss, right, _ = _measured(*self.scores(batch))
-        # What is logged outlives the step, and would keep its graph.
-        self.log("train/loss", loss.detach())
-        self.log("train/acc", right)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("val", batch)
-
-    def test_step(self, batch: Any, batch_idx: int) -> None:
-        self._evaluate("test", batch)
-
-    def _evaluate(self, name: str, batch: Any) -> None:
-        loss, right, count = _measured(*self.scores(batch))
-        self.log(f"{name}/loss", loss, batch_size=int(count), sync_dist=True)
-        self.log(f"{name}/acc", right, batch_size=int(count), sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # The optimizer is given nothing that is frozen, so it keeps no moments of it.
@@ -178,12 +190,7 @@ class CausalLanguageModel(TextLearner):
         return self.network(input_ids=filled, use_cache=False).logits, tokens[:, 1:]
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        logits, wanted = self._next(batch[0])
-        each = cross_entropy(
-            logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none"
-        )
-        means: Tensor = each.sum(1) / (wanted != NO_TOKEN).sum(1).clamp(min=1)
-        return means
+        return self.each_text(*self._next(batch[0]))
 
 
 class TextClassifier(TextLearner):

@@ -59,6 +59,7 @@ TEXTS = ("text", "multinli")
 # them.
 FILES = (
     *("femnist_leaf", "synthetic_leaf", "celeba_leaf", "femnist_tff", "cifar100_tff", "pfllib"),
+    *("shakespeare_leaf", "sent140_leaf", "shakespeare_tff", "stackoverflow_pfl", "huggingface"),
     *("office_caltech", "office_home", "pacs", "domainnet", "digits5", "heart_disease"),
 )
 OF_TEXTS = ("tiny_opt", "opt125m")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -74,7 +75,7 @@ def test_domains_are_measured_by_name(cli: Cli) -> None:
     assert report.returncode == 0, report.stderr
 
 
-def leaf(path: Path, x: list[object], y: list[int]) -> None:
+def leaf(path: Path, x: Sequence[object], y: list[int]) -> None:
     """Two users with the same samples, who are tested on them, too."""
     users = {name: {"x": x, "y": y} for name in ("a", "b")}
     content = {"users": list(users), "num_samples": [len(y)] * 2, "user_data": users}
@@ -146,7 +147,59 @@ def celeba(data: Path) -> None:
     leaf(data / "celeba/data", ["0.jpg", "1.jpg"], [0, 1])
 
 
+def speech(path: Path) -> None:
+    """Two roles of LEAF's Shakespeare."""
+    users = {name: {"x": ["to be " * 13 + "or", "x" * 80], "y": ["n", "o"]} for name in "ab"}
+    content = {"users": ["a", "b"], "num_samples": [2, 2], "user_data": users}
+    for side in ("train", "test"):
+        (path / side).mkdir(parents=True)
+        (path / side / "all.json").write_text(json.dumps(content))
+
+
+def tweets(path: Path) -> None:
+    rows = [["1", "Mon", "NO_QUERY", "me", text, "training"] for text in ("good day", "oh, no", "")]
+    leaf(path, rows, [1, 0, 0])
+
+
+def speeches(data: Path) -> None:
+    h5py = pytest.importorskip("h5py", reason="h5py, of the extra hdf5, is not installed")
+    for side in ("train", "test"):
+        with h5py.File(data / f"shakespeare_{side}.h5", "w") as file:
+            for role in ("HAMLET", "KING"):
+                file[f"examples/{role}/snippets"] = [b"to be, or not to be " * 5, b"Ay."]
+
+
+def answers(data: Path) -> None:
+    h5py = pytest.importorskip("h5py", reason="h5py, of the extra hdf5, is not installed")
+    rows = np.array([[1, 9, 10_003, 0], [1, 5, 6, 7]])
+    with h5py.File(data / "stackoverflow.hdf5", "w") as file:
+        file["metadata/pad_symbol"] = 0
+        for side in ("train", "val", "test"):
+            for person in ("7", "8"):
+                file[f"{side}/{person}/inputs"] = rows
+                file[f"{side}/{person}/targets"] = np.roll(rows, -1, axis=1)
+
+
+def saved(path: Path) -> None:
+    datasets = pytest.importorskip(
+        "datasets", reason="datasets, of the extra huggingface, is not installed"
+    )
+    names = [f"class {i}" for i in range(10)]
+    features = datasets.Features(
+        {"image": datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    )
+    images = [Image.new("L", (8, 8), i) for i in range(20)]
+    rows = {"image": images, "label": [i % 10 for i in range(20)]}
+    made = datasets.Dataset.from_dict(rows, features=features)
+    datasets.DatasetDict({"train": made, "test": made}).save_to_disk(path)
+
+
 MADE = {
+    "shakespeare_leaf": lambda data: speech(data / "shakespeare/data"),
+    "sent140_leaf": lambda data: tweets(data / "sent140/data"),
+    "shakespeare_tff": speeches,
+    "stackoverflow_pfl": answers,
+    "huggingface": lambda data: saved(data / "dataset"),
     "femnist_leaf": lambda data: leaf(data / "femnist/data", [[0.5] * 784] * 4, [0, 9, 40, 61]),
     "synthetic_leaf": lambda data: leaf(data / "synthetic/data", [[0.5] * 60] * 3, [0, 9, 4]),
     "celeba_leaf": celeba,

@@ -97,6 +97,52 @@ def test_pictures_from_memory_and_disk(form: str, tmp_path: Path) -> None:
     assert read(colour, 0)[0][0].shape == (3, 8, 8)
 
 
+def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    draw = np.random.default_rng(0)
+    x = draw.random((4000, 100)).astype(np.float32)
+    names = [f"w{i // 2}" for i in range(4000)]
+    made = pa.table({"x": list(x), "y": [i % 3 for i in range(4000)], "who": names})
+    pa.parquet.write_table(made, tmp_path / "train-0.parquet", row_group_size=50)
+    pa.parquet.write_table(made.slice(0, 7), tmp_path / "test-0.parquet")
+    del made
+    before = pa.total_allocated_bytes()
+    data = FromHuggingFace(tmp_path, "x", "y", client="who", test="test")
+    assert data.num_clients == 2000 and len(data.test_set or ()) == 7
+    at_start = pa.total_allocated_bytes() - before
+    place = list(data.client_names).index("w1500")
+    own = read(data, place)
+    assert [y for _, y in own] == [0, 1]
+    assert torch.equal(torch.stack([row for row, _ in own]), torch.from_numpy(x[3000:3002]))
+    # 1.6 MB of x; a row group has 20 kB.
+    assert at_start < 200_000 and pa.total_allocated_bytes() - before - at_start < 100_000
+    assert "2, " in data.card()["data files"]
+
+
+def test_rows_that_were_selected_keep_their_labels() -> None:
+    data = FromHuggingFace(table().select([5, 0]), "a", "kind", client="writer")
+    assert data.num_clients == 2 and list(data.client_names) == ["a", "w10"]
+    assert [read(data, i)[0][0].item() for i in (0, 1)] == [5, 0]
+
+
+def test_rows_without_a_label_are_refused() -> None:
+    features = datasets.Features(
+        {"a": datasets.Value("float32"), "y": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    made = datasets.Dataset.from_dict({"a": [1.0, 2.0], "y": [1, -1]}, features=features)
+    with pytest.raises(UserError, match="has the label -1 in row 1, by which the library datasets"):
+        FromHuggingFace(made, "a", "y", num_clients=1).setup()
+
+
+def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
+    table().to_parquet(tmp_path / "a.parquet")
+    table().remove_columns("b").to_parquet(tmp_path / "b.parquet")
+    with pytest.raises(UserError, match=r"b\.parquet has other columns than a\.parquet"):
+        FromHuggingFace(tmp_path, "a", "kind", num_clients=1).setup()
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

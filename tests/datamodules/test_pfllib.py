@@ -55,6 +55,25 @@ def test_clients_are_read_back_in_the_order_of_their_numbers(
         assert len(data.client_test_indices(i)) == 2
 
 
+def test_a_later_start_reads_the_clients_that_it_needs(
+    folder: tuple[Path, dict[int, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (path, made) = folder
+    FromPFLlib(path).setup()
+    assert list((path / ".fl_lightning").glob("index-*.npz"))
+    # As with more than 1,000 clients.
+    monkeypatch.setattr("fl_lightning.datamodules.pfllib.IN_MEMORY", 0)
+    damaged = path / "train" / "3.npz"
+    facts = damaged.stat()
+    damaged.write_bytes(b"x" * facts.st_size)
+    os.utime(damaged, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    data = FromPFLlib(path)
+    own: Any = data.client_dataset(10)
+    assert [int(own[k][1]) for k in range(len(own))] == made[10]["y"].tolist()
+    with pytest.raises(UserError, match=r"3\.npz' cannot be read"):
+        data.client_dataset(3)[0]
+
+
 class Evil:
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -1,0 +1,111 @@
+"""Rows of Parquet files, of which a row group is read when one of its rows is asked for."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Row groups in memory, of all files together: as many bytes as FromFolders keeps of pictures.
+KEPT_BYTES = 2**30
+
+
+class ParquetRows:
+    """Rows that are numbered file by file, as the library datasets gives them.
+
+    No file stays open: worker processes and threads read on their own.
+
+    Args:
+        files: with the same columns.
+        datasets: the library, which decodes pictures.
+        columns: that a row has; None: all.
+
+    Raises:
+        ValueError: a file has other columns or types than the first.
+    """
+
+    def __init__(
+        self, files: Sequence[Path], datasets: Any, columns: Sequence[str] | None = None
+    ) -> None:
+        import pyarrow.parquet
+
+        self._parquet = pyarrow.parquet
+        self.files = list(files)
+        self._metadata: list[Any] = []
+        schema: Any = None
+        for file in self.files:
+            with self._parquet.ParquetFile(file) as opened:
+                self._metadata.append(opened.metadata)
+                if schema is None:
+                    schema = opened.schema_arrow
+                elif not schema.equals(opened.schema_arrow):
+                    raise ValueError(f"{file.name} has other columns than {self.files[0].name}")
+        self._schema = schema
+        self.features = datasets.Features.from_arrow_schema(schema)
+        self._bind(columns)
+
+    def _bind(self, columns: Sequence[str] | None) -> None:
+        self._columns = None if columns is None else list(columns)
+        self._groups: list[tuple[int, int]] = []
+        rows: list[int] = []
+        for file, found in enumerate(self._metadata):
+            self._groups += [(file, group) for group in range(found.num_row_groups)]
+            rows += [found.row_group(group).num_rows for group in range(found.num_row_groups)]
+        self._ends = np.cumsum(rows, dtype=np.int64)
+        self._latest: OrderedDict[int, Any] = OrderedDict()
+
+    @property
+    def column_names(self) -> list[str]:
+        return list(self.features)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def select_columns(self, columns: Sequence[str]) -> ParquetRows:
+        """The same rows with these columns only; others are not read."""
+        selected = object.__new__(ParquetRows)
+        selected.__dict__.update(self.__dict__)
+        selected._bind(columns)
+        return selected
+
+    def column(self, name: str) -> Any:
+        """A column of all rows, as pyarrow has it."""
+        import pyarrow
+
+        chunks: list[Any] = []
+        for file, metadata in zip(self.files, self._metadata, strict=True):
+            with self._parquet.ParquetFile(file, metadata=metadata) as opened:
+                chunks += opened.read([name], use_threads=False).column(name).chunks
+        return pyarrow.chunked_array(chunks, type=self._schema.field(name).type)
+
+    def __getitem__(self, i: int) -> dict[str, Any]:
+        group = int(np.searchsorted(self._ends, i, side="right"))
+        table = self._latest.get(group)
+        if table is None:
+            table = self._read(group)
+        first = int(self._ends[group - 1]) if group else 0
+        (row,) = table.slice(i - first, 1).to_pylist()
+        features = {name: self.features[name] for name in row}
+        decoded: dict[str, Any] = type(self.features)(features).decode_example(row)
+        return decoded
+
+    def _read(self, group: int) -> Any:
+        (file, place) = self._groups[group]
+        with self._parquet.ParquetFile(self.files[file], metadata=self._metadata[file]) as opened:
+            table = opened.read_row_group(place, columns=self._columns, use_threads=False)
+        # Threads may read side by side: what each takes out may be gone already.
+        kept = list(self._latest.values())
+        while kept and sum(one.nbytes for one in kept) + table.nbytes > KEPT_BYTES:
+            try:
+                self._latest.popitem(last=False)
+            except KeyError:
+                break
+            kept = kept[1:]
+        self._latest[group] = table
+        return table
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_latest": OrderedDict()}

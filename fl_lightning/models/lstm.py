@@ -1,0 +1,145 @@
+"""Recurrent networks of characters and words, and the learner of the next token."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.errors import UserError
+from fl_lightning.given import Given
+from fl_lightning.models.image_classifier import built_network
+from fl_lightning.models.text import NO_TOKEN, Predictions
+
+
+class LSTM(Given, nn.Module):
+    """An embedding, ``layers`` of LSTM and a linear layer, as LEAF (Caldas et al., 2018) has them.
+
+    Tokens ``(n, length)``, −1 after the end of a text, to logits: of the text, read at its last
+    token, ``(n, num_classes)``; or with ``outputs="each"`` of each token, ``(n, length,
+    num_classes)``.
+
+    Args:
+        tokens: how many there are; a token is a number from 0 to below it.
+        num_classes: outputs; None: ``tokens``, to predict the next one.
+        embedding, hidden: numbers per token, and units of a layer.
+        projection: of a linear layer between the LSTM and the last one, as Reddi et al. (2020) have
+            it for StackOverflow; None: there is none.
+        outputs: ``"last"`` for :class:`ImageClassifier`, ``"each"`` for :class:`NextToken`.
+    """
+
+    # The command line's checks of images do not apply.
+    takes_tokens = True
+
+    def __init__(
+        self,
+        tokens: int,
+        num_classes: int | None = None,
+        embedding: int = 8,
+        hidden: int = 256,
+        layers: int = 2,
+        projection: int | None = None,
+        outputs: Literal["last", "each"] = "last",
+    ) -> None:
+        sizes = {"tokens": tokens, "embedding": embedding, "hidden": hidden, "layers": layers}
+        optional = {"num_classes": num_classes, "projection": projection}
+        for name, size in {**sizes, **optional}.items():
+            if name in optional and size is None:
+                continue
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise UserError(f"LSTM's {name} is {size!r}: give a whole number from 1.")
+        if outputs not in ("last", "each"):
+            raise UserError(f"LSTM's outputs is {outputs!r}: give 'last' or 'each'.")
+        super().__init__()
+        self.tokens = tokens
+        self.outputs = outputs
+        self.embedding = nn.Embedding(tokens, embedding)
+        self.recurrent = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.projection = nn.Linear(hidden, projection) if projection else nn.Identity()
+        self.head = nn.Linear(projection or hidden, num_classes or tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = x.long().clamp(min=0)
+        try:
+            states: Tensor = self.recurrent(self.embedding(filled))[0]
+        except IndexError:
+            raise UserError(
+                f"LSTM's tokens is {self.tokens}, and the data have the token {int(x.max())}: give "
+                f"at least {int(x.max()) + 1} (model.learner.network.tokens)."
+            ) from None
+        if self.outputs == "last":
+            # Padding comes after a text, so its last token has seen only the text.
+            last = (x != NO_TOKEN).sum(1).clamp(min=1) - 1
+            states = states[torch.arange(len(x), device=x.device), last]
+        y: Tensor = self.head(self.projection(states))
+        return y
+
+
+class NextToken(Predictions):
+    """Each token from those before it, around any network: cross-entropy and accuracy per token.
+
+    A batch is tokens ``(n, length + 1)``, −1 where a text has ended, and anything, as ``FromHDF5``
+    has them of TFF's and pfl's texts, and ``LanguageModelling``. ``predict_step`` gives the mean
+    loss of each text ``(n,)``, in nats.
+
+    Args:
+        network: tokens ``(n, length)`` to logits ``(n, length, tokens)``, such as :class:`LSTM`
+            with ``outputs="each"``.
+        lr, weight_decay, momentum: of SGD, where no client optimizer is set.
+    """
+
+    # A checkpoint may have it as a config does: class_path, init_args.
+    builds_arguments = ("network",)
+
+    def __init__(
+        self,
+        network: nn.Module,
+        lr: float = 1.0,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+    ) -> None:
+        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
+            if not math.isfinite(value):
+                raise UserError(
+                    f"NextToken: {name}={value!r} is not accepted; it has to be a finite number."
+                )
+        super().__init__()
+        self.save_hyperparameters(ignore=["network"])
+        self.network = built_network(network, "NextToken")
+        self.lr = lr
+        self.weight_decay = weight_decay
+        self.momentum = momentum
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+        """Load as Lightning does, but import nothing that the checkpoint names."""
+        trusted = {} if cls is not NextToken else {"_instantiator": None}
+        return super().load_from_checkpoint(*args, **{**trusted, **kwargs})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Tokens ``(n, length)`` to logits ``(n, length, tokens)``."""
+        y: Tensor = self.network(tokens)
+        return y
+
+    def scores(self, batch: tuple[Tensor, Any]) -> tuple[Tensor, Tensor]:
+        logits, wanted = self._next(batch[0])
+        return logits.flatten(0, 1), wanted.flatten()
+
+    def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise UserError(
+                f"NextToken: x is {tokens.dtype} of shape {tuple(tokens.shape)}, and it learns "
+                "texts, whose x are tokens (n, length + 1). For classes of other data use "
+                "ImageClassifier."
+            )
+        return self(tokens[:, :-1]), tokens[:, 1:].long()
+
+    def predict_step(self, batch: tuple[Tensor, Any], batch_idx: int) -> Tensor:
+        return self.each_text(*self._next(batch[0]))
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(
+            self.parameters(), lr=self.lr, weight_decay=self.weight_decay, momentum=self.momentum
+        )
