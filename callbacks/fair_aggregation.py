@@ -47,7 +47,6 @@ class FairAggregation(FederatedCallback):
         True
     """
 
-    not_over_sites = "each client's loss beside its update"
     title = "q-FedAvg"
     paper = Paper("li2020qfedavg")
     moves_start = False

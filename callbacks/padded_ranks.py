@@ -78,8 +78,9 @@ class PaddedRanks(FederatedCallback):
     moves_start = False
     draws_by_client = True
     neutral = {"norm_weighted": False, "gamma": 1.0}
-    # 0 before a client has finished a round. The server reads it off the size of what it is sent.
-    rank = ClientState(shape=(), dtype=torch.int64, synchronised=False)
+    # 0 before a client has finished a round. The server can tell it from the size of what it is
+    # sent.
+    rank = ClientState(shape=(), dtype=torch.int64, synchronised=False, reported="known")
     present = Scratch(shape=(), dtype=torch.int64)
     smaller = Scratch(shape=(), dtype=torch.int64)
     begun = Scratch(shape=())

@@ -126,7 +126,8 @@ class RandomK(FederatedCallback):
     ) -> Tensor:
         """What :meth:`compress` returned ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
-        kept = self._drawn(len(w), round, client, run).to(w.device)[None]
+        trained = run._ledger.trained_by_all
+        kept = self._drawn(len(w), round, client, run, trained).to(w.device)[None]
         return _placed(as_tensor(arrays["values"], like=w), kept, len(w))[0]
 
 

@@ -91,6 +91,9 @@ class StackedAdapters(FederatedCallback):
         # After round 0 the adapters follow from the seed.
         return int((low_rank.numbers(layout) < 0).sum()) if t else None
 
+    def foreseen(self, given: Tensor, layout: Layout, t: int) -> Tensor:
+        return self._begun(given, layout, t) if t else given
+
     def trained(self, clients: Clients) -> Tensor:
         return low_rank.mask(clients.layout, self._of_client.of(clients))
 
@@ -104,14 +107,20 @@ class StackedAdapters(FederatedCallback):
         if not len(server.updates):
             return update
         received = low_rank.Received(server, self._of_client.at(server))
-        new = server.w.clone()
-        self._draw(new, server.layout, self._keyed("flora", server.round + 1))
+        new = self._begun(server.w, server.layout, server.round + 1)
         for adapter in server.layout.adapters:
             left, right = received.stacked(adapter)
             self.base.add(adapter.weight, *adapter.addition(left, right))
-            a, b = adapter.matrices(new)
-            received.put(update, adapter, a, torch.zeros_like(b))
+            received.put(update, adapter, *adapter.matrices(new))
         return update
+
+    def _begun(self, w: Tensor, layout: Layout, t: int) -> Tensor:
+        """w with the adapters with which round t begins: A is drawn, B is 0."""
+        new = w.clone()
+        self._draw(new, layout, self._keyed("flora", t))
+        for adapter in layout.adapters:
+            adapter.matrices(new)[1].zero_()
+        return new
 
     @staticmethod
     def _draw(vector: Tensor, layout: Layout, generator: np.random.Generator) -> None:

@@ -8,6 +8,7 @@ from itertools import chain
 from torch import Tensor
 
 from fl_lightning.methods import Methods
+from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.virtual.plan import Planned
@@ -23,11 +24,12 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Method
     counts = [0] * COUNTS
     # Coordinates of which the client has a valid copy are not sent to it.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
-    counts[DOWN_PARAMETERS] = _down(group, methods) - kept
+    counts[DOWN_PARAMETERS] = group.round.layout.size - kept
+    owner = methods.resting
+    if owner is not None and owner.untrained == "zero" and group.resting is not None:
+        counts[DOWN_PARAMETERS] = int((~group.resting).sum())
     counts[CLIENTS] = 1
-    if group.round.base_due is not None:
-        last = group.round.sent.get(group.ids[0])
-        counts[BASE] = group.round.base_due(group.round.t, last)
+    count_down(counts, group.round, group.ids[0], methods)
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
     counts[FORWARDS] = sum(map(group.passes, group.ids))
     for name, buffer in buffers.items():
@@ -36,18 +38,16 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Method
     return counts
 
 
-def _down(group: ClientGroup, methods: Methods) -> int:
-    """How many coordinates of w a client is sent, kept parts aside."""
-    round = group.round
-    owner = methods.resting
-    (client,) = group.ids
+def count_down(counts: list[int], round: Round, client: int, methods: Methods) -> None:
+    """Set what depends on the round in which a client was sent w last: base, and methods' rules."""
+    last = round.sent.get(client)
+    if round.base_due is not None:
+        counts[BASE] = round.base_due(round.t, last)
     for callback in methods.callbacks:
-        number = callback.numbers_down(round.layout, round.t, round.sent.get(client))
+        number = callback.numbers_down(round.layout, round.t, last)
         if number is not None:
-            return number
-    if owner is not None and owner.untrained == "zero" and group.resting is not None:
-        return int((~group.resting).sum())
-    return round.layout.size
+            counts[DOWN_PARAMETERS] = number
+            return
 
 
 def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
 from fl_lightning.deploy.progress import ServerProgress
@@ -21,7 +20,6 @@ from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.machine.processes import world_size
-from fl_lightning.round.base import declared_bases
 from fl_lightning.storage.files import written_aside
 
 NUMBER = "sites.json"
@@ -145,18 +143,6 @@ def refuse_methods(callbacks: list[Any]) -> None:
     """
     check_hooks(callbacks)
     for callback in callbacks:
-        if isinstance(callback, FederatedCallback) and declared_bases(callback):
-            raise UserError(
-                f"method: {type(callback).__name__} changes frozen weights of the base, and sites "
-                "cannot be sent these changes yet. Simulate with `fl-lightning fit`, or use a "
-                "method that leaves the base as it is, such as FedIT."
-            )
-        if isinstance(callback, FederatedCallback) and callback.has("trained"):
-            raise UserError(
-                f"method: {type(callback).__name__} lets clients train a part of the model (the "
-                "hook `trained`), which sites cannot do yet. Simulate with `fl-lightning fit`, or "
-                "use a method in which they train all."
-            )
         if what := getattr(callback, "not_over_sites", ""):
             raise UserError(
                 f"method: {type(callback).__name__} needs {what} at the server, and they stay at "

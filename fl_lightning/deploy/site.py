@@ -15,7 +15,9 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.frozen import BaseAtSite
 from fl_lightning.deploy.progress import SiteProgress
+from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post, words
 from fl_lightning.description import version_of
@@ -28,6 +30,7 @@ from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.resting import mask_of_round
 from fl_lightning.round.state import Declaration
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import decay_factor
@@ -106,7 +109,9 @@ class Site(FederatedLoop):
         self.rows = rows
         self.own_data = own_data
         self.given: Tensor | None = None  # w as it came last, whole
+        self.question = -1  # with which it came
         self.w0: Tensor | None = None
+        self.base = None if self.state.base is None else BaseAtSite(self.state.base)
 
     def run_round(self, t: int) -> RoundMetrics:
         """Answer the server until it ends.
@@ -181,16 +186,18 @@ class Site(FederatedLoop):
         t = int(numbers["round"])
         self.rows.begin(int(numbers["run"]))
         if self.lacks_model(message):
-            return Message("whole", message.site, dict(numbers))
+            return self.whole(message)
         counted = counted_in(message)
         mine = list(counted)
         self.rows.settle(counted)
-        round = self.round_of(t, message, mine)
-        ledger = AtSiteLedger(round)
+        ledger = AtSiteLedger(self.round_of(t, message, mine))
         self.methods.bind(ledger)
+        round = replace(ledger.round, trained=mask_of_round(self.methods, ledger.round))
+        ledger.round = round
         contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
         answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
-        going_up = self.methods.going_up()
+        declared = self.methods.declared.items()
+        reported = [key for key, each in declared if each.comes_from_sites]
         finished: list[int] = []
         lock = threading.Lock()
 
@@ -205,7 +212,7 @@ class Site(FederatedLoop):
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
                 # By value, before the engine uses the client's memory again.
-                travel.packed_client(answer, home, round.averaged, code, going_up)
+                travel.packed_client(answer, home, round, code, reported)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
         self.engine.train(round, leaves, collect, lambda: None)
@@ -223,7 +230,7 @@ class Site(FederatedLoop):
         numbers = message.numbers
         self.rows.begin(int(numbers["run"]))
         if self.lacks_model(message):
-            return Message("whole", message.site, dict(numbers))
+            return self.whole(message)
         counted = counted_in(message)
         data = self.cohort.data
         read = self.rows.reading(counted)
@@ -247,10 +254,18 @@ class Site(FederatedLoop):
         """Tell whether the message builds on a model that the site does not have."""
         # A site that was started again since the last message has neither, and the server, which
         # may not know it yet, sends them once more by themselves.
-        lacks = not message.numbers["whole"] and self.given is None
+        numbers = message.numbers
+        lacks = not numbers["whole"] and self.given is None
+        lacks |= numbers.get("since", self.question) != self.question
         if self.methods.start_from_w0 and not travel.has(message.arrays, "w0"):
             lacks |= self.w0 is None
-        return lacks
+        return lacks or (self.base is not None and self.base.lacks(message))
+
+    def whole(self, message: Message) -> Message:
+        """Ask for what the site lacks of the model, and say which base it has."""
+        answer = Message("whole", message.site, dict(message.numbers))
+        answer.numbers["base"] = 0 if self.base is None else self.base.mark
+        return answer
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """The facts of round t as the message has them, with only this site's clients to train."""
@@ -281,7 +296,15 @@ class Site(FederatedLoop):
         self.of_server.take(message.numbers)
         size = self.model.layout.size
         came = travel.got(message.arrays, "w")
-        if self.given is None or message.numbers["whole"]:
+        whole = bool(message.numbers["whole"])
+        if "changed" in message.arrays:
+            given = self.given
+            if given is None or whole:
+                given = came.new_zeros(size)
+            came = completed(message, given, self.methods, self.model.layout)
+            whole = True
+        self.question = int(message.numbers.get("question", -1))
+        if self.given is None or whole:
             expected = size
             self.given = came
         else:
@@ -296,6 +319,8 @@ class Site(FederatedLoop):
                 f"the server's model has {came.numel()} parameters in this message, and the site's "
                 f"{expected}: learner and data have to be those of the server's config."
             )
+        if self.base is not None:
+            self.base.take(message)
         if travel.has(message.arrays, "w0"):
             self.w0 = travel.got(message.arrays, "w0").to(self.model.w.device)
         buffers = travel.under(message.arrays, "buffer/")

@@ -16,6 +16,7 @@ from fl_lightning.errors import UserError
 AT_SITES = (
     "steps",
     "parts",
+    "trained",
     "on_local_start",
     "perturbation",
     "local_output",

@@ -14,10 +14,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import AT_SITES, Brought
 from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.frozen import SentBase
 from fl_lightning.deploy.progress import ServerProgress
+from fl_lightning.deploy.resent import SentModel
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Array, Message, Number, Transport, said, words
 from fl_lightning.description import version_of
@@ -62,6 +65,9 @@ class Sites:
         self.known: dict[str, list[int]] = {}  # site → its clients
         self.places: dict[int, str] = {}  # number of a site's folder → the site
         self.told: set[str] = set()  # sites that have the whole model
+        self.base = None if loop.state.base is None else SentBase(loop.state.base)
+        # Where all is trained, all of w changes.
+        self.sent = None if loop.methods.resting is None else SentModel(loop.methods)
         self._asked: set[str] = set()
         # Of a site's last question; an earlier server's are others.
         self._questions = count(secrets.randbelow(2**50))
@@ -143,6 +149,8 @@ class Sites:
             self.holder.pop(client, None)
         self.told.discard(site)
         self._asked.discard(site)
+        if self.base is not None:
+            self.base.forget(site)
 
     def heard(self, answer: Message) -> None:
         """Take note of a site's clients.
@@ -306,6 +314,8 @@ class Sites:
                 if answer.what in ("lost", "whole"):
                     missing |= set(waiting.pop(site, []))
                     self.told.discard(site)
+                    if self.base is not None:
+                        self.base.heard(answer)
                 if answer.what == word:
                     yield answer, waiting.pop(site)
                 if answer.what in ("lost", "here"):
@@ -373,7 +383,10 @@ class Sites:
             for mask, there in zip(round.parts.masks, sent, strict=True):
                 where = where | mask if there else where
             w = w[where]
-        travel.put(arrays, "w", w)
+        if self.sent is None:
+            travel.put(arrays, "w", w)
+        else:
+            self.sent.put(message, round, self._last.get(site) if site in self.told else None)
         if site not in self.told and self.loop.methods.start_from_w0:
             travel.put(arrays, "w0", round.initial_model)
         # Clients' own ones too: a client without any starts from these, and each sends its change
@@ -382,6 +395,8 @@ class Sites:
             travel.put(arrays, "buffer/" + name, value)
         for key, value in self._states(self.loop.methods).items():
             travel.put(arrays, "state/" + key, value)
+        if self.base is not None:
+            self.base.put(message)
         return message
 
     def _parts_sent(self, round: Round, mine: list[int]) -> list[bool]:
@@ -482,6 +497,9 @@ class Sites:
         if home.update is not None and not all_finite(home.update):
             home.finished = False
             home.rows = {}
+        if home.counts is not None:
+            # When a client was sent the model last only the server knows.
+            traffic.count_down(home.counts, round, client, self.loop.methods)
         if home.finished:
             home.rows[AT_SITES] = torch.tensor(round.t)
         for name in answer.numbers:

@@ -7,6 +7,7 @@ asks for all of the model; "failed" says why a site cannot go on.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -111,7 +112,7 @@ def _list(names: list[str]) -> str:
 def packed_client(
     message: Message,
     home: Brought,
-    averaged: Tensor | None,
+    round: Round,
     encoded: dict[str, Array] | None,
     reported: Collection[str] = (),
 ) -> None:
@@ -119,7 +120,6 @@ def packed_client(
 
     Args:
         reported: states whose rows go up.
-        averaged: ``(D,)`` bool, coordinates that travel; None: all.
         encoded: its update in fewer numbers; None: it travels as it is.
     """
     arrays = message.arrays
@@ -133,14 +133,15 @@ def packed_client(
     if not home.finished:
         return
     assert home.update is not None
+    where = _travelling(round, home)
     if encoded is not None:
         arrays |= {at + "code/" + name: array for name, array in encoded.items()}
     else:
-        part = home.update if averaged is None else home.update[averaged]
-        put(arrays, at + "update", part)
+        put(arrays, at + "update", _part(home.update, where))
+    if home.holds is not None:
+        put_mask(arrays, at + "holds", home.holds)
     for name, value in home.uploads.items():
-        by_coordinate = averaged is not None and value.shape == averaged.shape
-        put(arrays, at + "upload/" + name, value[averaged] if by_coordinate else value)
+        put(arrays, at + "upload/" + name, _part(value, where))
     for name, value in home.buffers.items():
         put(arrays, at + "buffer/" + name, value)
     for name, value in home.maxima.items():
@@ -183,17 +184,21 @@ def unpacked_client(
             home.mean_gradient_read = name.removeprefix("reads/")
     if not home.finished:
         return home
+    at_holds = at + "holds"
     codes = {k.removeprefix("code/"): v for k, v in arrays.items() if k.startswith("code/")}
     size = (round.layout.size,)
     device = round.w.device
+    if at_holds in message.arrays:
+        home.holds = got_mask(message.arrays[at_holds], round.layout.size).to(device)
+    where = _travelling(round, home)
     if codes and decode is not None:
         home.update = decode(codes, round.t, client).to(device)
     else:
-        home.update = _spread(got(arrays, "update"), size, round.averaged).to(device)
+        home.update = _spread(got(arrays, "update"), size, where).to(device)
     home.update = home.update.reshape(size)
     for name, value in under(arrays, "upload/").items():
         shape, dtype = whole(name)
-        home.uploads[name] = _spread(value, shape, round.averaged).to(device, dtype)
+        home.uploads[name] = _spread(value, shape, where).to(device, dtype)
     home.rows = under(arrays, "row/")
     home.buffers = {k: v.to(device) for k, v in under(arrays, "buffer/").items()}
     home.maxima = {k: v.to(device) for k, v in under(arrays, "maximum/").items()}
@@ -207,15 +212,47 @@ def unpacked_client(
     return home
 
 
-def _spread(values: Tensor, shape: tuple[int, ...], averaged: Tensor | None) -> Tensor:
-    """Values as they were before only those of averaged coordinates travelled; zeros elsewhere."""
+def _travelling(round: Round, home: Brought) -> Tensor | None:
+    """``(D,)`` bool: the coordinates that a client sends; None: all."""
+    return home.holds if round.averaged is None else round.averaged
+
+
+def _part(values: Tensor, where: Tensor | None) -> Tensor:
+    """The values that travel, of a vector of D numbers."""
+    if where is None or values.shape != where.shape:
+        return values
+    return values[where.to(values.device)]
+
+
+def _spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:
+    """Values as they were before only those of some coordinates travelled; zeros elsewhere."""
     if values.shape == shape:
         return values
-    if averaged is None or shape != averaged.shape:
+    if where is None or shape != where.shape:
         raise ValueError(f"shape {tuple(values.shape)} in place of {shape}")
     spread = values.new_zeros(shape)
-    spread[averaged.cpu()] = values
+    spread[where.cpu()] = values
     return spread
+
+
+def put_mask(arrays: dict[str, Array], name: str, mask: Tensor) -> None:
+    """Put a mask among the arrays; rows and columns of adapters take a few bytes."""
+    bits = np.packbits(mask.cpu().numpy())
+    arrays[name] = np.frombuffer(zlib.compress(bits.tobytes()), np.uint8)
+
+
+def got_mask(array: Array, size: int) -> Tensor:
+    """The mask ``(size,)`` that was put there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        # No message may make more of itself than a mask has.
+        bits = zlib.decompressobj().decompress(array.tobytes(), (size + 7) // 8 + 1)
+        return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
 
 
 def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:

@@ -145,11 +145,14 @@ class BaseWeights:
             own memory.
         in_use: the learner's parameters.
         costs: of each round, how many numbers its additions to each weight are, in order.
+        history: the additions of each round, from when a server of sites asks for them; None:
+            nobody does.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
     in_use: dict[str, nn.Parameter] = field(default_factory=dict)
     costs: list[list[int]] = field(default_factory=list)
+    history: dict[int, list[Addition]] | None = None
 
     @classmethod
     def of(cls, callbacks: Sequence[Any], layout: Layout, learner: nn.Module) -> BaseWeights | None:
@@ -186,30 +189,47 @@ class BaseWeights:
         """The values that the learner's own weights do not hold in full."""
         return {n: v for n, v in self.values.items() if v.dtype != self.in_use[n].dtype}
 
-    def after(self, additions: Sequence[Addition]) -> tuple[dict[str, Tensor], list[int]]:
-        """The values after a round's additions, and how many numbers they are for each weight."""
+    def after(
+        self, additions: Sequence[Addition]
+    ) -> tuple[dict[str, Tensor], list[int], list[Addition]]:
+        """The values after additions, how many numbers these are for each weight, and they."""
         values: dict[str, Tensor] = {}
         costs = dict.fromkeys(self.values, 0)
+        added: list[Addition] = []
         for name, left, right in additions:
             value = values.get(name, self.values[name])
-            added = left.to(value)
+            # A product of transposed views has other bits than one of what a message brings.
+            one = left.to(value).contiguous()
+            other = None if right is None else right.to(value).contiguous()
             numbers = value.numel()
-            if right is not None:
-                added = left.to(value) @ right.to(value)
-                numbers = min(left.shape[1] * sum(value.shape), numbers)
-            values[name] = value + added
+            if other is not None:
+                numbers = min(one.shape[1] * sum(value.shape), numbers)
+            values[name] = value + (one if other is None else one @ other)
             costs[name] += numbers
-        return values, list(costs.values())
+            added.append((name, one, other))
+        return values, list(costs.values()), added
 
-    def put(self, t: int, values: Mapping[str, Tensor], costs: list[int]) -> None:
+    def put(
+        self,
+        t: int,
+        values: Mapping[str, Tensor],
+        costs: list[int],
+        additions: list[Addition],
+    ) -> None:
         """Make these the values after round t; it may be called again with the same."""
+        self.write(values)
+        missing = [[0] * len(self.values)] * (t - len(self.costs))
+        self.costs = [*self.costs[:t], *missing, costs]
+        if self.history is not None:
+            self.history[t] = additions
+
+    def write(self, values: Mapping[str, Tensor]) -> None:
+        """Make these the values, by name."""
         for name, value in values.items():
             parameter = self.in_use[name]
             # In place: copies of the learner and recorded steps read this memory.
             parameter.data.copy_(value)
             self.values[name] = value if value.dtype != parameter.dtype else parameter.data
-        missing = [[0] * len(self.values)] * (t - len(self.costs))
-        self.costs = [*self.costs[:t], *missing, costs]
 
     def due(self, t: int, last: int | None) -> int:
         """How many numbers a client that was sent the base in round ``last`` lacks in round t."""

@@ -105,6 +105,11 @@ class Ledger:
         return self.round.w
 
     @property
+    def trained_by_all(self) -> Tensor | None:
+        """``(D,)`` bool: what every client of the round trains; None: all, or they differ."""
+        return self.round.trained
+
+    @property
     def layout(self) -> Layout:
         return self.round.layout
 

@@ -66,6 +66,13 @@ class Resting:
         """
         return None
 
+    def foreseen(self, given: Tensor, layout: Layout, t: int) -> Tensor:
+        """The w ``(D,)`` of round t that clients expect, who were given ``given`` before.
+
+        At sites it need not be sent, if it comes true.
+        """
+        return given
+
     def remembers_sent(self) -> bool:
         """Tell whether ``numbers_down`` depends on the round in which a client was sent w last."""
         return False
@@ -152,6 +159,13 @@ def mask_of_round(methods: Any, round: Any) -> Tensor | None:
 def remember_sent(methods: Any) -> bool:
     """Tell whether a method depends on the round in which a client was sent w last."""
     return any(callback.remembers_sent() for callback in methods.callbacks)
+
+
+def foreseen(methods: Any, given: Tensor, layout: Layout, t: int) -> Tensor:
+    """The w ``(D,)`` of round t that clients expect, who were given ``given`` before."""
+    for callback in methods.callbacks:
+        given = callback.foreseen(given, layout, t)
+    return given
 
 
 def check_declared(callback: Any) -> None:

@@ -177,11 +177,10 @@ class Server:
         content = onto.detach().cpu().contiguous().numpy().tobytes()
         return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
 
-    def _guard_rows(self, key: str, declaration: Declaration | None = None) -> None:
+    def _guard_rows(self, key: str, declaration: Declaration) -> None:
         """Refuse clients' rows to a server that does not have them."""
         self._guard(f"the rows of {key} at the server")
-        reported = declaration is not None and declaration.goes_up(())
-        if self._ledger.rows_elsewhere and not reported:
+        if self._ledger.rows_elsewhere and not declaration.comes_from_sites:
             raise UserError(
                 f"method: {self._caller} reads the rows of {key} at the server, and they stay at "
                 "the sites. Declare it as ClientState(reported=True), whose rows go up, or read "
@@ -236,9 +235,9 @@ class Server:
             return unwritten.new_empty(0, *unwritten.shape)
         return torch.stack([rows[i].to(unwritten) if i in rows else unwritten for i in clients])
 
-    def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]:
+    def staged(self, key: str, declaration: Declaration) -> Iterator[tuple[Tensor, Tensor]]:
         """Rows written this round, ascending by client, brought to every process."""
-        self._guard_rows(key)
+        self._guard_rows(key, declaration)
         rows_here = self._ledger.rows.get(key, {})
         world = world_size()
         for j, client in enumerate(self._round.ids):

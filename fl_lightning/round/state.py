@@ -35,6 +35,8 @@ class Staging(Protocol):
     def w(self) -> Tensor: ...
     @property
     def layout(self) -> Layout: ...
+    @property
+    def trained_by_all(self) -> Tensor | None: ...
     def server_state(self, key: str, declaration: Declaration) -> Tensor: ...
     def set_server_state(self, key: str, declaration: Declaration, value: Tensor) -> None: ...
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]: ...
@@ -75,7 +77,7 @@ class Staged(Protocol):
     def committed(
         self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]
     ) -> Tensor: ...
-    def staged(self, key: str) -> Iterator[tuple[Tensor, Tensor]]: ...
+    def staged(self, key: str, declaration: Declaration) -> Iterator[tuple[Tensor, Tensor]]: ...
 
 
 class Start(Protocol):
@@ -121,6 +123,11 @@ class Declaration:
         ``known``: what the server can compute from updates: ``"x"``, ``"displacement"``.
         """
         return False
+
+    @property
+    def comes_from_sites(self) -> bool:
+        """Whether what clients wrote travels from their sites to the server."""
+        return self.goes_up(())
 
     @property
     def goes_down(self) -> Literal["counted", "known", ""]:
@@ -256,7 +263,8 @@ class ClientState(State, PerClient):
         synchronised: under partial averaging, True: coordinates not averaged this round keep their
             old value.
         reported: what a client wrote goes up with its update, and is counted: the server reads the
-            rows, also where clients are at sites.
+            rows, also where clients are at sites. ``"known"``: it comes from sites, and is not
+            counted, since the server could tell it from what it is sent.
     """
 
     keeps_rows = True
@@ -267,13 +275,17 @@ class ClientState(State, PerClient):
         synchronised: bool | None = None,
         shape: Shape | None = None,
         dtype: torch.dtype | None = None,
-        reported: bool = False,
+        reported: bool | Literal["known"] = False,
     ) -> None:
         super().__init__(initial, synchronised, shape, dtype)
         self.reported = reported
 
     def goes_up(self, known: Collection[str]) -> bool:
-        return self.reported
+        return self.reported is True
+
+    @property
+    def comes_from_sites(self) -> bool:
+        return self.reported == "known" or super().comes_from_sites
 
 
 class Scratch(PerClient):
@@ -391,7 +403,7 @@ class StateRows:
 
         They are the same in every process.
         """
-        return server.staged(self._declaration.key(self._callback))
+        return server.staged(self._declaration.key(self._callback), self._declaration)
 
     def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
         """Committed rows ``(k, …)`` of these clients, to read in hooks that take ``server``.

@@ -16,8 +16,8 @@ from fl_lightning.storage.rows import ClientRows, Rows
 Versions = dict[int, tuple[Tensor, Mapping[str, Tensor]]]
 
 
-# Frozen weights after a round by name, and how many numbers its additions are for each.
-BaseAfter = tuple[dict[str, Tensor], list[int]]
+# Frozen weights after a round by name, how many numbers its additions are for each, and they.
+BaseAfter = tuple[dict[str, Tensor], list[int], list[Any]]
 
 
 @dataclass(frozen=True)

@@ -31,12 +31,14 @@ OPTIONS = {
     "--data.init_args.samples": "300",
     "--data.partition": "Dirichlet",
     "--data.partition.alpha": "1.0",
-    "--model.learner.init_args.network.class_path": "ResNet20",
-    "--model.learner.init_args.network.init_args.depth": "8",
-    "--model.learner.init_args.network.init_args.width": "4",
     "--model.participation": "7",
     "--model.local_epochs": "1",
     "--model.engine": "sequential",
+}
+NETWORK = {
+    "--model.learner.init_args.network.class_path": "ResNet20",
+    "--model.learner.init_args.network.init_args.depth": "8",
+    "--model.learner.init_args.network.init_args.width": "4",
 }
 
 
@@ -48,6 +50,7 @@ class Study:
         folder: of the test; ``app``, ``over`` and ``simulated`` are below it.
         configs: after the digits', such as ``method/scaffold``.
         options: besides :data:`OPTIONS`, or in place of them.
+        learner: options that say what is trained.
         sites: clients by site.
     """
 
@@ -57,10 +60,16 @@ class Study:
     rounds: int
     options: Mapping[str, str] = field(default_factory=dict)
     sites: Mapping[str, str] = field(default_factory=lambda: THREE)
+    learner: Mapping[str, str] = field(default_factory=lambda: NETWORK)
 
     def write(self) -> Path:
         """The app's folder, as ``fl-lightning deploy flower`` writes it."""
-        options = {**OPTIONS, "--trainer.max_epochs": str(self.rounds), **self.options}
+        options = {
+            **OPTIONS,
+            **self.learner,
+            "--trainer.max_epochs": str(self.rounds),
+            **self.options,
+        }
         words = [word for pair in options.items() for word in pair]
         made = self.folder / "app"
         configs = ["base", "data/digits", *self.configs]
@@ -134,7 +143,11 @@ def global_vector(checkpoint: dict[str, Any]) -> Tensor:
     if beside is not None:
         return beside
     states = checkpoint["state_dict"].items()
-    return torch.cat([value.flatten() for key, value in states if not key.endswith(BUFFERS)])
+    # The frozen weights under adapters are no part of w.
+    names = {key for key, _ in states if key.replace("lora_A", "weight") != key}
+    frozen = {key.replace("lora_A", "weight") for key in names}
+    vectors = {key: value for key, value in states if key not in frozen}
+    return torch.cat([v.flatten() for key, v in vectors.items() if not key.endswith(BUFFERS)])
 
 
 def check_same(simulated: Path, over: Path, sites: list[Path]) -> None:

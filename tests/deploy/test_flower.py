@@ -39,6 +39,21 @@ def test_three_nodes_leave_the_bits_of_the_simulation(
     study.finish(over)
 
 
+@pytest.mark.parametrize("method", ["fedit", "flora", "fedex_lora"])
+def test_adapters_and_their_base_leave_the_bits_of_the_simulation(
+    method: str, tmp_path: Path, federation: Federation
+) -> None:
+    """Four of nine clients, so that sites miss additions to the base and get them later."""
+    options = {"--model.participation": "4"}
+    learner = {"--model.learner": "tests.helpers.low_rank.OfDigits"}
+    study = Study(tmp_path, federation, [f"method/{method}"], ROUNDS, options, learner=learner)
+    study.write()
+    study.open()
+    over = study.go_on()
+    study.simulate()
+    study.finish(over)
+
+
 def test_site_node_and_server_that_are_killed_leave_them_too(
     tmp_path: Path, federation: Federation
 ) -> None:

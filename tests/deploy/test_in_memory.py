@@ -228,6 +228,7 @@ METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "median": (lambda: [RobustAggregation("median")], {}),
     "samples": (lambda: [ControlVariates()], {"weighting": "samples"}),
     "power of choice": (lambda: [PowerOfChoice(), CommunicationLogger()], {"participation": 4}),
+    "q-fedavg": (lambda: [callbacks.FairAggregation(), CommunicationLogger()], {}),
     "powersgd": (lambda: [LowRankUpdate(rank=1), CommunicationLogger()], {}),
     "scaffnew": (lambda: [RandomSkips(0.5)], {"participation": "all", "local_epochs": None}),
     "kept optimizer": (lambda: [], {"keep_optimizer_state": True}),

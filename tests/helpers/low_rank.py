@@ -26,6 +26,31 @@ class LowRank(nn.Module):
         return out + self.scaling * (x @ self.lora_A.T) @ self.lora_B.T
 
 
+class OfDigits(pl.LightningModule):
+    """Two adapters on 8 × 8 pictures of ten classes, float32, with a metric of validation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.first = LowRank(64, 16, 3, 0.7)
+            self.head = LowRank(16, 10, 2, 1.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.first(x.flatten(1))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self(x), y)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/loss", nn.functional.cross_entropy(self(x), y))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+
 class Adapted(pl.LightningModule):
     """Two adapters of ranks 3 and 2 with scales 0.7 and 1.5: 3 inputs, 5 hidden, 4 classes."""
 

@@ -1,0 +1,121 @@
+"""The base's changes on their way to sites: factors, or the weights where these are smaller.
+
+In the numbers of a message: ``base``, the mark of the base that the message leads to, and
+``base_from``, the mark of the one that the site has to have before. In its arrays, by the weight's
+place among the base's: ``base/k/whole``, or ``base/k/i/left`` and ``base/k/i/right`` of its i-th
+addition, in order. The mark 0 is W^0, which each site makes itself.
+"""
+
+from __future__ import annotations
+
+import secrets
+from itertools import chain, count
+
+from torch import Tensor
+
+from fl_lightning.deploy import travel
+from fl_lightning.deploy.transport import Message
+from fl_lightning.round.base import Addition, BaseWeights
+
+ANY = -1  # base_from, where the message has all weights
+
+
+class SentBase:
+    """What a server's sites have of the base, and what each is sent of it.
+
+    Args:
+        weights: the run's; from here on they keep each round's additions.
+    """
+
+    def __init__(self, weights: BaseWeights) -> None:
+        weights.history = {}
+        self.weights = weights
+        # An earlier server of the run may have gone on differently, so its marks are others.
+        self._server = 1 + secrets.randbelow(2**50)
+        self._first = len(weights.costs)
+        # site → the number of rounds whose additions it has; None: unknown. A new site has W^0.
+        self._has: dict[str, int | None] = {}
+
+    def forget(self, site: str) -> None:
+        """The site's process has gone, and another one begins with W^0."""
+        self._has.pop(site, None)
+
+    def heard(self, answer: Message) -> None:
+        """Take note of the base that a site says it has."""
+        mark = int(answer.numbers.get("base", 0))
+        rounds = mark - self._server
+        here = self._first <= rounds <= len(self.weights.costs)
+        self._has[answer.site] = rounds if here else None
+        if mark == 0:
+            self._has.pop(answer.site, None)
+
+    def put(self, message: Message) -> None:
+        """Add what the message's site lacks of the present base."""
+        weights = self.weights
+        now = len(weights.costs)
+        since = self._has.get(message.site, 0)
+        message.numbers["base"] = self._mark(now)
+        message.numbers["base_from"] = ANY if since is None else self._mark(since)
+        additions = self._since(since, now)
+        for k, (name, value) in enumerate(weights.values.items()):
+            cost = sum(costs[k] for costs in weights.costs[since or 0 : now])
+            if since is not None and not cost:
+                continue
+            if additions is None or cost >= value.numel():
+                travel.put(message.arrays, f"base/{k}/whole", value)
+                continue
+            own = (addition for addition in additions if addition[0] == name)
+            for i, (_, left, right) in enumerate(own):
+                travel.put(message.arrays, f"base/{k}/{i}/left", left)
+                if right is not None:
+                    travel.put(message.arrays, f"base/{k}/{i}/right", right)
+        self._has[message.site] = now
+
+    def _mark(self, rounds: int) -> int:
+        return self._server + rounds if rounds else 0
+
+    def _since(self, since: int | None, now: int) -> list[Addition] | None:
+        """The additions of rounds since, …, now - 1; None: some are not known any more."""
+        history = self.weights.history
+        if since is None or history is None or any(t not in history for t in range(since, now)):
+            return None
+        return [*chain.from_iterable(history[t] for t in range(since, now))]
+
+
+class BaseAtSite:
+    """A site's base, which follows the server's.
+
+    Args:
+        weights: of the site's learner.
+    """
+
+    def __init__(self, weights: BaseWeights) -> None:
+        self.weights = weights
+        self.mark = 0
+
+    def lacks(self, message: Message) -> bool:
+        """Tell whether the message builds on another base than the site's."""
+        return message.numbers["base_from"] not in (ANY, self.mark)
+
+    def take(self, message: Message) -> None:
+        """Bring the weights to those that the message leads to."""
+        if message.numbers["base"] == self.mark:
+            return
+        whole: dict[str, Tensor] = {}
+        additions: list[Addition] = []
+        for k, name in enumerate(self.weights.values):
+            arrays = message.arrays
+            if travel.has(arrays, f"base/{k}/whole"):
+                whole[name] = travel.got(arrays, f"base/{k}/whole")
+            for i in count():
+                if not travel.has(arrays, f"base/{k}/{i}/left"):
+                    break
+                right = None
+                if travel.has(arrays, f"base/{k}/{i}/right"):
+                    right = travel.got(arrays, f"base/{k}/{i}/right")
+                additions.append((name, travel.got(arrays, f"base/{k}/{i}/left"), right))
+        values, _, _ = self.weights.after(additions)
+        for name, value in whole.items():
+            values[name] = value.to(self.weights.values[name])
+        self.weights.write(values)
+        self.mark = int(message.numbers["base"])

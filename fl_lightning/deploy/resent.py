@@ -1,0 +1,63 @@
+"""What of w a site has already, where clients leave coordinates at rest: the rest is sent.
+
+In the numbers of a message: ``since``, the number of the question with which the site got the w
+that the message builds on (else it builds on zeros), and ``model``, the round of the new one. In
+its arrays: ``changed``, a mask of the coordinates that ``w`` has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fl_lightning.deploy import travel
+from fl_lightning.deploy.transport import Message
+from fl_lightning.learner.layout import Layout
+from fl_lightning.methods import Methods
+from fl_lightning.round.context import Round
+from fl_lightning.round.resting import foreseen
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+
+
+class SentModel:
+    """What a server's sites have of w."""
+
+    def __init__(self, methods: Methods) -> None:
+        self.methods = methods
+        self._given: dict[str, Tensor] = {}  # by site; sites that have the same share its memory
+        self._latest: Tensor | None = None
+
+    def put(self, message: Message, round: Round, since: int | None) -> None:
+        """Add what the message's site lacks of the round's w.
+
+        Args:
+            since: the number of the site's last question; None: it lacks all.
+        """
+        w = round.w
+        if self._latest is None or not torch.equal(self._latest, w):
+            self._latest = w.detach().clone()
+        given = self._given.get(message.site)
+        self._given[message.site] = self._latest
+        if since is None or given is None:
+            given = torch.zeros_like(w)
+        else:
+            message.numbers |= {"since": since, "whole": 0}
+        known = foreseen(self.methods, given, round.layout, round.t)
+        changed = bits(known) != bits(w)
+        message.numbers["model"] = round.t
+        travel.put(message.arrays, "w", w[changed])
+        travel.put_mask(message.arrays, "changed", changed)
+
+
+def completed(message: Message, given: Tensor, methods: Methods, layout: Layout) -> Tensor:
+    """w ``(D,)`` of a message, at a site to which ``given`` came last, or zeros."""
+    w = foreseen(methods, given, layout, int(message.numbers["model"])).clone()
+    changed = travel.got_mask(message.arrays["changed"], w.numel())
+    w[changed] = travel.got(message.arrays, "w").to(w)
+    return w
+
+
+def bits(vector: Tensor) -> Tensor:
+    """The bits of numbers: NaN is NaN, and -0 is not 0."""
+    return vector.detach().contiguous().view(INTEGERS[vector.element_size()])
