@@ -58,9 +58,9 @@ def cited(config: Mapping[str, Any]) -> str:
     >>> print(cited({"data": {"class_path": "mine.Data"}}).splitlines()[0])
     % Data: no reference is known here
     """
-    keys = ["mcmahan2017fedavg"]
     unknown = []
     methods = {class_name(method) for method in as_list(config.get("method"))}
+    keys = ["mcmahan2017fedavg", *_of_server_momentum(config.get("model") or {}, methods)]
     for part in _parts(config):
         found = _keys(part, methods)
         keys += found
@@ -95,6 +95,23 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
     for part in (model.get("server_optimizer"), data, arguments.get("partition")):
         if part:
             yield part
+
+
+def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> list[str]:
+    """The papers of momentum at the server, which no class of ours stands for.
+
+    It is FedAvgM's. Nesterov's is DiLoCo's if clients use AdamW, and MuLoCo's if they use Muon.
+    """
+    optimizer = model.get("server_optimizer") or {}
+    given = optimizer.get("init_args") or {} if isinstance(optimizer, dict) else {}
+    if class_name(optimizer) != "SGD" or not given.get("momentum"):
+        return []
+    if not given.get("nesterov"):
+        return ["hsu2019measuring"]
+    if "MuonDirection" in methods:
+        return ["douillard2023diloco", "therien2025muloco"]
+    of_clients = class_name(model.get("client_optimizer") or {})
+    return ["douillard2023diloco"] if of_clients == "AdamW" else []
 
 
 def _is_method(method: Any) -> bool:

@@ -41,6 +41,9 @@ def of_method(name: str) -> list[str]:
         ("scaffold", ["karimireddy2020scaffold"]),
         ("fedsmoo", ["sun2023fedsmoo", "acar2021feddyn"]),
         ("fedadam", ["reddi2021adaptive"]),
+        ("fedavgm", ["hsu2019measuring"]),
+        ("diloco", ["douillard2023diloco"]),
+        ("muloco", ["douillard2023diloco", "jordan2024muon", "therien2025muloco"]),
         ("fedper", ["arivazhagan2019fedper"]),
         ("fedbn", ["li2021fedbn"]),
         ("fedals", ["gholami2024fedals"]),
@@ -71,6 +74,7 @@ def test_every_method_and_data_set_of_ours_has_a_reference_that_its_file_names()
             assert vars(known[name]).keys() == vars(cls.paper).keys(), name
             assert known[name].keys == cls.paper.keys and (cls.paper.keys or cls.paper.by), name
     entries = references()
+    assert all(entry.endswith("\n}") for entry in entries.values())
     # The number of each preprint stands in the file of its method, where it has one.
     sources = " ".join(path.read_text() for path in (ROOT / "callbacks").glob("*.py"))
     for name, paper in known.items():

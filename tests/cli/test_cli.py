@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -40,9 +41,10 @@ import time, torch, pytorch_lightning as pl
 from pathlib import Path
 
 class Lit(pl.LightningModule):
-    def __init__(self, width: int = 4, sleep: float = 0.0, fault: str = ""):
+    def __init__(self, width: int = 4, sleep: float = 0.0, fault: str = "", drop: float = 0.0):
         super().__init__()
         layers = torch.nn.Linear(64, width), torch.nn.Linear(width, 10)
+        layers = (layers[0], torch.nn.Dropout(drop), layers[1]) if drop else layers
         self.net = torch.nn.Sequential(torch.nn.Flatten(), *layers)
         self.sleep, self.fault = sleep, fault
     def training_step(self, batch, batch_idx):
@@ -468,6 +470,49 @@ def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
     assert ended.returncode == 130
     assert re.search(r"stopped after 0 of \d+ rounds\n", ended.stdout)
     assert not (cli.folder / "x/checkpoints/last.ckpt").exists()
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux forks workers")
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_while_clients_train_in_worker_processes(cli: Cli, times: int) -> None:
+    """One lets the round end, the second one stops at once; no process remains, and the run goes
+    on to the same bits."""
+    shared = set(os.listdir("/dev/shm"))
+    options = ("--model.local_epochs=null", "--model.local_steps=8", "--trainer.max_epochs=3")
+    processes = ("--model.engine=concurrent", "--model.workers=2", "--model.participation=4")
+    settings = {"sleep": 0.05, "drop": 0.5}
+    argv = own(cli, *options, *processes, **settings)
+    process = cli.start(*argv)
+    process.wait_for(cli.folder / "training")
+    process.kill(signal.SIGINT)
+    while times == 2 and "stopping after this round" not in process.stderr:
+        assert not process.ended()
+    if times == 2:
+        process.kill(signal.SIGINT)
+    ended = process.wait()
+    assert ended.returncode == 130 and "Traceback" not in ended.stderr, ended.stderr
+    assert "2 processes" in ended.stdout + ended.stderr
+    assert not [pid for pid in Path("/proc").glob("[0-9]*") if works_in(pid, cli.folder)]
+    assert set(os.listdir("/dev/shm")) <= shared
+    again = ("fit", "x") if (cli.folder / "x/checkpoints/last.ckpt").exists() else argv
+    if again is argv:
+        shutil.rmtree(cli.folder / "x")
+    assert cli(*again).returncode == 0
+    interrupted = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)
+    shutil.rmtree(cli.folder / "x")
+    alone = ("--model.engine=sequential", "--model.participation=4")
+    assert cli(*own(cli, *options, *alone, drop=0.5)).returncode == 0
+    whole = torch.load(cli.folder / "x/checkpoints/last.ckpt", weights_only=True)
+    assert interrupted["epoch"] == whole["epoch"] == 2
+    for name, value in whole["state_dict"].items():
+        assert torch.equal(interrupted["state_dict"][name], value), name
+
+
+def works_in(process: Path, folder: Path) -> bool:
+    try:
+        return Path(os.readlink(process / "cwd")).is_relative_to(folder)
+    except OSError:
+        return False
 
 
 def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:

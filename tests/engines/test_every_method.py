@@ -55,7 +55,7 @@ def config(name: str) -> Case:
     given = full_paths(merge(read("method/scaffold"), given) if "method+" in given else given)
     # As few as it takes.
     more: dict[str, Any] = {"participation": 5} if "krum" in name else {}
-    if name == "method/diloco":
+    if name in ("method/diloco", "method/muloco"):
         more = {"local_steps": 3}
     for method in given["method"]:
         arguments = method.get("init_args", {})

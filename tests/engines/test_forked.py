@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -149,17 +150,32 @@ def test_an_error_names_round_client_and_step_and_ends_the_round() -> None:
     assert not children()
 
 
-def test_what_fails_in_a_worker_alone_is_trained_in_the_run_itself() -> None:
+def refuse() -> None:
+    raise OSError("no forked process may use this")
+
+
+def exhaust_memory() -> None:
+    """Ask for more than the process may have, as in a container that is too small."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * os.sysconf("SC_PAGE_SIZE") + (64 << 20)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    bytearray(256 << 20)
+
+
+@pytest.mark.parametrize(
+    ("act", "said"), [(refuse, "no forked process may use this"), (exhaust_memory, "MemoryError")]
+)
+def test_what_fails_in_a_worker_alone_is_trained_in_the_run_itself(act: Any, said: str) -> None:
     run_itself = os.getpid()
 
     class Refusing(Failing):
         def act(self) -> None:
             if os.getpid() != run_itself:
-                raise OSError("no forked process may use this")
+                act()
 
     module, logged = ran("concurrent", learner=Refusing, workers=2)
     require_same((module, logged), ran("sequential", learner=Drawing))
-    assert sum("no forked process may use this" in note for note in module.notes) == 1
+    assert sum(said in note for note in module.notes) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
