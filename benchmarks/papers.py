@@ -60,9 +60,11 @@ ROWS = {  # in the order in which they run
     "C4": "fedals/table1-cifar10-shards-5-small",
     "L1": "fedinit/table3-cifar10-dir0.1-100-small",
     "L2": "fedsmoo/table8-cifar10-path3-100-small",
+    "O1": "methods/optimizers-shakespeare-parts-5-small",
 }
 FIRST = "protocol-1"
-LATER = {"A7-models, A7-updates": "protocol-2"}  # the rows that a later protocol added
+# the rows that a later protocol added
+LATER = {"A7-models, A7-updates": "protocol-2", "O1": "protocol-4"}
 QUICK = ("P1, P3, P9", "P2", "P5, B3")
 CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
 INTERVAL = ("mean", "low", "high", "n")

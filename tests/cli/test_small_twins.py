@@ -47,6 +47,7 @@ ROWS: dict[str, tuple[dict[str, int], int, list[int], int, int]] = {
     "fedinit/table1-fashionmnist-dir0.1-100-small": ({"T1": 6}, 7, EIGHT, 3, 150),
     "fedinit/table3-cifar10-dir0.1-100-small": ({"L1": 1}, 2, FIVE, 0, 60),
     "fedsmoo/table8-cifar10-path3-100-small": ({"L2": 3}, 4, FIVE, 0, 60),
+    "methods/optimizers-shakespeare-parts-5-small": ({"O1": 9}, 9, FIVE, 4, 40),
 }
 PRIMARY = {"P1-helps", "P5-correction", "P7-rounds-batch"}
 RATE = "model.learner.init_args.lr"
@@ -120,9 +121,12 @@ def test_what_is_selected_is_selected_alike_and_apart_from_what_is_reported(name
     twin, count = sweep(name), candidates(name)
     select = twin["select"]
     looked_at = {*range(5), *twin["grid"]["seed_everything"]}
-    assert select["seeds"] == [100, 101] and not looked_at & {100, 101}
+    seeds, rounds = [100, 101], 100 if "cifar10" in name else 60
+    if "optimizers-shakespeare" in name:
+        seeds, rounds = [100], 20
+    assert (select["seeds"], select["rounds"]) == (seeds, rounds)
+    assert not looked_at & {100, 101}
     assert select["val_fraction"] == 0.1, "on data that are not the test set"
-    assert select["rounds"] == (100 if "cifar10" in name else 60)
     for claim in claims(name):
         assert len({count[arm] for arm in arms_of(claim)}) <= 1, claim["id"]
 
