@@ -19,6 +19,7 @@ from fl_lightning.callbacks.divergence_logger import DivergenceLogger
 from fl_lightning.callbacks.drift_logger import DriftLogger
 from fl_lightning.callbacks.dynamic_regularization import DynamicRegularization
 from fl_lightning.callbacks.error_feedback_21 import ErrorFeedback21
+from fl_lightning.callbacks.exact_match import ExactMatch
 from fl_lightning.callbacks.extrapolated_step import ExtrapolatedStep
 from fl_lightning.callbacks.factor_schedule import FactorSchedule
 from fl_lightning.callbacks.fair_aggregation import FairAggregation
@@ -40,6 +41,7 @@ from fl_lightning.callbacks.mixed_personal_model import MixedPersonalModel
 from fl_lightning.callbacks.model_contrast import ModelContrast
 from fl_lightning.callbacks.momentum_guided_perturbation import MomentumGuidedPerturbation
 from fl_lightning.callbacks.moreau_envelope import MoreauEnvelope
+from fl_lightning.callbacks.multiple_choice import MultipleChoice
 from fl_lightning.callbacks.muon_direction import MuonDirection
 from fl_lightning.callbacks.normalized_averaging import NormalizedAveraging
 from fl_lightning.callbacks.not_true_distillation import NotTrueDistillation
@@ -85,6 +87,7 @@ __all__ = [
     "DriftLogger",
     "DynamicRegularization",
     "ErrorFeedback21",
+    "ExactMatch",
     "ExtrapolatedStep",
     "FactorSchedule",
     "FairAggregation",
@@ -105,6 +108,7 @@ __all__ = [
     "ModelContrast",
     "MomentumGuidedPerturbation",
     "MoreauEnvelope",
+    "MultipleChoice",
     "MuonDirection",
     "NormalizedAveraging",
     "NotTrueDistillation",

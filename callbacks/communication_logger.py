@@ -5,10 +5,18 @@ The count follows the algorithms as published: docs/methods.md has it as a table
 
 from __future__ import annotations
 
+import re
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
 import torch
 
-from fl_lightning.callback import FederatedCallback, Server, ServerState
+from fl_lightning.callback import FederatedCallback, Server, ServerState, UserError
 
+UNITS = {"": 1, "b": 1}
+UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgt", 1)}
+UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgt", 1)}
 COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
 
 
@@ -21,6 +29,14 @@ class CommunicationLogger(FederatedCallback):
     ``cost/kept_vectors`` is what a participant keeps until its next round, in vectors of D numbers:
     its rows of methods' states, its copies of parts, its optimizer where that is kept.
     Sent: nothing more. Kept: five totals by the server.
+
+    Args:
+        budget: the run ends after the first round whose ``communication/total_bytes`` reach it: a
+            number of bytes, or a decimal with a unit, ``"0.2 GB"`` (MB is 10⁶ bytes, MiB 2²⁰). A
+            resumed run stays ended, unless it is given a larger budget. None: no end.
+
+    Raises:
+        UserError: a budget that is no such number.
 
     Example:
         SCAFFOLD communicates two vectors each way where FedAvg communicates one.
@@ -38,6 +54,15 @@ class CommunicationLogger(FederatedCallback):
     every_round = True
     counted = ServerState(synchronised=False, shape=(len(COUNTS),), dtype=torch.int64)
 
+    def __init__(self, budget: int | float | str | None = None) -> None:
+        super().__init__()
+        # Not kept by its name: a resumed run may have another budget.
+        self._most = None if budget is None else bytes_of(budget)
+        self._told = False
+
+    def facts(self) -> dict[str, str]:
+        return {} if self._most is None else {"budget": f"{self._most:,} bytes"}
+
     def on_round_end(self, server: Server) -> None:
         counts = [server.communication[name] for name in COUNTS]
         self.counted += torch.tensor(counts, device=self.counted.device)
@@ -48,3 +73,50 @@ class CommunicationLogger(FederatedCallback):
             server.log(f"communication/{name}", value)
         if server.n:
             server.log("cost/kept_vectors", server.kept_vectors)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._told = False
+        self._end_if_spent(trainer, pl_module, trainer.current_epoch)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self._end_if_spent(trainer, pl_module, trainer.current_epoch + 1)
+
+    def _end_if_spent(self, trainer: Any, pl_module: Any, rounds: int) -> None:
+        counted = pl_module.server_states.get("CommunicationLogger.counted")
+        if self._most is None or counted is None:
+            return
+        totals = dict(zip(COUNTS, counted.tolist(), strict=True))
+        spent = totals["up_bytes"] + totals["down_bytes"]
+        if spent < self._most:
+            return
+        trainer.should_stop = True
+        if not self._told:
+            self._told = True
+            pl_module.note(
+                f"CommunicationLogger: the run ends after {rounds} rounds, since {spent:,} bytes "
+                f"reach the budget of {self._most:,}"
+            )
+
+
+def bytes_of(budget: int | float | str) -> int:
+    """A number of bytes, rounded up.
+
+    >>> [bytes_of(budget) for budget in (2000, "0.2 GB", "1.5MiB", "200 B")]
+    [2000, 200000000, 1572864, 200]
+
+    Raises:
+        UserError: it is no such number.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(budget).lower())
+    try:
+        number = Fraction(match[1]) if match and not isinstance(budget, bool) else Fraction(0)
+    except ValueError:
+        number = Fraction(0)
+    unit = UNITS.get(match[2]) if match else None
+    if number <= 0 or unit is None:
+        raise UserError(
+            f"CommunicationLogger: budget={budget!r} is not accepted; it has to be a number of "
+            "bytes above 0, or a text such as '0.2 GB' with one of the units B, kB, MB, GB, TB, "
+            "KiB, MiB, GiB, TiB."
+        )
+    return ceil(number * unit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,21 +15,11 @@ from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.language_modelling import no_pixels
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
-from fl_lightning.datamodules.tokens import NO_TOKEN, Bytes, Folder, padded, read_text, tokenizer_of
+from fl_lightning.datamodules.split import Split
+from fl_lightning.datamodules.tokens import NO_TOKEN, Bytes, Folder, padded, tokenizer_of
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.records import check_template, prompt_of, read_records
 
-# Stanford Alpaca's prompts, without and with an input.
-ALPACA = (
-    "Below is an instruction that describes a task. Write a response that appropriately completes "
-    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
-)
-ALPACA_INPUT = (
-    "Below is an instruction that describes a task, paired with an input that provides further "
-    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
-    "{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
-)
-OUTPUT = ("output", "response", "answer")
-INPUT = ("input", "context")
 Pair = tuple[list[int], list[bool]]  # tokens, and which of them are learned
 
 
@@ -42,15 +31,21 @@ class InstructionTuning(FederatedDataModule):
     longest text of the set. ``CausalLanguageModel`` takes such batches.
 
     Args:
-        root: the folder that holds the files.
-        train, test: JSON lines, or one JSON list. ``input`` may be absent; ``response`` and
-            ``answer`` stand for ``output``, ``context`` for ``input``.
+        root: the folder that holds the files; None where ``train`` and ``test`` are records.
+        train, test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
+            library ``datasets``; or the records themselves, a list of dicts or a ``Dataset`` whose
+            rows are dicts. ``train`` None: 360 small sums, made here, to try a run with, and 40
+            others to test on. ``input`` may be absent; ``response`` and ``answer`` stand for
+            ``output``, ``context`` for ``input``.
         template: ``"alpaca"``, or a prompt with ``{instruction}`` and, if wanted, ``{input}``.
         length: tokens of a record; longer ones are cut at the end, and left out if none is left to
             learn.
         tokenizer: a local folder with a tokenizer of transformers, whose chat template is used for
             messages; None: bytes are the tokens.
         response_only: learn answers only; False: all tokens but the first.
+        pack: join the training records of each client, in their order, and cut them into rows of
+            ``length`` tokens, the last one shorter. No token is padding then; positions run on, and
+            a record sees those before it in its row. A sample is a row.
         group: the field that names the client; None: a ``partition``.
         augment, biases, download: have to be False and empty: there are none of text.
         arguments: as ``FederatedDataModule`` has them.
@@ -63,13 +58,14 @@ class InstructionTuning(FederatedDataModule):
 
     def __init__(
         self,
-        root: str | Path,
-        train: str,
-        test: str | None = None,
+        root: str | Path | None = None,
+        train: str | list[dict[str, Any]] | None = None,
+        test: str | list[dict[str, Any]] | None = None,
         template: str = "alpaca",
         length: int = 512,
         tokenizer: str | Path | None = None,
         response_only: bool = True,
+        pack: bool = False,
         group: str | None = None,
         partition: Partition | None = None,
         biases: Sequence[Bias] = (),
@@ -92,45 +88,98 @@ class InstructionTuning(FederatedDataModule):
                 "InstructionTuning's download is true, but records are your own: put them into "
                 "data.root."
             )
-        if template != "alpaca" and "{instruction}" not in template:
+        check_template("InstructionTuning", template)
+        held_out = (self.val_fraction, self.client_test_fraction, self._test_clients, self._pooled)
+        if pack and any(held_out):
             raise UserError(
-                f"InstructionTuning's template is {template!r}: it needs {{instruction}}, and may "
-                "have {input}; or 'alpaca'."
+                "InstructionTuning's pack is true, which joins all records of a client, so none "
+                "of them can be held out (val_fraction, client_test_fraction, test_clients, "
+                "pooled). Give data.test, a file of its own, or leave pack out."
             )
         if length < 2:
             raise UserError(f"InstructionTuning's length is {length}: give at least 2 tokens.")
-        self.root = Path(root)
+        self.root = None if root is None else Path(root)
         self.train = train
         self.test = test
         self.template = template
         self.length = length
         self.tokenizer = tokenizer
         self.response_only = response_only
+        self.pack = pack
         self.group = group
+        self.encoder: Bytes | Folder | None = None  # once the data are loaded
+        self._texts: list[tuple[list[int], list[int]]] = []  # of records that are packed
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
 
     def load(self) -> None:
-        tokenizer = tokenizer_of(self.tokenizer)
-        self.train_set, groups = self._samples(self.train, tokenizer)
+        self.encoder = tokenizer = tokenizer_of(self.tokenizer)
+        train: Any = self.train
+        test: Any = self.test
+        if train is None:
+            train, made = small_sums()
+            test = made if test is None else test
+        self.train_set, groups = self._samples(train, tokenizer, self.pack)
         if self.group is not None:
             names, self.groups = np.unique(groups, return_inverse=True)
             if isinstance(self.partition, ByGroup):
                 self.client_names = [str(name) for name in names]
         self.test_set = None
-        if self.test is not None:
-            self.test_set, _ = self._samples(self.test, tokenizer)
+        if test is not None:
+            self.test_set, _ = self._samples(test, tokenizer)
         self.vocabulary = tokenizer.size
 
-    def _samples(self, file: str, tokenizer: Bytes | Folder) -> tuple[TensorSamples, list[str]]:
-        path = self.root / file
+    def setup(self, stage: str | None = None) -> None:
+        """Load once; split, and pack, once per seed."""
+        split_before = self._split
+        super().setup(stage)
+        if self.pack and self._split is not split_before:
+            self._join(self._split)
+
+    def _join(self, split: Split | None) -> None:
+        """Put the rows of each client in the place of its records."""
+        assert split is not None
+        x: list[list[int]] = []
+        y: list[list[int]] = []
+        clients: list[NDArray[np.int64]] = []
+        for client in range(len(split.clients)):
+            # In the order of the file, whatever the order in which they were drawn.
+            tokens: list[int] = []
+            wanted: list[int] = []
+            for place in sorted(split.indices(client).tolist()):
+                text, targets = self._texts[place]
+                tokens += text
+                wanted += targets
+            first = len(x)
+            for start in range(0, len(tokens), self.length):
+                row = wanted[start : start + self.length]
+                x.append(tokens[start : start + self.length])
+                # A row's first token is predicted from nothing.
+                y.append([NO_TOKEN, *row[1:]])
+            clients.append(np.arange(first, len(x)))
+        longest = max(map(len, x))
+        self.train_set = TensorSamples(padded(x, longest), padded(y, longest))
+        packed = Split(clients, len(x), by_partition=split.by_partition)
+        # The same records at the same clients: two splits may pack into as many rows.
+        packed.hash = split.hash
+        self._split = packed
+
+    def _samples(
+        self, given: Any, tokenizer: Bytes | Folder, pack: bool = False
+    ) -> tuple[TensorSamples, list[str]]:
+        name, records = self._records(given)
         texts: list[list[int]] = []
         targets: list[list[int]] = []
         groups: list[str] = []
-        records = read_records(path)
+        every_group: dict[str, None] = {}
         for number, record in enumerate(records, 1):
-            place = f"{str(path)!r}, record {number},"
+            place = f"{name}, record {number},"
             tokens, learned = self._encoded(record, tokenizer, place)
-            tokens, learned = tokens[: self.length], learned[: self.length]
+            if not pack:
+                tokens, learned = tokens[: self.length], learned[: self.length]
+            if self.group is not None:
+                if self.group not in record:
+                    raise UserError(f"{place} has no {self.group!r}, which data.group names.")
+                every_group[str(record[self.group])] = None
             wanted = [t if yes else NO_TOKEN for t, yes in zip(tokens, learned, strict=True)]
             # The first token is predicted from nothing.
             if all(target == NO_TOKEN for target in wanted[1:]):
@@ -138,74 +187,105 @@ class InstructionTuning(FederatedDataModule):
             texts.append(tokens)
             targets.append([NO_TOKEN, *wanted[1:]])
             if self.group is not None:
-                if self.group not in record:
-                    raise UserError(f"{place} has no {self.group!r}, which data.group names.")
                 groups.append(str(record[self.group]))
         if not texts:
             raise UserError(
-                f"{str(path)!r} has no record with an answer within data.length {self.length} "
+                f"{name} has no record with an answer within data.length {self.length} "
                 "tokens. Give a larger length, or other records."
+            )
+        if without := [group for group in every_group if group not in set(groups)]:
+            raise UserError(
+                f"{name}: the client {self.group}={without[0]!r} has no record with an answer "
+                f"within data.length {self.length} tokens. Give a larger length, or leave its "
+                "records out."
             )
         if left_out := len(records) - len(texts):
             warnings.warn(
-                f"{str(path)!r}: {left_out} of {len(records)} records have no answer within "
+                f"{name}: {left_out} of {len(records)} records have no answer within "
                 f"data.length {self.length} tokens, and are left out.",
                 stacklevel=2,
             )
+        if pack:
+            self._texts = list(zip(texts, targets, strict=True))
         longest = max(map(len, texts))
         x, y = padded(texts, longest), padded(targets, longest)
         return TensorSamples(x, y), groups
+
+    def _records(self, given: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        """What records are called in messages, and the records."""
+        if not isinstance(given, str | Path):
+            fits = len(given) and all(isinstance(record, Mapping) for record in given)
+            if not fits:
+                raise UserError(
+                    "InstructionTuning's train and test are a file or a list of dicts "
+                    "{instruction, input, output} or {messages}, and here "
+                    + (f"one of them is {given!r}"[:120] + "." if len(given) else "it is empty.")
+                )
+            return "the list of records", given
+        path = Path(given) if self.root is None else self.root / given
+        if path.is_dir():
+            return repr(str(path)), saved_rows(path)
+        return repr(str(path)), read_records(path, "InstructionTuning")
 
     def _encoded(self, record: Mapping[str, Any], tokenizer: Bytes | Folder, place: str) -> Pair:
         """A record's tokens, and which of them are learned."""
         if "messages" in record:
             tokens, answers = conversation(record["messages"], tokenizer, place)
         else:
-            prompt, output = self._prompt(record, place)
+            prompt, output = prompt_of(record, self.template, place)
             asked = tokenizer.whole(prompt).tolist()
             answer = [*tokenizer.whole(output).tolist(), end_of(tokenizer)]
             tokens = asked + answer
             answers = [False] * len(asked) + [True] * len(answer)
         return tokens, answers if self.response_only else [True] * len(tokens)
 
-    def _prompt(self, record: Mapping[str, Any], place: str) -> tuple[str, str]:
-        """A record's prompt and its answer."""
-        instruction = record.get("instruction")
-        output = next((record[name] for name in OUTPUT if name in record), None)
-        given = next((record[name] for name in INPUT if record.get(name)), "")
-        if not isinstance(instruction, str) or not isinstance(output, str):
-            raise UserError(
-                f"{place} has {', '.join(map(str, record))[:200]}; accepted are texts called "
-                "instruction and output (or response, answer), with input (or context) if there "
-                "is one, or messages."
-            )
-        template = self.template
-        if template == "alpaca":
-            template = ALPACA_INPUT if given else ALPACA
-        # Not str.format: texts have braces of their own.
-        before, _, after = template.partition("{instruction}")
-        before, after = before.replace("{input}", given), after.replace("{input}", given)
-        return f"{before}{instruction}{after}", output
+
+def small_sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Records to train on and to test on, always the same; ``digits`` names a group.
+
+    >>> small_sums()[0][1]
+    {'instruction': 'What is 0 + 1?', 'output': '1', 'digits': 1}
+    """
+    train: list[dict[str, Any]] = []
+    test: list[dict[str, Any]] = []
+    for number in range(400):
+        a, b = divmod(number, 20)
+        answer = str(a + b)
+        record = {
+            "instruction": f"What is {a} + {b}?",
+            "output": answer,
+            "digits": len(answer),
+        }
+        (test if number % 10 == 7 else train).append(record)
+    return train, test
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, or of one JSON list.
+def saved_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a folder that ``save_to_disk`` of the library ``datasets`` wrote.
 
     Raises:
-        UserError: it holds something else.
+        UserError: it is not such a folder, or the library is not installed.
     """
-    text = read_text(path, "InstructionTuning's file")
-    expected = "one JSON object per line, or one JSON list of objects"
     try:
-        if text.lstrip().startswith("["):
-            records = json.loads(text)
-        else:
-            records = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} is no JSON ({error}): {expected} is expected.") from None
-    if not records or not all(isinstance(record, dict) for record in records):
-        raise UserError(f"{str(path)!r} has no records: {expected} is expected.")
-    return list(records)
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{str(path)!r} is a folder, which datasets reads ({error}). Install it: pip install "
+            "datasets; or give a file of JSON lines."
+        ) from None
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library and its file formats raise many kinds
+        raise UserError(
+            f"{str(path)!r} is not a folder that save_to_disk wrote ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:160]}). Give such a folder, or a file of JSON lines."
+        ) from error
+    if isinstance(found, Mapping):
+        raise UserError(
+            f"{str(path)!r} holds the splits {', '.join(found)}: give one of them, such as "
+            f"{path.name}/{next(iter(found))}."
+        )
+    return list(found)
 
 
 def end_of(tokenizer: Bytes | Folder) -> int:

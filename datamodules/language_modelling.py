@@ -13,7 +13,7 @@ from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.partitions import Contiguous
 from fl_lightning.datamodules.samples import TensorSamples
-from fl_lightning.datamodules.tokens import read_text, tokenizer_of
+from fl_lightning.datamodules.tokens import Bytes, Folder, read_text, tokenizer_of
 from fl_lightning.errors import UserError
 
 NO_LABEL = -1
@@ -79,9 +79,10 @@ class LanguageModelling(FederatedDataModule):
         self.tokenizer = tokenizer
         self.test_fraction = test_fraction
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+        self.encoder: Bytes | Folder | None = None  # likewise
 
     def load(self) -> None:
-        tokenizer = tokenizer_of(self.tokenizer)
+        self.encoder = tokenizer = tokenizer_of(self.tokenizer)
         tokens = tokenizer.whole(read_text(self.path, "LanguageModelling's text"))
         cut = len(tokens) - round(self.test_fraction * len(tokens))
         self.train_set = self._windows(tokens[:cut], "training")

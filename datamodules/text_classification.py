@@ -17,7 +17,7 @@ from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.language_modelling import no_pixels
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
-from fl_lightning.datamodules.tokens import padded, read_text, tokenizer_of
+from fl_lightning.datamodules.tokens import Bytes, Folder, padded, read_text, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.papers import Paper
 
@@ -105,9 +105,10 @@ class TextClassification(FederatedDataModule):
         self.length = length
         self.tokenizer = tokenizer
         self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+        self.encoder: Bytes | Folder | None = None  # likewise
 
     def load(self) -> None:
-        tokenizer = tokenizer_of(self.tokenizer)
+        self.encoder = tokenizer = tokenizer_of(self.tokenizer)
         groups: list[str] = []
         texts, labels = self._read(self.train, groups)
         if self.classes is None:

@@ -36,6 +36,11 @@ class Bytes:
         """A long text ``(tokens,)``, without an end."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones; bytes that are not UTF-8 are replaced."""
+        numbers = [t - FIRST_BYTE for t in tokens if FIRST_BYTE <= t < self.size]
+        return bytes(numbers).decode(errors="replace")
+
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
         """At most ``length`` tokens of each text, or pair of texts; longer ones lose their end."""
         rows = []
@@ -102,6 +107,10 @@ class Folder:
         return np.asarray(
             self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"], np.int32
         )
+
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens, without special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
         columns = [list(column) for column in zip(*texts, strict=True)]

@@ -17,12 +17,10 @@ from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.strategies import FederatedStrategy
 from fl_lightning.schedules import LARGEST, Schedule
 
-# In place of accumulated gradients.
-IN_LITTLE_MEMORY = (
-    "A client's batch is data.batch_size: give the whole batch there. If it does not fit into "
-    "memory, train one client at a time (model.engine='sequential'), with "
-    "trainer.precision='bf16-mixed' or activation checkpointing in the learner "
-    "(use_reentrant=False); or give a smaller data.batch_size with a smaller learning rate"
+# In place of the Trainer's accumulated gradients.
+ACCUMULATE = (
+    "Gradients are accumulated in a client's local step: give model.accumulate, the number of "
+    "batches of data.batch_size in each step"
 )
 
 REFUSED_HOOKS = {
@@ -55,7 +53,7 @@ REFUSED_CALLBACKS = {
         "model.on_nonfinite='skip' for clients whose update is not finite, model.clip_norm, or "
         "EarlyStopping(monitor='train/loss', divergence_threshold=…)"
     ),
-    "GradientAccumulationScheduler": (f"a round is one step of the server. {IN_LITTLE_MEMORY}"),
+    "GradientAccumulationScheduler": (f"a round is one step of the server. {ACCUMULATE}"),
 }
 
 
@@ -101,7 +99,7 @@ def check_learner(learner: Any) -> None:
         raise UserError(
             f"learner: {name} overrides optimizer_zero_grad and leaves gradients standing, but "
             "each local step of a federated run has a gradient of its own. Remove it; to "
-            "accumulate, use a larger batch size of the data."
+            "accumulate, give model.accumulate."
         )
 
 
@@ -153,7 +151,7 @@ def check_options(trainer: Any) -> None:
     value = trainer.fit_loop.min_steps
     require("min_steps", value, not value, "rounds are epochs: use min_epochs")
     value = trainer.accumulate_grad_batches
-    instead = f"a round is one step of the server. {IN_LITTLE_MEMORY}"
+    instead = f"a round is one step of the server. {ACCUMULATE} (here {value})"
     require("accumulate_grad_batches", value, value == 1, instead)
     value = trainer.gradient_clip_val
     require("gradient_clip_val", value, value is None, "clients clip with model.clip_norm")

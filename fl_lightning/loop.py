@@ -222,6 +222,7 @@ class FederatedLoop:
             seed=self.cohort.seed,
             all_sizes=self.cohort.data.client_sizes,
             steps_of=self.cohort.steps_of,
+            epoch_batches=self.cohort.data.batches_per_epoch,
             home=self.state.rows.at_home,
             own_buffers=self.buffers.own(buffers),
             noise=None if self.methods.draws_from is None else self.cohort.key,

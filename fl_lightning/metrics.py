@@ -37,6 +37,7 @@ _LESS |= {"ece", "brier", "fid", "kl", "hamming"}
 _LESS_OF_OURS = re.compile(
     r"(divergence|consensus[^/]*|hessian|time|communication|cost)/|global/(gap|grad_norm)$"
 )
+_GREATER_OF_OURS = re.compile(r"choice/|generation/exact_match$")
 _APPENDED = re.compile(
     r"(_finetuned)?(_weighted|_std|_worst10|_mean|_worst)?$"
 )  # by PerClientEvaluation
@@ -87,6 +88,8 @@ def is_accuracy(name: str) -> bool:
 def _by_name(name: str) -> bool | None:
     if _LESS_OF_OURS.match(name.lower()):
         return False
+    if _GREATER_OF_OURS.match(name.lower()):
+        return True
     for ending in _endings(name):
         if ending in _LESS:
             return False

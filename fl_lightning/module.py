@@ -63,6 +63,9 @@ class FederatedModule(LearnerHooks):
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: in each local step a client's corrected gradient is scaled by
             min(1, clip_norm/‖g‖).
+        accumulate: batches of the data in each local step, the last step of an epoch taking those
+            that are left; they are weighed by their samples, or by ``count`` where
+            ``training_step`` returns ``{"loss": …, "count": …}``.
         keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every
             round.
         server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None:
@@ -113,6 +116,7 @@ class FederatedModule(LearnerHooks):
         client_scheduler: str = "ignore",
         lr_decay: float | Schedule = 1.0,
         clip_norm: float | None = None,
+        accumulate: int = 1,
         keep_optimizer_state: bool = False,
         server_optimizer: OptimizerFactory | None = None,
         server_lr_decay: float | Schedule = 1.0,

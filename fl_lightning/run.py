@@ -17,6 +17,7 @@ from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
 from fl_lightning.checkpoint import CheckpointFolder, Held, Identity
 from fl_lightning.description import Reporter
 from fl_lightning.engines import configured_optimizer
+from fl_lightning.engines.accumulation import accumulation_notes
 from fl_lightning.engines.build import NOT_CAPTURED, choose
 from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.engine import Engine
@@ -337,7 +338,8 @@ class FederatedRun:
             keeps_optimizer=settings.keep_optimizer_state,
         )
         of_clock = systems.notes(settings.asynchronous, self.methods)
-        for text in [*settings.notes(), *self.methods.notes(about), *of_clock]:
+        of_batches = accumulation_notes(self.model.learner, settings.accumulate)
+        for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_batches]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:
             whose = "was drawn" if self.resumed_from is None else "is the checkpoint's"
@@ -357,6 +359,7 @@ class FederatedRun:
             cohort.seed,
             settings.clip_norm,
             settings.keep_optimizer_state,
+            settings.accumulate,
         )
         work.evaluate = self.evaluate = ClientEvaluation(
             self.model.learner, trainer.datamodule, lambda: Evaluator.of_run(self, trainer)

@@ -38,7 +38,7 @@ def test_arguments_are_refused_with_name_value_and_what_is_accepted(
     ("settings", "words"),
     [
         ({"max_steps": 5}, ["max_steps=5", "max_epochs"]),
-        ({"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2", "batch_size"]),
+        ({"accumulate_grad_batches": 2}, ["accumulate_grad_batches=2", "model.accumulate"]),
         ({"gradient_clip_val": 1.0}, ["gradient_clip_val=1.0", "clip_norm"]),
         ({"val_check_interval": 0.5}, ["val_check_interval", "check_val_every_n_epoch"]),
         ({"limit_train_batches": 3}, ["limit_train_batches=3", "local_steps"]),

@@ -50,6 +50,7 @@ How a round goes               (--model.help: all about these)
   --model.client_scheduler X     ignore, rounds or local_steps: what steps the learner's scheduler
   --model.lr_decay 0.998         of the client learning rate, per round; or a schedule
   --model.clip_norm 10           of each client's gradient
+  --model.accumulate 4           batches in each local step
   --model.keep_optimizer_state   true: clients keep it from round to round
   --model.server_optimizer SGD   over the global model; --model.server_lr_decay
   --model.weighting uniform      or samples: weights of the clients in the mean

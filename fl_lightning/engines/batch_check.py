@@ -104,7 +104,7 @@ def failure(copies: LearnerCopies, client: int, samples: int) -> str:
         return ""
     before = RandomState(situation.w)
     trial = DryRun(copies)
-    trial.worker.work = replace(trial.worker.work, data=OneBatch(batch))
+    trial.worker.work = replace(trial.worker.work, data=OneBatch(batch), accumulate=1)
     try:
         end, *_ = trial.run(client, 1)
         finite = situation.skips_nonfinite or bool(end.isfinite().all())

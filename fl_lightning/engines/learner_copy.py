@@ -14,6 +14,7 @@ from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates, outside
+from fl_lightning.engines.accumulation import StepBatches, count_of
 from fl_lightning.engines.client_trainer import Present, nobody
 from fl_lightning.engines.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
@@ -79,6 +80,7 @@ class LearnerCopy:
         self._aside: tuple[Tensor, list[Tensor]] | None = None
         self._buffers_aside: dict[str, Tensor] = {}
         self.looks: Changes | None = None
+        self._count: Tensor | None = None  # what the latest batch of an accumulated step counts
         self.parameters = [p for _, p in trainable(learner)]
         # Which of them the clients' optimizer does not hold, by place: they have no gradient.
         self.unheld: frozenset[int] = frozenset()
@@ -355,10 +357,35 @@ class LearnerCopy:
 
     def gradients(self, batch: Any, step: int, log: bool = True) -> tuple[Tensor, ...]:
         """∇ℓ(x; batch), one tensor per parameter; zeros if it has no gradient."""
+        of = self._accumulated if isinstance(batch, StepBatches) else self._gradients
         if log or not self._own_metrics:
-            return self._gradients(batch, step, log)
+            return of(batch, step, log)
         with self.metrics_kept():
-            return self._gradients(batch, step, log)
+            return of(batch, step, log)
+
+    def _accumulated(self, batches: StepBatches, step: int, log: bool) -> tuple[Tensor, ...]:
+        """The mean of the batches' gradients, weighed by what each counts."""
+        missing = set(range(len(self.parameters)))
+        totals: list[Tensor] = []
+        counts: list[Tensor] = []
+        for place, batch in enumerate(batches.batches):
+            if place and log and self.hooks is not None:
+                self.hooks.batch_end(self.missing)
+            gradients = self._gradients(batch, batches.first + place, log, place)
+            assert self._count is not None
+            counts.append(self._count)
+            if not totals:
+                totals = [g * self._count for g in gradients]
+            else:
+                for total, g in zip(totals, gradients, strict=True):
+                    total.add_(g * self._count)
+            missing &= set(self.missing)
+        self.missing = sorted(missing)
+        self.logs.step_done()
+        number = torch.stack(counts).sum()
+        # Without anything that counts there is nothing to learn, as in a large batch.
+        number = number + (number == 0)
+        return tuple(total.div_(number) for total in totals)
 
     def metrics_kept(self) -> AbstractContextManager[None]:
         """Within it steps leave the learner's metrics as they were."""
@@ -390,7 +417,10 @@ class LearnerCopy:
         """The output of ``training_step``, as it is."""
         return self.step(batch, step) if self.takes_index else self.step(batch)
 
-    def _gradients(self, batch: Any, step: int, log: bool) -> tuple[Tensor, ...]:
+    def _gradients(
+        self, batch: Any, step: int, log: bool, place: int | None = None
+    ) -> tuple[Tensor, ...]:
+        """``place``: of the batch in its step; None: it is the step's only one."""
         self.logging = log
         self.present.index = step
         if self.convert is not None:
@@ -405,11 +435,14 @@ class LearnerCopy:
         if self.hooks is None:
             gradients = differentiated(minimised, self.parameters)
         else:
-            gradients = self.hooks.backward(minimised, first=log)
+            gradients = self.hooks.backward(minimised, first=log and not place)
             if log:
                 self.hooks.batch_done(output, loss, batch, step)
         if log and self.keeps_loss:
             self.logged[LOSS] = [loss.detach()]
+        if place is not None:
+            name = type(self.learner).__name__
+            self._count = self.logs.count = count_of(name, output, batch, self.x.device)
         self._flush()
         # With log=False the step itself logs nothing; hooks that come after it may.
         self.logging = True

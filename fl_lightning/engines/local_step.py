@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fl_lightning.engines.accumulation import batches_in, by_step
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.looks import copied, versions_in
 from fl_lightning.engines.random_state import RandomState
@@ -29,6 +31,7 @@ class Work:
         data: ``client_batches`` and ``full_batches`` of each client.
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
+        accumulate: batches of a local step.
         evaluate: behind ``clients.evaluate``.
         draws: whether learner or data may draw from the process's generators, which are then seeded
             for each client.
@@ -39,18 +42,31 @@ class Work:
     seed: int
     clip_norm: float | None = None
     keep_optimizer_state: bool = False
+    accumulate: int = 1
     draws: bool = True
     evaluate: Evaluate | None = None
 
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device
     ) -> Iterator[Any]:
-        """The batches of a client's local steps, as a method lets it see them."""
-        batches: Iterator[Any] = self.data.client_batches(client, round, steps, device=device)
+        """What a client's local steps take, as a method lets it see it.
+
+        That is a batch of each step; with ``accumulate`` above 1, its ``StepBatches``.
+        """
+        number = self.batches_in(client, steps)
+        batches: Iterator[Any] = self.data.client_batches(client, round, number, device=device)
         change = self.methods.owner("local_batch")
-        if change is None:
+        if change is not None:
+            batches = map(partial(change, client), batches)
+        if self.accumulate == 1:
             return batches
-        return (change(client, batch) for batch in batches)
+        return by_step(batches, self.data.batches_per_epoch(client), self.accumulate)
+
+    def batches_in(self, client: int, steps: int) -> int:
+        """The batches of so many local steps of a client."""
+        if self.accumulate == 1:
+            return steps
+        return batches_in(steps, self.data.batches_per_epoch(client), self.accumulate)
 
     def full_batches(self, client: int, device: torch.device) -> Iterator[tuple[Any, int]]:
         """All of a client's samples in batches, as a method lets it see them, with their sizes."""

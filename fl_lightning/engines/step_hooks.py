@@ -142,6 +142,8 @@ class StepHooks:
         self._batch = self._gradient = None
         is_vector = isinstance(gradient, Tensor)
         gradients = self.layout.views(gradient.view(-1)) if is_vector else gradient
+        # The step is not taken yet, where more of its batches follow.
+        gradients = [None] * len(self.parameters) if gradients is None else gradients
         try:
             for j, (parameter, g) in enumerate(zip(self.parameters, gradients, strict=True)):
                 parameter.grad = None if j in missing else g

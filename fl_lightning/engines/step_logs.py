@@ -46,6 +46,9 @@ class StepLogs:
         self.totals: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
         self.kinds: dict[str, str] = {}
+        # Where a step takes several batches: what the present one counts, and means so far.
+        self.count: Tensor | None = None
+        self.of_step: dict[str, list[tuple[Tensor, Tensor]]] = {}
 
     def declare(self, name: str, reduce_fx: Any) -> None:
         """Note how ``self.log`` is asked to reduce a number.
@@ -62,8 +65,12 @@ class StepLogs:
             )
 
     def add(self, name: str, values: list[Tensor]) -> None:
-        """Add what one step logged."""
+        """Add what one step, or one of its batches, logged."""
         kind = self.kinds.get(name, "mean")
+        if self.count is not None and kind == "mean":
+            held = self.of_step.setdefault(name, [])
+            held += [(value.reshape(()).double(), self.count) for value in values]
+            return
         if name not in self.totals:
             self.totals[name] = torch.full((), START[kind], dtype=torch.float64, device=self.device)
         total = self.totals[name]
@@ -71,8 +78,19 @@ class StepLogs:
             reduce_into(total, value.reshape(()), kind)
         self.numbers[name] = self.numbers.get(name, 0) + len(values)
 
+    def step_done(self) -> None:
+        """A step over several batches is over: their means become one, weighed by what counts."""
+        self.count = None
+        for name, held in self.of_step.items():
+            number = torch.stack([count for _, count in held]).sum()
+            total = torch.stack([value * count for value, count in held]).sum()
+            self.add(name, [total / (number + (number == 0))])
+        self.of_step = {}
+
     def clear(self) -> None:
         """Begin anew, for another client."""
+        self.count = None
+        self.of_step = {}
         for name, total in self.totals.items():
             total.fill_(START[self.kinds.get(name, "mean")])
         self.numbers.clear()

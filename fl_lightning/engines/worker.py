@@ -89,7 +89,9 @@ class Worker:
             copy.load(round, client)
             if copy.looks is not None:
                 copy.looks.begin(group)
-            copy.begin(work.data, lambda: clients.client_ids[0], steps)
+            in_all = work.batches_in(client, steps)
+            group.batches = in_all if work.accumulate > 1 else None
+            copy.begin(work.data, lambda: clients.client_ids[0], in_all)
             # Seeded before the first hook, so that whatever a client draws is a function of
             # (seed, round, client), whoever trained on this worker before.
             if work.draws:

@@ -305,3 +305,6 @@ class OtherBatches:
 
     def client_batches(self, client: int, round: int, steps: int, device: torch.device) -> Any:
         return self.data.client_batches(client, round, steps, device, purpose="finetune")
+
+    def batches_per_epoch(self, client: int) -> int:
+        return int(self.data.batches_per_epoch(client))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ import torch
 from torch import nn
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.models.frozen import freeze_linears
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TASKS = {"CausalLM": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
 """transformers' names of what a network does, and peft's."""
 
@@ -42,38 +45,124 @@ def network(
     config: Mapping[str, Any] | None,
     trainable: Sequence[str] | None,
     lora: Mapping[str, Any] | None,
+    base_dtype: str = "float32",
+    quantize: int | None = None,
+    gradient_checkpointing: bool = False,
     **fixed: Any,
 ) -> nn.Module:
-    """A network for ``task``, in float32, its parameters frozen where they are not to be trained.
+    """A network for ``task``; what is not to be trained is frozen, and has ``base_dtype``.
 
     Args:
         task: of ``TASKS``.
         wanted_by: the learner's class, for messages.
-        path, config, trainable, lora: as :class:`~fl_lightning.models.CausalLanguageModel` has
-            them.
+        path, config, trainable, lora, base_dtype, quantize, gradient_checkpointing: as
+            :class:`~fl_lightning.models.CausalLanguageModel` has them.
         fixed: further entries of the architecture.
 
     Raises:
         UserError: a library that is missing, a folder without a network, an architecture that
             cannot be made, a pattern that names no parameter.
     """
+    check_base(wanted_by, base_dtype, quantize, trainable, lora, path)
     transformers = optional("transformers", "text", wanted_by)
+    # Weights that are trained are read in full precision.
+    whole = trainable is not None or bool((lora or {}).get("modules_to_save"))
+    dtype = torch.float32 if whole else DTYPES[base_dtype]
+    options: dict[str, Any] = {"dtype": dtype}
+    if quantize is not None:
+        options |= _quantized(transformers, quantize)
     auto = getattr(transformers, f"AutoModelFor{task}")
     entries = {**(config or {}), **fixed}
     model: nn.Module
     if path is not None:
-        model = _read(transformers, auto, wanted_by, Path(path), entries)
+        model = _read(transformers, auto, wanted_by, Path(path), entries, options)
     else:
-        model = _made(transformers, auto, wanted_by, entries)
+        model = _made(transformers, auto, wanted_by, entries, dtype)
     sizes = sizes_of(model)
     # Classification looks for the last token before padding, so there has to be one for it.
     if sizes.pad_token_id is None:
         sizes.pad_token_id = 0
+    if gradient_checkpointing:
+        _save_activations(model, wanted_by)
     if lora is not None:
-        return _with_lora(model, TASKS[task], wanted_by, lora, trainable)
-    if trainable is not None:
+        model = _with_lora(model, TASKS[task], wanted_by, lora, trainable)
+    elif trainable is not None:
         _freeze(model, wanted_by, trainable)
+    if base_dtype != "float32":
+        _set_dtypes(model, DTYPES[base_dtype])
+        freeze_linears(model)
     return model
+
+
+def check_base(
+    wanted_by: str,
+    base_dtype: str,
+    quantize: int | None,
+    trainable: Any,
+    lora: Any,
+    path: str | None,
+) -> None:
+    """Refuse a type of frozen weights that cannot be had here.
+
+    Raises:
+        UserError: names the option, what is missing, and the way out.
+    """
+    if base_dtype not in DTYPES:
+        raise UserError(
+            f"{wanted_by}: base_dtype={base_dtype!r} is not known; accepted are "
+            f"{', '.join(DTYPES)}.{suggest(str(base_dtype), DTYPES)}"
+        )
+    if quantize not in (None, 4, 8):
+        raise UserError(
+            f"{wanted_by}: quantize={quantize!r} is not accepted; give 8 or 4 bits, or null."
+        )
+    option = f"quantize={quantize}" if quantize is not None else f"base_dtype={base_dtype!r}"
+    if (quantize is not None or base_dtype != "float32") and lora is None and trainable is None:
+        raise UserError(
+            f"{wanted_by}: {option} is for frozen weights, and here all weights are trained, in "
+            "float32. Give lora, such as {r: 8, target_modules: [q_proj, v_proj]}, or trainable; "
+            "for a forward pass in bfloat16 give --trainer.precision bf16-mixed."
+        )
+    if quantize is None:
+        return
+    missing = [] if find_spec("bitsandbytes") else ["the package bitsandbytes is not installed"]
+    if not torch.cuda.is_available():
+        missing.append("there is no CUDA GPU")
+    if path is None:
+        missing.append("no path is given, and random weights are not quantized")
+    if missing:
+        raise UserError(
+            f"{wanted_by}: {option} keeps the frozen weights in {quantize} bits, which needs "
+            f"bitsandbytes, a CUDA GPU and a path; here {', and '.join(missing)}. Use base_dtype: "
+            "bfloat16, which needs 2 bytes per frozen weight and runs on every device."
+        )
+
+
+def _quantized(transformers: Any, bits: int) -> dict[str, Any]:
+    given: dict[str, Any] = {"load_in_8bit": True}
+    if bits == 4:
+        given = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.bfloat16}
+    config = transformers.BitsAndBytesConfig(**given)
+    return {"quantization_config": config, "device_map": {"": torch.cuda.current_device()}}
+
+
+def _save_activations(model: Any, wanted_by: str) -> None:
+    """Compute activations again in the backward pass, in place of keeping them."""
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(
+            f"{wanted_by}: gradient_checkpointing is true, and {type(model).__name__} of "
+            "transformers cannot compute its activations again. Leave it out."
+        )
+    # Reentrant checkpoints need an input that has a gradient, and tokens have none.
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
+    """Frozen weights in ``dtype``, trained ones in float32."""
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            wanted = torch.float32 if parameter.requires_grad else dtype
+            parameter.data = parameter.data.to(wanted)
 
 
 def sizes_of(made: Any) -> Any:
@@ -81,7 +170,14 @@ def sizes_of(made: Any) -> Any:
     return made.config.get_text_config()
 
 
-def _read(transformers: Any, auto: Any, wanted_by: str, path: Path, entries: dict[str, Any]) -> Any:
+def _read(
+    transformers: Any,
+    auto: Any,
+    wanted_by: str,
+    path: Path,
+    entries: dict[str, Any],
+    options: dict[str, Any],
+) -> Any:
     if not (path / "config.json").is_file():
         problem = "has no config.json" if path.is_dir() else "is no folder"
         raise UserError(
@@ -95,9 +191,8 @@ def _read(transformers: Any, auto: Any, wanted_by: str, path: Path, entries: dic
     bars.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **entries)
-        options = {"local_files_only": True, "dtype": torch.float32}
         # It comes in evaluation mode, in which there is no dropout.
-        return auto.from_pretrained(path, config=config, **options).train()
+        return auto.from_pretrained(path, config=config, local_files_only=True, **options).train()
     except Exception as error:
         # The library and its file formats raise many kinds.
         raise UserError(
@@ -110,7 +205,9 @@ def _read(transformers: Any, auto: Any, wanted_by: str, path: Path, entries: dic
             bars.enable_progress_bar()
 
 
-def _made(transformers: Any, auto: Any, wanted_by: str, entries: dict[str, Any]) -> Any:
+def _made(
+    transformers: Any, auto: Any, wanted_by: str, entries: dict[str, Any], dtype: torch.dtype
+) -> Any:
     kind = entries.pop("model_type", None)
     if kind is None:
         raise UserError(
@@ -126,7 +223,7 @@ def _made(transformers: Any, auto: Any, wanted_by: str, entries: dict[str, Any])
         )
     try:
         config = transformers.AutoConfig.for_model(kind, **entries)
-        return auto.from_config(config, dtype=torch.float32)
+        return auto.from_config(config, dtype=dtype)
     except Exception as error:
         # Sizes that do not fit each other raise many kinds.
         raise UserError(

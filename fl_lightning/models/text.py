@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
+from torchmetrics import Metric
 
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
@@ -39,12 +41,12 @@ class Predictions(pl.LightningModule):
         """
         raise NotImplementedError  # abstract: what is predicted is what a subclass is
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss, right, _ = _measured(*self.scores(batch))
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+        loss, right, count = _measured(*self.scores(batch))
         # What is logged outlives the step, and would keep its graph.
         self.log("train/loss", loss.detach())
         self.log("train/acc", right)
-        return loss
+        return {"loss": loss, "count": count}
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self._evaluate("val", batch)
@@ -54,8 +56,13 @@ class Predictions(pl.LightningModule):
 
     def _evaluate(self, name: str, batch: Any) -> None:
         loss, right, count = _measured(*self.scores(batch))
-        self.log(f"{name}/loss", loss, batch_size=int(count), sync_dist=True)
-        self.log(f"{name}/acc", right, batch_size=int(count), sync_dist=True)
+        weight = max(1, int(count))
+        self.log(f"{name}/loss", loss, batch_size=weight, sync_dist=True)
+        self.log(f"{name}/acc", right, batch_size=weight, sync_dist=True)
+        self._also(name, loss, count)
+
+    def _also(self, name: str, loss: Tensor, count: Tensor) -> None:
+        """Log what a subclass measures beside loss and accuracy."""
 
     def each_text(self, logits: Tensor, wanted: Tensor) -> Tensor:
         """Mean loss of each text ``(n,)``, of logits ``(n, length, tokens)``."""
@@ -79,6 +86,9 @@ class TextLearner(Predictions):
         lora: dict[str, Any] | None,
         lr: float,
         weight_decay: float,
+        base_dtype: str = "float32",
+        quantize: int | None = None,
+        gradient_checkpointing: bool = False,
         **fixed: Any,
     ) -> None:
         name = type(self).__name__
@@ -88,9 +98,12 @@ class TextLearner(Predictions):
                     f"{name}: {option}={value!r} is not accepted; it has to be a finite number."
                 )
         super().__init__()
+        base = (base_dtype, quantize, gradient_checkpointing)
         self.network: Any = pretrained.network(
-            self.task, name, path, config, trainable, lora, **fixed
+            self.task, name, path, config, trainable, lora, *base, **fixed
         )
+        # Frozen weights of fewer bits beside trained ones in float32: autocast joins the two.
+        self._mixes = base_dtype != "float32" or quantize is not None
         self.lr = lr
         self.weight_decay = weight_decay
 
@@ -100,6 +113,11 @@ class TextLearner(Predictions):
         Raises:
             UserError: names both sides.
         """
+        if self._mixes and self.trainer.precision == "64-true":
+            raise UserError(
+                f"{type(self).__name__}: trainer.precision='64-true' makes all weights float64, "
+                "and base_dtype asks for fewer bits of the frozen ones. Leave one of them out."
+            )
         data = getattr(self.trainer, "datamodule", None)
         sizes = pretrained.sizes_of(self.network)
         tokens = getattr(data, "vocabulary", None)
@@ -110,17 +128,32 @@ class TextLearner(Predictions):
                 f"{type(data).__name__} has {tokens}. Give config.vocab_size {tokens}, or "
                 "data.tokenizer: the folder of the network's own."
             )
-        longest = getattr(sizes, "max_position_embeddings", None)
-        if isinstance(length, int) and isinstance(longest, int) and length > longest:
+        longest = self.longest
+        if isinstance(length, int) and longest is not None and length > longest:
             raise UserError(
                 f"{type(self).__name__}: data.length is {length}, but the network takes at most "
                 f"{longest} tokens (config.max_position_embeddings). Give a shorter length."
             )
 
+    def computed(self, **inputs: Any) -> Tensor:
+        """The network's logits, in float32 at least."""
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._mixes:
+            context = torch.autocast(inputs["input_ids"].device.type, torch.bfloat16)
+        with context:
+            logits: Tensor = self.network(**inputs, use_cache=False).logits
+        return logits.float() if self._mixes else logits
+
     def configure_optimizers(self) -> torch.optim.Optimizer:
         # The optimizer is given nothing that is frozen, so it keeps no moments of it.
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
+
+    @property
+    def longest(self) -> int | None:
+        """The most tokens that the network takes; None: it does not say."""
+        longest = getattr(pretrained.sizes_of(self.network), "max_position_embeddings", None)
+        return longest if isinstance(longest, int) else None
 
     @property
     def padding(self) -> int:
@@ -130,13 +163,40 @@ class TextLearner(Predictions):
 
 def _measured(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Mean cross-entropy, the share of right predictions, and how many count; 0 of none."""
-    count = (wanted != NO_TOKEN).sum().clamp(min=1)
-    loss = cross_entropy(logits, wanted, ignore_index=NO_TOKEN, reduction="sum") / count
-    return loss, (logits.detach().argmax(-1) == wanted).sum() / count, count
+    count = (wanted != NO_TOKEN).sum()
+    over = count.clamp(min=1)
+    loss = cross_entropy(logits, wanted, ignore_index=NO_TOKEN, reduction="sum") / over
+    return loss, (logits.detach().argmax(-1) == wanted).sum() / over, count
+
+
+class Perplexity(Metric):
+    """exp(total loss / total number of predictions), in nats."""
+
+    higher_is_better = False
+    full_state_update = False
+    total: Tensor
+    number: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("total", "number"):
+            start = torch.zeros((), dtype=torch.float64)
+            self.add_state(name, start, dist_reduce_fx="sum")
+
+    def update(self, loss: Tensor, count: Tensor) -> None:
+        """Add a batch: its mean loss, and over how many predictions."""
+        self.total += loss.detach().double() * count
+        self.number += count
+
+    def compute(self) -> Tensor:
+        """The value so far; 1 without predictions."""
+        return (self.total / self.number.clamp(min=1)).exp()
 
 
 class CausalLanguageModel(TextLearner):
     """Each token from those before it: cross-entropy in nats and accuracy, per token.
+
+    ``val/perplexity`` and ``test/perplexity`` are exp(total loss / number of predicted tokens).
 
     Args:
         path: a local folder with config.json and weights, such as OPT-125M's; None: random weights
@@ -147,6 +207,11 @@ class CausalLanguageModel(TextLearner):
             frozen; None: all.
         lora: arguments of peft's ``LoraConfig``: low-rank matrices are trained in place of the
             network.
+        base_dtype: of what is frozen, beside ``lora`` or ``trainable``: ``"float32"`` or
+            ``"bfloat16"``, which takes half the memory. What is trained is float32.
+        quantize: keep what is frozen in 8 or 4 bits, by bitsandbytes on a CUDA GPU; None: not.
+        gradient_checkpointing: compute activations again in the backward pass, in place of keeping
+            them: less memory, about a third more time.
         lr, weight_decay: of AdamW, where no client optimizer is set.
 
     D, and what is communicated, counts what is trained; tied embeddings are one parameter and
@@ -170,9 +235,15 @@ class CausalLanguageModel(TextLearner):
         lora: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
+        base_dtype: str = "float32",
+        quantize: int | None = None,
+        gradient_checkpointing: bool = False,
     ) -> None:
-        super().__init__(path, config, trainable, lora, lr, weight_decay)
-        self.save_hyperparameters()
+        base = (base_dtype, quantize, gradient_checkpointing)
+        super().__init__(path, config, trainable, lora, lr, weight_decay, *base)
+        self.save_hyperparameters(ignore=["base"])
+        self.val_perplexity = Perplexity()
+        self.test_perplexity = Perplexity()
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, wanted = self._next(batch[0])
@@ -187,7 +258,45 @@ class CausalLanguageModel(TextLearner):
         # Padding is last, where no token of the text looks: no mask is needed.
         seen = tokens[:, :-1]
         filled = seen.masked_fill(seen == NO_TOKEN, self.padding)
-        return self.network(input_ids=filled, use_cache=False).logits, tokens[:, 1:]
+        return self.computed(input_ids=filled), tokens[:, 1:]
+
+    def _also(self, name: str, loss: Tensor, count: Tensor) -> None:
+        perplexity = self.val_perplexity if name == "val" else self.test_perplexity
+        perplexity.update(loss, count)
+        self.log(f"{name}/perplexity", perplexity)
+
+    def log_likelihood(self, tokens: Tensor, start: Tensor) -> Tensor:
+        """Σ log p(token_j | tokens before) over j ≥ ``start``, in nats ``(n,)``.
+
+        Args:
+            tokens: ``(n, L)``, -1 where a text has ended, which does not count.
+            start: ``(n,)``; the first token of a text has no probability.
+        """
+        logits, wanted = self._next(tokens)
+        # 0 at a token that does not count, which is -1.
+        each = -cross_entropy(
+            logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none"
+        )
+        places = torch.arange(1, tokens.shape[1], device=tokens.device)
+        total: Tensor = torch.where(places >= start[:, None], each, 0.0).double().sum(1)
+        return total
+
+    def generate(self, tokens: Tensor, max_new_tokens: int, end: int) -> Tensor:
+        """The likeliest token after tokens ``(L,)``, again and again ``(k,)``, up to ``end``."""
+        asked = tokens[None].long()
+        options = {"do_sample": False, "num_beams": 1, "pad_token_id": self.padding}
+        context: AbstractContextManager[Any] = nullcontext()
+        if self._mixes:
+            context = torch.autocast(tokens.device.type, torch.bfloat16)
+        with torch.no_grad(), context:
+            made: Tensor = self.network.generate(
+                input_ids=asked,
+                attention_mask=torch.ones_like(asked),
+                max_new_tokens=max_new_tokens,
+                eos_token_id=end,
+                **options,
+            )
+        return made[0, len(tokens) :]
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.each_text(*self._next(batch[0]))
@@ -212,9 +321,14 @@ class TextClassifier(TextLearner):
         lora: dict[str, Any] | None = None,
         lr: float = 1e-3,
         weight_decay: float = 0.01,
+        base_dtype: str = "float32",
+        quantize: int | None = None,
+        gradient_checkpointing: bool = False,
     ) -> None:
-        super().__init__(path, config, trainable, lora, lr, weight_decay, num_labels=num_classes)
-        self.save_hyperparameters()
+        base = (base_dtype, quantize, gradient_checkpointing)
+        given = (path, config, trainable, lora, lr, weight_decay, *base)
+        super().__init__(*given, num_labels=num_classes)
+        self.save_hyperparameters(ignore=["base", "given"])
         self.num_classes = num_classes
 
     def setup(self, stage: str) -> None:
@@ -236,9 +350,7 @@ class TextClassifier(TextLearner):
         """Tokens ``(n, length)`` to logits ``(n, num_classes)``."""
         there = tokens != NO_TOKEN
         filled = tokens.long().masked_fill(~there, self.padding)
-        options = {"attention_mask": there.long(), "use_cache": False}
-        logits: Tensor = self.network(input_ids=filled, **options).logits
-        return logits
+        return self.computed(input_ids=filled, attention_mask=there.long())
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         return self(batch[0]), batch[1]

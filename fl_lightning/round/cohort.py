@@ -43,6 +43,7 @@ class Cohort:
         sampling: str,
         local_epochs: float | None,
         local_steps: int | None,
+        accumulate: int = 1,
         key: Key | None = None,
         quick: int = 0,
     ) -> None:
@@ -54,6 +55,7 @@ class Cohort:
         self.sampling = sampling
         self.local_epochs = local_epochs
         self.local_steps = local_steps
+        self.accumulate = accumulate
         self.own_steps: Callable[[int, Sequence[int]], list[int]] | None = None
         self.steps_by = ""
         self.heterogeneity: Heterogeneity | None = None
@@ -157,13 +159,14 @@ class Cohort:
         return self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
 
     def steps_of(self, i: int, local_epochs: float) -> int:
-        """Steps of so many local epochs of client i; a batch that was begun counts."""
+        """Steps of so many local epochs of client i; a step that was begun counts."""
         # 0.3 as a binary float is a little less than 0.3, which would round some steps otherwise:
         # its decimal form is what the user wrote.
         epochs = Fraction(str(local_epochs))
-        batches = int(self.data.batches_per_epoch(i))
+        # The last step of an epoch takes the batches that are left.
+        steps = -(-int(self.data.batches_per_epoch(i)) // self.accumulate)
         whole = int(epochs)
-        return whole * batches + -int(-((epochs - whole) * batches) // 1)
+        return whole * steps + -int(-((epochs - whole) * steps) // 1)
 
     def smallest_batch(self, clients: Sequence[int] | None = None) -> tuple[int, int] | None:
         """Samples of the smallest batch of these clients (None: of all), and its first client.
@@ -182,6 +185,8 @@ class Cohort:
         # Where a method decides, any batch of a client may come in some round.
         if self.own_steps is not None:
             steps = None
+        if steps is not None:
+            steps = steps * self.accumulate
         smallest: tuple[int, int] | None = self.data.smallest_batch(steps, clients)
         return smallest
 
@@ -200,4 +205,6 @@ class Cohort:
             work = f"{self.local_steps} steps"
         else:
             work = f"{self.local_epochs or 5:g} epochs"
+        if self.accumulate > 1:
+            work += f", {self.accumulate} batches per step"
         return f"{self.running or f'{self.n} of {self.m} clients'} · {work}"

@@ -179,6 +179,7 @@ class Round:
         seed: the run's.
         all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
+        epoch_batches: client → batches of an epoch.
         home: ``(key, client)`` → a committed row of a client whose rows live with this process, or
             None.
         own_buffers: those that each client keeps as its own, by name.
@@ -210,6 +211,7 @@ class Round:
     seed: int = 0
     all_sizes: Callable[[], Any] | None = None
     steps_of: Callable[[int, float], int] | None = None
+    epoch_batches: Callable[[int], int] | None = None
     home: Callable[[str, int], Tensor | None] | None = None
     own_buffers: Collection[str] = ()
     noise: Key | None = None

@@ -74,6 +74,7 @@ class ClientGroup:
         self.local_step: InStep | None = None
         self.looked_up = False  # a hook asked for the clients' numbers
         self.mean_gradient_read = ""  # the method that read a client's mean gradient
+        self.batches: int | None = None  # of all steps, if these take several; None: one a step
         # Gradients are counted in the first step, since all steps evaluate the same number.
         self.gradients_a_step = 1
         self.full_gradients = 0  # outside of steps
@@ -164,16 +165,20 @@ class ClientGroup:
         """
         steps = self.round.steps[client]
         whole = self.full_gradients + steps * self.full_gradients_a_step
-        batches = 0
-        if whole and self.round.steps_of is not None:
-            batches = self.round.steps_of(client, 1)
-        return steps * self.gradients_a_step + whole * batches
+        batches = steps if self.batches is None else self.batches
+        return batches * self.gradients_a_step + whole * self.in_epoch(client, whole)
+
+    def in_epoch(self, client: int, asked: int) -> int:
+        """The batches of an epoch; 0 where nobody asked, or they are not known."""
+        of = self.round.epoch_batches
+        return of(client) if asked and of is not None else 0
 
     def count_pass(self, asking: str) -> None:
         """A callback asked for a pass without a gradient; what only measures does not count."""
         if asking in self.measuring:
             return
-        if self.local_step is None:
+        # Steps over unequal numbers of batches do not all ask for as many passes.
+        if self.local_step is None or self.batches is not None:
             self.forwards += 1
         elif self.local_step.first:
             self.forwards_a_step += 1
@@ -191,10 +196,8 @@ class ClientGroup:
         """How many passes of a batch without a gradient methods asked for."""
         steps = self.round.steps[client]
         whole = self.evaluations + steps * self.evaluations_a_step
-        batches = 0
-        if whole and self.round.steps_of is not None:
-            batches = self.round.steps_of(client, 1)
-        return self.forwards + steps * self.forwards_a_step + whole * batches
+        passes = self.forwards + steps * self.forwards_a_step
+        return passes + whole * self.in_epoch(client, whole)
 
     def read(self, key: str, declaration: PerClient) -> Tensor:
         """The staged rows of a state, loaded at first access."""

@@ -36,6 +36,7 @@ class Settings:
     client_scheduler: str
     lr_decay: float | Schedule
     clip_norm: float | None
+    accumulate: int
     keep_optimizer_state: bool
     server_optimizer: OptimizerFactory | None
     server_lr_decay: float | Schedule
@@ -63,6 +64,8 @@ class Settings:
         positive("local_epochs", self.local_epochs)
         positive("local_steps", self.local_steps, whole=True)
         positive("clip_norm", self.clip_norm)
+        checks.number("accumulate", self.accumulate, least=1, whole=True)
+        object.__setattr__(self, "accumulate", int(self.accumulate))
         checks.rate("lr_decay", self.lr_decay)
         checks.rate("server_lr_decay", self.server_lr_decay)
         checks.seed(self.seed)
@@ -126,6 +129,9 @@ class Settings:
         )
         settings = {name: repr(getattr(self, name)) for name in names}
         settings["buffer_policy"] = repr(self.buffers)
+        # Checkpoints of runs without it do not have it.
+        if self.accumulate != 1:
+            settings["accumulate"] = repr(self.accumulate)
         if self.asynchronous is not None:
             settings["asynchronous"] = repr(self.asynchronous)
         return settings
@@ -141,6 +147,7 @@ class Settings:
             "sampling": self.sampling,
             "local_epochs": self.local_epochs,
             "local_steps": self.local_steps,
+            "accumulate": self.accumulate,
         }
 
 

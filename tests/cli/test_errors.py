@@ -142,7 +142,7 @@ OPTIONS = {
     "accumulate_grad_batches": (
         "--trainer.accumulate_grad_batches",
         2,
-        ["accumulate_grad_batches", "2", "bf16-mixed", "engine='sequential'"],
+        ["accumulate_grad_batches", "2", "model.accumulate"],
     ),
     "no blank after a colon": (
         "--trainer.limit_val_batches",

@@ -18,6 +18,10 @@ PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
 UNSAID = {  # how a run is made, not what it computes; of simulated systems no paper has a table
     "asynchronous",
     "engine",
+    "accumulate",
+    "learner.base_dtype",
+    "learner.quantize",
+    "learner.gradient_checkpointing",
     "clients_at_once",
     "workers",
     "capture",
@@ -39,8 +43,8 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
 }
 
 
-# Simulated devices, and all methods, are compared for our own pages.
-OURS = ("experiment/systems/", "experiment/methods/")
+# Simulated devices, and all methods, are compared for our own pages; FlowerTune is no paper.
+OURS = ("experiment/systems/", "experiment/methods/", "experiment/flowertune/")
 
 
 def plain(node: Any) -> Any:

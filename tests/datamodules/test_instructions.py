@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.datamodules.instruction_tuning import ALPACA, ALPACA_INPUT
+from fl_lightning.evaluation.records import ALPACA, ALPACA_INPUT
 
 RECORDS: list[dict[str, Any]] = [
     {"instruction": "Add 1 to {x}.", "input": "41", "output": "42", "who": "a"},
@@ -105,7 +105,7 @@ def test_the_loss_is_the_mean_over_targets(tmp_path: Path) -> None:
     learner.log = lambda *given, **more: None  # type: ignore[method-assign]
     data = loaded(tmp_path, RECORDS[1:], template="{instruction} ")
     x, y = data.train_set.x, data.train_set.y
-    loss = learner.training_step((x, y), 0)
+    loss = learner.training_step((x, y), 0)["loss"]
     total, count = torch.zeros(()), 0
     for tokens, targets in zip(x, y, strict=True):
         row = tokens[tokens >= 0].long()[None]
@@ -114,6 +114,83 @@ def test_the_loss_is_the_mean_over_targets(tmp_path: Path) -> None:
             if j and target >= 0:
                 total, count = total - logits[j - 1, target], count + 1
     torch.testing.assert_close(loss, total / count)
-    nothing = learner.training_step((x, torch.full_like(y, -1)), 0)
+    nothing = learner.training_step((x, torch.full_like(y, -1)), 0)["loss"]
     nothing.backward()
     assert float(nothing) == 0
+
+
+def test_records_may_be_given_themselves(tmp_path: Path) -> None:
+    """A list of dicts, or a Dataset of the library datasets, whose rows are dicts."""
+    from_file = loaded(tmp_path, RECORDS)
+    given = InstructionTuning(None, RECORDS, num_clients=1, batch_size=8)
+    given.setup("fit")
+    assert torch.equal(given.train_set.x, from_file.train_set.x)
+    assert torch.equal(given.train_set.y, from_file.train_set.y)
+    for wrong in ([], [1, 2]):
+        with pytest.raises(UserError, match="a list of dicts"):
+            InstructionTuning(None, wrong, num_clients=1).setup("fit")  # type: ignore[arg-type]
+
+
+def test_a_folder_of_the_library_datasets(tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    data = InstructionTuning(tmp_path, "saved", num_clients=1)
+    try:
+        import datasets
+    except ImportError:
+        with pytest.raises(UserError, match="pip install datasets"):
+            data.setup("fit")
+        return
+    datasets.Dataset.from_list(RECORDS).save_to_disk(str(folder))
+    data.setup("fit")
+    assert len(data.train_set) == len(RECORDS)
+
+
+def test_packed_rows_hold_a_clients_records_once(tmp_path: Path) -> None:
+    records = [{"instruction": f"say {k}", "output": "x" * k, "who": k % 2} for k in range(1, 9)]
+    given: dict[str, Any] = {"template": "{instruction}:", "group": "who"}
+    plain = loaded(tmp_path, records, num_clients=None, **given)
+    data = loaded(tmp_path, records, num_clients=None, length=16, pack=True, **given)
+    assert data.num_clients == 2
+    assert data.partition_hash == plain.partition_hash
+    for client in range(2):
+        own = plain.client_indices(client)
+        rows = data.client_indices(client)
+        text = torch.cat([row[row >= 0] for row in map(plain.train_set.x.__getitem__, own)])
+        packed = [row[row >= 0] for row in map(data.train_set.x.__getitem__, rows)]
+        assert torch.equal(torch.cat(packed), text)
+        assert [len(row) for row in packed[:-1]] == [16] * (len(packed) - 1)
+        targets = torch.cat([plain.train_set.y[i][plain.train_set.x[i] >= 0] for i in own])
+        wanted = [data.train_set.y[i][data.train_set.x[i] >= 0] for i in rows]
+        # A row's first token is predicted from nothing.
+        for number in range(len(wanted)):
+            targets[16 * number] = -1
+        assert torch.equal(torch.cat(wanted), targets)
+    assert data.client_sizes().tolist() == [len(data.client_indices(i)) for i in range(2)]
+
+
+def test_another_seed_packs_another_split(tmp_path: Path) -> None:
+    records = [{"instruction": f"say {k}", "output": "x" * k} for k in range(1, 9)]
+    sets = []
+    for seed in (0, 1):
+        data = loaded(tmp_path, records, num_clients=2, seed=seed, length=16, pack=True)
+        sets.append(data)
+    assert sets[0].partition_hash != sets[1].partition_hash
+
+
+def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"pack is true.*val_fraction"):
+        loaded(tmp_path, RECORDS, pack=True, val_fraction=0.3)
+
+
+def test_a_client_without_records_is_named(tmp_path: Path) -> None:
+    long = {"instruction": "x" * 50, "output": "y", "who": "zoe"}
+    with pytest.raises(UserError, match="who='zoe'"):
+        loaded(
+            tmp_path,
+            [*RECORDS, long],
+            template="{instruction}{input}",
+            length=30,
+            group="who",
+            num_clients=None,
+        )

@@ -38,7 +38,7 @@ def tokens(*lengths: int) -> Tensor:
 def logged(learner: Any, step: str, batch: Any) -> dict[str, tuple[float, int | None]]:
     found: dict[str, tuple[float, int | None]] = {}
     learner.log = lambda name, value, batch_size=None, **_: found.update(
-        {name: (float(value), batch_size)}
+        {name: (float(getattr(value, "compute", lambda: value)()), batch_size)}
     )
     getattr(learner, step)(batch, 0)
     return found

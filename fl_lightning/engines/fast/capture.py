@@ -215,6 +215,8 @@ def why_not_captured(copies: LearnerCopies) -> str:
     by_choice = situation.capture == "auto"
     if not situation.capture:
         return "not asked for"
+    if situation.work.accumulate > 1:
+        return f"accumulate={situation.work.accumulate}: a step is several batches"
     if not type(situation.optimizer).__module__.startswith("torch.optim"):
         return f"{type(situation.optimizer).__name__} is not one of torch's optimizers"
     if foreign and by_choice:

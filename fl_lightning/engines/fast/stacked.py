@@ -389,6 +389,8 @@ def why_not_stacked(copies: LearnerCopies) -> str:
     optimizer = situation.optimizer
     if not is_flat(optimizer, situation.learner):
         return f"{type(optimizer).__name__} does not treat every coordinate alike"
+    if situation.work.accumulate > 1:
+        return f"accumulate={situation.work.accumulate}: a step of each client is several batches"
     if situation.work.keep_optimizer_state and not is_plain_sgd(optimizer):
         return "keep_optimizer_state"
     schedule = situation.schedule

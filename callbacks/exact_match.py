@@ -1,0 +1,69 @@
+"""How often a language model writes the answer of a record word for word."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.checks import number
+from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
+from fl_lightning.evaluation.records import check_template, prompt_of
+
+
+class ExactMatch(LanguageMeasurement):
+    """Logs ``generation/exact_match``: the share of records whose answer is written exactly.
+
+    Rows are records of instructions, ``{"instruction", "input", "output"}``. After the prompt the
+    likeliest token is taken again and again, up to the end. Special tokens are left out, bytes that
+    are not UTF-8 are replaced, and both texts are stripped of blanks around them. It is measured
+    after the round, and changes no bit of the training.
+    Sent and kept: nothing.
+
+    Args:
+        path: JSON lines, or one JSON list.
+        max_new_tokens: tokens of an answer at most.
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
+            round only.
+        template: as ``InstructionTuning`` has it.
+
+    Raises:
+        UserError: a row that is no such record; a learner without ``generate``; data without a
+            tokenizer.
+    """
+
+    asks = "generate"
+
+    def __init__(
+        self,
+        path: str | Path,
+        max_new_tokens: int = 32,
+        every_n_rounds: int | None = None,
+        template: str = "alpaca",
+    ) -> None:
+        number("ExactMatch: max_new_tokens", max_new_tokens, least=1, whole=True)
+        check_template("ExactMatch", template)
+        self.max_new_tokens = int(max_new_tokens)
+        self.template = template
+        super().__init__(path, every_n_rounds)
+
+    def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for place, row in enumerate(rows):
+            prompt_of(row, self.template, self.place(place))
+        return rows
+
+    def lengths(self, encoder: Any) -> list[int]:
+        prompts = [prompt_of(row, self.template, "")[0] for row in self.rows]
+        return [len(encoder.whole(prompt)) + self.max_new_tokens for prompt in prompts]
+
+    def measure(self, module: Any) -> dict[str, float]:
+        encoder = module.trainer.datamodule.encoder
+        matches = 0
+        with as_measured(module) as learner:
+            for row in self.rows:
+                prompt, answer = prompt_of(row, self.template, "")
+                asked = torch.tensor(encoder.whole(prompt).tolist(), device=module.device)
+                written = learner.generate(asked, self.max_new_tokens, encoder.end)
+                matches += encoder.text(written.tolist()).strip() == answer.strip()
+        return {"generation/exact_match": matches / len(self.rows)}

@@ -1,0 +1,91 @@
+"""How often a language model finds the right one of several texts the likeliest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
+
+BATCH = 16  # texts of one forward pass
+
+
+class MultipleChoice(LanguageMeasurement):
+    """Logs ``choice/acc`` and ``choice/acc_norm``: shares of rows with the right choice.
+
+    A row is ``{"prompt": text, "choices": [text, …], "answer": index}``. Prompt and choice become
+    tokens apart and are joined as they are. ``acc`` takes the choice of the largest log-likelihood
+    after the prompt, ``acc_norm`` of the largest per character of the choice; of several, the
+    first. It is measured after the round, and changes no bit of the training.
+    Sent and kept: nothing.
+
+    Args:
+        path: JSON lines, or one JSON list.
+        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
+            round only.
+
+    Raises:
+        UserError: a row that is no such row; a learner without ``log_likelihood``; data without a
+            tokenizer.
+    """
+
+    asks = "log_likelihood"
+
+    def __init__(self, path: str | Path, every_n_rounds: int | None = None) -> None:
+        super().__init__(path, every_n_rounds)
+
+    def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        for number, row in enumerate(rows):
+            choices: Any = row.get("choices")
+            answer: Any = row.get("answer")
+            texts = isinstance(choices, list) and all(c and isinstance(c, str) for c in choices)
+            known = isinstance(answer, int) and not isinstance(answer, bool)
+            fits = isinstance(row.get("prompt"), str) and texts and known
+            if not fits or not 0 <= answer < len(choices):
+                raise UserError(
+                    f"{self.place(number)} is not a question: it needs prompt (a text), choices "
+                    "(texts that are not empty) and answer (the place of the right one, from 0)."
+                )
+        return rows
+
+    def lengths(self, encoder: Any) -> list[int]:
+        found = []
+        for row in self.rows:
+            longest = max(len(encoder.whole(choice)) for choice in row["choices"])
+            found.append(len(encoder.whole(row["prompt"])) + longest)
+        return found
+
+    def measure(self, module: Any) -> dict[str, float]:
+        right = plain = 0
+        scores = iter(self._likelihoods(module))
+        for row in self.rows:
+            own = [next(scores) for _ in row["choices"]]
+            per_character = [s / len(c) for s, c in zip(own, row["choices"], strict=True)]
+            plain += own.index(max(own)) == row["answer"]
+            right += per_character.index(max(per_character)) == row["answer"]
+        n = len(self.rows)
+        return {"choice/acc": plain / n, "choice/acc_norm": right / n}
+
+    def _likelihoods(self, module: Any) -> list[float]:
+        """Of each choice of each row, in their order."""
+        encoder = module.trainer.datamodule.encoder
+        texts: list[list[int]] = []
+        starts: list[int] = []
+        for row in self.rows:
+            asked = [int(token) for token in encoder.whole(row["prompt"])]
+            for choice in row["choices"]:
+                texts.append([*asked, *(int(token) for token in encoder.whole(choice))])
+                starts.append(len(asked))
+        found: list[float] = []
+        with as_measured(module) as learner:
+            for first in range(0, len(texts), BATCH):
+                some = texts[first : first + BATCH]
+                length = max(map(len, some))
+                rows = [text + [-1] * (length - len(text)) for text in some]
+                tokens = torch.tensor(rows, device=module.device)
+                start = torch.tensor(starts[first : first + BATCH], device=module.device)
+                found += learner.log_likelihood(tokens, start).tolist()
+        return found

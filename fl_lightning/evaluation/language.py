@@ -1,0 +1,90 @@
+"""What loggers of language models have in common: the network, its tokens, and files of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fl_lightning.engines.random_state import random_state_kept
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.evaluation.records import read_records
+from fl_lightning.learner.modules import modes
+
+
+class LanguageMeasurement(Measurement):
+    """Base class of loggers that ask a language model about rows of a file after some rounds.
+
+    Args:
+        path: JSON lines, or one JSON list.
+    """
+
+    of_samples = False
+    asks = ""  # the method of the learner that it calls
+
+    def __init__(self, path: str | Path, every_n_rounds: int | None = None) -> None:
+        super().__init__(every_n_rounds)
+        self.path = Path(path)
+        self.rows = self.checked(read_records(self.path, type(self).__name__))
+
+    def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The rows, if all have what is asked of them.
+
+        Raises:
+            UserError: names the first that has not.
+        """
+        raise NotImplementedError  # abstract: which rows it takes, each logger knows
+
+    def place(self, number: int) -> str:
+        """Where a row stands, for messages."""
+        return f"{type(self).__name__}: {str(self.path)!r}, record {number + 1},"
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        name = type(self).__name__
+        if not hasattr(pl_module.learner, self.asks):
+            raise UserError(
+                f"{name} needs a learner with the method {self.asks}, such as "
+                f"CausalLanguageModel, and here it is {type(pl_module.learner).__name__}. Leave "
+                f"{name} out, or give the learner that method."
+            )
+        if getattr(trainer.datamodule, "encoder", None) is None:
+            raise UserError(
+                f"{name} turns texts into tokens as the data do, and "
+                f"{type(trainer.datamodule).__name__} has no tokenizer (attribute `encoder`). Use "
+                "InstructionTuning, LanguageModelling or TextClassification."
+            )
+        longest = getattr(pl_module.learner, "longest", None)
+        lengths = self.lengths(trainer.datamodule.encoder)
+        if longest is not None and max(lengths) > longest:
+            raise UserError(
+                f"{self.place(lengths.index(max(lengths)))} takes {max(lengths)} tokens, and the "
+                f"network takes at most {longest} (config.max_position_embeddings). Shorten the "
+                "record, or leave it out."
+            )
+
+    def lengths(self, encoder: Any) -> list[int]:
+        """The most tokens that each row puts before the network."""
+        raise NotImplementedError  # abstract: what is asked about a row, each logger knows
+
+
+@contextmanager
+def as_measured(module: Any) -> Iterator[Any]:
+    """The learner with the evaluated weights, in evaluation mode; nothing is left of its use."""
+    learner = module.learner
+    training = [part for part, mode in modes(learner) if mode]
+    vector = module.global_vector.detach()
+    learner.eval()
+    try:
+        with (
+            torch.no_grad(),
+            random_state_kept(vector),
+            module.trainer.precision_plugin.val_step_context(),
+        ):
+            yield learner
+    finally:
+        for part in training:
+            part.training = True

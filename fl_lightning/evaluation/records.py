@@ -1,0 +1,89 @@
+"""Records of instructions: read from files, and made into prompts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.errors import UserError
+
+# Stanford Alpaca's prompts, without and with an input.
+ALPACA = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
+)
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request.\n\n### Instruction:\n"
+    "{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+OUTPUT = ("output", "response", "answer")
+INPUT = ("input", "context")
+
+
+def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, or of one JSON list.
+
+    Raises:
+        UserError: it is not there, or holds something else.
+    """
+    expected = "one JSON object per line, or one JSON list of objects"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise UserError(
+            f"{wanted_by}'s file is expected in {str(path)!r}, which is not there. Give the right "
+            "path."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{wanted_by}'s file {str(path)!r} cannot be read as UTF-8 text ({error})."
+        ) from None
+    try:
+        if text.lstrip().startswith("["):
+            records = json.loads(text)
+        else:
+            records = [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{str(path)!r} is not JSON ({error}): {expected} is expected.") from None
+    if not records or not all(isinstance(record, dict) for record in records):
+        raise UserError(f"{str(path)!r} has no records: {expected} is expected.")
+    return list(records)
+
+
+def check_template(wanted_by: str, template: str) -> None:
+    """Refuse a template without a place for the instruction."""
+    if template != "alpaca" and "{instruction}" not in template:
+        raise UserError(
+            f"{wanted_by}'s template is {template!r}: it needs {{instruction}}, and may have "
+            "{input}; or 'alpaca'."
+        )
+
+
+def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str, str]:
+    """A record's prompt and its answer.
+
+    Args:
+        place: of the record, for the message.
+
+    Raises:
+        UserError: it has no instruction or no output.
+    """
+    instruction = record.get("instruction")
+    output = next((record[name] for name in OUTPUT if name in record), None)
+    given = next((record[name] for name in INPUT if record.get(name)), "")
+    texts = (instruction, output, given)
+    if not all(isinstance(text, str) for text in texts):
+        raise UserError(
+            f"{place} has {', '.join(map(str, record))[:200]}; accepted are texts called "
+            "instruction and output (or response, answer), with input (or context) if there "
+            "is one, or messages."
+        )
+    if template == "alpaca":
+        template = ALPACA_INPUT if given else ALPACA
+    # Not str.format: texts have braces of their own.
+    before, _, after = template.partition("{instruction}")
+    before, after = before.replace("{input}", given), after.replace("{input}", given)
+    return f"{before}{instruction}{after}", str(output)

@@ -1,0 +1,63 @@
+"""Frozen linear layers of fewer bits on a processor that cannot compute in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+
+class Widened(torch.autograd.Function):
+    """x Wᵀ + b of W in fewer bits, computed in float32, also in the backward pass."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            own = None if bias is None else bias.float()
+            # In the type that the product has where the processor computes in it.
+            return linear(x.float(), weight.float(), own).to(weight.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        x, weight, _ = inputs
+        # The weight as it is, which all workers share; its float32 values are not kept.
+        ctx.save_for_backward(weight)
+        ctx.dtype = x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        with torch.autocast("cpu", enabled=False):
+            return (gradient.float() @ weight.float()).to(ctx.dtype), None, None
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer that is not trained.
+
+    A processor without instructions for bfloat16 takes a hundred times as long for a product in it
+    as for one in float32, and longer still for its gradient. There the product is in float32.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        trained = self.weight.requires_grad or self.weight.dtype == torch.float32
+        if input.device.type != "cpu" or trained or computes_in_bfloat16():
+            return super().forward(input)
+        apply: Any = Widened.apply
+        product: Tensor = apply(input, self.weight, self.bias)
+        return product
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether this processor has instructions for products in bfloat16."""
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+
+def freeze_linears(model: nn.Module) -> None:
+    """Make linear layers whose weights are frozen ``FrozenLinear``, in place."""
+    for part in model.modules():
+        if type(part) is nn.Linear and not part.weight.requires_grad:
+            part.__class__ = FrozenLinear

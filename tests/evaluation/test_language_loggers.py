@@ -1,0 +1,129 @@
+"""`MultipleChoice` and `ExactMatch`, by a network that is asked by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fl_lightning import FederatedModule, UserError
+from fl_lightning.callbacks import ExactMatch, MultipleChoice
+from fl_lightning.datamodules import InstructionTuning
+from fl_lightning.evaluation.records import prompt_of
+from fl_lightning.metrics import higher_is_better
+from fl_lightning.models import CausalLanguageModel
+from tests.helpers.learners import Lit, blobs, federated, trainer
+from tests.helpers.texts import opt
+
+pytest.importorskip("transformers", reason="texts need transformers")
+
+RECORDS = [{"instruction": f"say {word}", "output": word} for word in ("a", "bb", "ccc", "d")]
+ROWS = [
+    {"prompt": "say a:", "choices": ["a", "some longer text", "b"], "answer": 0},
+    {"prompt": "say bb:", "choices": ["q", "bb"], "answer": 1},
+    {"prompt": "", "choices": ["xyz", "x"], "answer": 1},
+]
+
+
+def written(path: Path, rows: list[Any]) -> Path:
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+def fitted(*callbacks: Any, rounds: int = 2) -> Any:
+    torch.manual_seed(0)
+    model = CausalLanguageModel(config=opt(), lr=0.01)
+    data = InstructionTuning(
+        None, RECORDS, template="{instruction}", length=64, num_clients=2, batch_size=2, seed=0
+    )
+    module = FederatedModule(model, participation="all", local_steps=8, seed=0)
+    run = trainer(rounds, callbacks)
+    run.fit(module, data)
+    return module, run
+
+
+def score(network: Any, prompt: str, choice: str) -> float:
+    """By one forward pass of the one text."""
+    asked = [byte + 3 for byte in prompt.encode()]
+    text = torch.tensor([*asked, *(byte + 3 for byte in choice.encode())])
+    with torch.no_grad():
+        logits = network.network(input_ids=text[None]).logits[0].double()
+    each = logits.log_softmax(-1)[:-1].gather(1, text[1:, None])[:, 0]
+    return float(each[max(0, len(asked) - 1) :].sum())
+
+
+def test_choices_by_likelihood(tmp_path: Path) -> None:
+    module, run = fitted(MultipleChoice(written(tmp_path / "x.jsonl", ROWS)))
+    final = module.export().eval()
+    plain = normed = 0
+    for row in ROWS:
+        scores = [score(final, row["prompt"], choice) for choice in row["choices"]]
+        each = [s / len(c) for s, c in zip(scores, row["choices"], strict=True)]
+        plain += scores.index(max(scores)) == row["answer"]
+        normed += each.index(max(each)) == row["answer"]
+    assert float(run.callback_metrics["choice/acc"]) == pytest.approx(plain / 3)
+    assert float(run.callback_metrics["choice/acc_norm"]) == pytest.approx(normed / 3)
+
+
+def test_answers_word_for_word(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", RECORDS)
+    module, run = fitted(ExactMatch(path, max_new_tokens=4, template="{instruction}"), rounds=12)
+    final = module.export().eval()
+    matches = 0
+    for record in RECORDS:
+        prompt, answer = prompt_of(record, "{instruction}", "")
+        text = [byte + 3 for byte in prompt.encode()]
+        for _ in range(4):
+            with torch.no_grad():
+                logits = final.network(input_ids=torch.tensor([text])).logits[0, -1]
+            text.append(int(logits.argmax()))
+            if text[-1] == 1:
+                break
+        told = bytes(t - 3 for t in text[len(prompt.encode()) :] if t >= 3)
+        matches += told.decode(errors="replace").strip() == answer
+    assert float(run.callback_metrics["generation/exact_match"]) == matches / len(RECORDS)
+    assert matches, "the network has learned some of them"
+
+
+def test_they_change_no_bit_of_training(tmp_path: Path) -> None:
+    asked = (
+        MultipleChoice(written(tmp_path / "x.jsonl", ROWS), every_n_rounds=1),
+        ExactMatch(written(tmp_path / "y.jsonl", RECORDS), 2, 1, "{instruction}"),
+    )
+    assert torch.equal(fitted(*asked)[0].global_vector, fitted()[0].global_vector)
+
+
+def test_which_way_is_better_is_known() -> None:
+    for name in ("choice/acc", "choice/acc_norm", "generation/exact_match"):
+        assert higher_is_better(name)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "a", "choices": ["b"], "answer": 1},
+        {"prompt": "a", "choices": ["b", ""], "answer": 0},
+        {"prompt": "a", "choices": "bc", "answer": 0},
+        {"choices": ["b"], "answer": 0},
+        {"prompt": "a", "choices": ["b"], "answer": "b"},
+    ],
+)
+def test_a_row_that_is_no_question_is_named(tmp_path: Path, row: Any) -> None:
+    path = written(tmp_path / "x.jsonl", [ROWS[0], row])
+    with pytest.raises(UserError, match=r"x\.jsonl', record 2,.*choices"):
+        MultipleChoice(path)
+
+
+def test_other_learners_and_data_are_refused_by_name(tmp_path: Path) -> None:
+    path = written(tmp_path / "x.jsonl", ROWS)
+    with pytest.raises(UserError, match=r"MultipleChoice needs.*log_likelihood.*Lit"):
+        trainer(1, [MultipleChoice(path)]).fit(federated(Lit()), blobs())
+
+
+def test_a_text_that_does_not_fit_is_named(tmp_path: Path) -> None:
+    """Alpaca's prompt has more bytes than the network has places."""
+    with pytest.raises(UserError, match=r"record 3, takes \d+ tokens.*at most 64"):
+        fitted(ExactMatch(written(tmp_path / "x.jsonl", RECORDS)))
