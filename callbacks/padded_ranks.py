@@ -110,6 +110,9 @@ class PaddedRanks(FederatedCallback):
         # With p_i and ranks that stay the framework's own mean is the method's.
         if norm_weighted or gamma < 1:
             self.use("aggregate", self._aggregate)
+        self._masked = gamma < 1 or not self._of_client.equal
+        if self._masked:
+            self.use("trained", self._mask)
             self.use("on_local_end", self._prune)
 
     def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
@@ -119,7 +122,7 @@ class PaddedRanks(FederatedCallback):
     def not_beside(self, other: FederatedCallback) -> str:
         return "its ranks change between rounds" if self.kept_vector(other) else ""
 
-    def trained(self, clients: Clients) -> Tensor:
+    def _mask(self, clients: Clients) -> Tensor:
         kept = self.rank[clients]
         present = torch.where(kept > 0, kept, self._of_client.of(clients))
         self.present[clients] = present
@@ -164,7 +167,9 @@ class PaddedRanks(FederatedCallback):
         update = server.update.clone()
         if not len(server.updates):
             return update
-        ranks = torch.cat([rows for _, rows in self.rank.staged(server)]).to(server.w.device)
+        ranks = self._of_client.at(server)
+        if self._masked:
+            ranks = torch.cat([rows for _, rows in self.rank.staged(server)]).to(server.w.device)
         received = low_rank.Received(server, ranks)
         weights = self._weights(received, server.layout)[:, None]
         held = received.held.double()

@@ -73,6 +73,8 @@ class StackedAdapters(FederatedCallback):
         self.ranks = ranks
         self.draw = draw
         self._of_client = low_rank.Ranks(ranks, "StackedAdapters")
+        if not self._of_client.equal:
+            self.use("trained", self._mask)
         if draw == "client":
             self.use("on_local_start", self._begin)
 
@@ -94,7 +96,7 @@ class StackedAdapters(FederatedCallback):
     def foreseen(self, given: Tensor, layout: Layout, t: int) -> Tensor:
         return self._begun(given, layout, t) if t else given
 
-    def trained(self, clients: Clients) -> Tensor:
+    def _mask(self, clients: Clients) -> Tensor:
         return low_rank.mask(clients.layout, self._of_client.of(clients))
 
     def _begin(self, clients: Clients) -> None:

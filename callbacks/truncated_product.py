@@ -53,12 +53,14 @@ class TruncatedProduct(FederatedCallback):
         super().__init__()
         self.ranks = ranks
         self._of_client = low_rank.Ranks(ranks, type(self).__name__)
+        if not self._of_client.equal:
+            self.use("trained", self._mask)
 
     def check_layout(self, layout: Layout, num_clients: int, w: Tensor) -> None:
         super().check_layout(layout, num_clients, w)
         self._of_client.check(layout, num_clients)
 
-    def trained(self, clients: Clients) -> Tensor:
+    def _mask(self, clients: Clients) -> Tensor:
         return low_rank.mask(clients.layout, self._of_client.of(clients))
 
     def aggregate(self, server: Server) -> Tensor:

@@ -66,8 +66,10 @@ class Sites:
         self.places: dict[int, str] = {}  # number of a site's folder → the site
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
-        # Where all is trained, all of w changes.
-        self.sent = None if loop.methods.resting is None else SentModel(loop.methods)
+        # Else all of w changes in each round.
+        foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
+        partly = loop.methods.resting is not None or foresees
+        self.sent = SentModel(loop.methods) if partly else None
         self._asked: set[str] = set()
         # Of a site's last question; an earlier server's are others.
         self._questions = count(secrets.randbelow(2**50))

@@ -244,6 +244,29 @@ class Turns(Rule):
         return int(since.sum())
 
 
+class OwnFactor(Rule):
+    """FedSA-LoRA: each client keeps its B, and A is averaged."""
+
+    def __init__(self, net: Network) -> None:
+        super().__init__(net)
+        self.own: dict[int, Array] = {}
+        self.kept = np.zeros(net.size, bool)
+        for layer in net.layers:
+            self.kept[layer.b] = True
+
+    def begin(self, t: int, i: int, w: Array) -> Array:
+        x = w.copy()
+        x[self.kept] = self.own.get(i, w[self.kept])
+        return x
+
+    def ended(self, t: int, i: int, start: Array, x: Array, mask: Mask) -> Mask:
+        self.own[i] = x[self.kept]
+        return ~self.kept
+
+    def down(self, t: int, i: int) -> int:
+        return self.net.size if i not in self.last else int((~self.kept).sum())
+
+
 class Given(Rule):
     """Any mask, by (round, client)."""
 

@@ -1,0 +1,84 @@
+"""All pairs of the page's table "What may stand beside what": a pair runs, or is refused by names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_lightning import UserError
+from fl_lightning import callbacks as c
+from fl_lightning.systems import Devices, LogNormal, SystemHeterogeneity, VirtualClock
+from tests.callbacks.test_adapters import TRAININGS, ours
+
+RANKS = [1, 2, 3, 2, 1, 3, 2]
+# The columns of the table.
+METHODS: dict[str, Callable[[], Any]] = {
+    "ffa": lambda: c.FactorSchedule(["B"]),
+    "rolora": lambda: c.FactorSchedule(["B", "A"]),
+    "fedsa": lambda: c.PartialAveraging({"*lora_B*": "never"}),
+    "flexlora": lambda: c.TruncatedProduct(),
+    "flexlora, ranks": lambda: c.TruncatedProduct(RANKS),
+    "hetlora": lambda: c.PaddedRanks(gamma=1.0),
+    "hetlora, prunes": lambda: c.PaddedRanks(gamma=0.5),
+    "flora": lambda: c.StackedAdapters(),
+    "flora, ranks": lambda: c.StackedAdapters(RANKS),
+    "fedex": lambda: c.ResidualMerge(),
+    "fair": lambda: c.CorrectedFactor(),
+}
+RANKED = [name for name in METHODS if name.startswith(("flexlora", "hetlora", "flora"))]
+UNEQUAL = ["flexlora, ranks", "hetlora, prunes", "flora, ranks"]
+PRODUCTS = [*RANKED, "fedex", "fair"]
+POISSON = {"sampling": "poisson", "participation": 0.6}
+# The rows: what stands beside, with options, and the columns that refuse it.
+BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
+    "fedprox": (lambda: [c.ProximalTerm(0.1)], {}, []),
+    "sam": (lambda: [c.SharpnessAwareMinimization(0.05)], {}, []),
+    "a loss that looks": (lambda: [c.NotTrueDistillation()], {}, []),
+    "dropouts": (lambda: [SystemHeterogeneity(dropout=0.4)], {}, []),
+    "deadline": (lambda: [VirtualClock(Devices(LogNormal(1.0, 0.5)), 8.0)], {}, []),
+    "poisson": (lambda: [], POISSON, []),
+    "scaffold": (lambda: [c.ControlVariates()], {}, ["rolora", *RANKED]),
+    "feddyn": (lambda: [c.DynamicRegularization(0.1)], {}, ["rolora", *RANKED]),
+    "fedcm": (lambda: [c.ClientMomentum()], {}, ["rolora", *RANKED]),
+    "fedinit": (lambda: [c.RelaxedInitialization(0.1)], {}, ["rolora", *RANKED]),
+    "moon": (lambda: [c.ModelContrast()], {}, ["rolora", *RANKED]),
+    "median": (lambda: [c.RobustAggregation("median")], {}, PRODUCTS),
+    "privacy": (
+        lambda: [c.DifferentialPrivacy(1.0, noise_multiplier=1.0, noise_seed=3)],
+        POISSON,
+        PRODUCTS,
+    ),
+    "random k": (lambda: [c.RandomK(0.5)], {}, UNEQUAL),
+    "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),
+    "top-k": (lambda: [c.TopKCompression(0.5)], {}, RANKED),
+}
+# FedSA-LoRA is PartialAveraging, whose refusals are tested with it.
+PAIRS = [(column, row) for column in METHODS for row in BESIDE]
+
+
+@pytest.mark.parametrize(("column", "row"), PAIRS)
+def test_a_pair_runs_or_is_refused_by_names(column: str, row: str) -> None:
+    method = METHODS[column]()
+    others, options, refusing = BESIDE[row]
+    beside = others()
+    names = [type(each).__name__ for each in (method, *beside)]
+
+    def run() -> Any:
+        return ours([method, *beside], TRAININGS["sgd"], **{"rounds": 2, **options})
+
+    if column == "fedsa" and beside and beside[0].has("transmit"):
+        with pytest.raises(UserError, match="PartialAveraging"):
+            run()
+        return
+    if column not in refusing:
+        made = run()
+        assert np.isfinite(made.record.w[-1]).all()
+        assert not np.array_equal(made.record.w[-1], made.start)
+        return
+    with pytest.raises(UserError) as refused:
+        run()
+    for name in names:
+        assert name in str(refused.value), str(refused.value)
