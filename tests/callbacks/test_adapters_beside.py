@@ -1,4 +1,4 @@
-"""All pairs of the page's table "What may stand beside what": a pair runs, or is refused by names."""
+"""All pairs of the page's table "What may stand beside what" run, or are refused by names."""
 
 from __future__ import annotations
 
