@@ -37,10 +37,10 @@ def counted(name: str) -> dict[str, Any]:
     work = WORKLOADS[name]
     run = Ours(work, "sequential")
     run.round()
-    with local_steps_timed() as steps:
+    with local_steps_timed() as watched:
         run.round()
-        seconds = steps.seconds
-        steps.seconds = 0.0
+        seconds = watched.steps
+        watched.steps = 0.0
         with profile(activities=[ProfilerActivity.CPU]) as seen:
             run.round()
     calls = (event for event in seen.key_averages() if event.key.startswith("aten::"))
@@ -49,7 +49,7 @@ def counted(name: str) -> dict[str, Any]:
     return {
         "clients": work.clients,
         "seconds": seconds,
-        "python": max(0.0, 1 - in_calls / steps.seconds),
+        "python": max(0.0, 1 - in_calls / watched.steps),
         "fork": fork_seconds(),
         "resident MB": memory_mb("VmRSS"),
     }

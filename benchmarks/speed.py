@@ -102,17 +102,21 @@ def measure(
     }
 
 
-def outside_of_steps(name: str, rounds: int) -> float:
-    """The share of a round that is not spent in local steps, clients one after the other."""
+def outside_of_steps(name: str, rounds: int) -> tuple[float, float]:
+    """The shares of a round that make batches, and that neither do so nor are local steps.
+
+    Clients train one after the other.
+    """
     run = Ours(WORKLOADS[name], "sequential", own_methods(name))
     shares = []
-    with local_steps_timed() as steps:
+    with local_steps_timed() as watched:
         for _ in range(rounds + 1):
-            steps.seconds = 0.0
+            watched.steps = watched.reading = 0.0
             seconds, _ = run.round()
-            shares.append(1 - steps.seconds / seconds)
+            shares.append((watched.reading / seconds, watched.steps / seconds))
     run.close()
-    return statistics.median(shares[1:])
+    reading, steps = (statistics.median(column) for column in zip(*shares[1:], strict=True))
+    return reading, 1 - steps - reading
 
 
 def own_methods(name: str) -> list[Any]:
@@ -161,10 +165,11 @@ def main() -> None:
             line += f"{result['loss']:22.4f}   {taken}"
             print(line.rstrip(), flush=True)
         if given.accelerator == "cpu":
-            share = outside_of_steps(name, min(3, given.repetitions))
-            results[name]["outside local steps"] = share
+            reading, rest = outside_of_steps(name, min(3, given.repetitions))
+            results[name]["outside local steps"] = {"reading": reading, "rest": rest}
             print(
-                f"  of a round {100 * share:.1f} % is outside local steps (reading, copies, sums)"
+                f"  of a round {100 * reading:.1f} % is reading and {100 * rest:.1f} % all else "
+                "that is outside local steps (copies, sums)"
             )
         given.json.write_text(json.dumps(results, indent=1))
     print(f"\nAll repetitions: {given.json}")

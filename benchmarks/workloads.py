@@ -41,7 +41,7 @@ from benchmarks.networks import (
     adapted_decoder,
 )
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.datamodules import FromDatasets
+from fl_lightning.datamodules import FederatedDataModule, FromDatasets
 from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.models import MLP, LeNet, ResNet18GN, ResNet20
 
@@ -273,9 +273,10 @@ class Ours:
 
 
 class Watched:
-    """Seconds in which local steps ran, since it was set to 0 last."""
+    """Seconds in which local steps ran, and in which their batches were made, from 0 on."""
 
-    seconds = 0.0
+    steps = 0.0
+    reading = 0.0
 
 
 @contextmanager
@@ -283,13 +284,27 @@ def local_steps_timed() -> Iterator[Watched]:
     """While it is open, the time of every local step of this process is added up."""
     watched = Watched()
     step = LocalStep.__call__
+    batches = FederatedDataModule.client_batches
 
     def timed_step(*arguments: Any) -> None:
         began = time.perf_counter()
         step(*arguments)
-        watched.seconds += time.perf_counter() - began
+        watched.steps += time.perf_counter() - began
 
-    with patch.object(LocalStep, "__call__", timed_step):
+    def timed_batches(*arguments: Any, **given: Any) -> Iterator[Any]:
+        made = batches(*arguments, **given)
+        while True:
+            began = time.perf_counter()
+            batch = next(made, None)
+            watched.reading += time.perf_counter() - began
+            if batch is None:
+                return
+            yield batch
+
+    with (
+        patch.object(LocalStep, "__call__", timed_step),
+        patch.object(FederatedDataModule, "client_batches", timed_batches),
+    ):
         yield watched
 
 
