@@ -15,6 +15,7 @@ from torch.utils.data import Dataset
 
 from fl_lightning.datamodules import batching
 from fl_lightning.datamodules.augment import CropFlip, augmented
+from fl_lightning.datamodules.augmentations import Pixels, augmentations_of, augmented_batches
 from fl_lightning.datamodules.biases import Bias, biased, check_biases
 from fl_lightning.datamodules.client_tests import (
     ClientTests,
@@ -84,6 +85,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         seed: of the split, the order of samples and the augmentation; None: the run's.
         drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples);
             K_i counts the rest.
+        augment: what becomes of the clients' training batches of pictures, by name and in this
+            order: ``crop``, ``flip``, ``randaugment``, ``mixup``, ``cutmix``, each with arguments
+            where needed: ``[crop, {randaugment: {magnitude: 5}}]``. What is drawn depends on (seed,
+            round, client, step). With ``mixup`` or ``cutmix`` y becomes shares of the classes
+            ``(n, classes)``.
         eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many
             as take 64 MiB.
 
@@ -94,6 +100,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     default_clients: int | None = None
     default_partition: Partition = IID()
     name: str | None = None
+    # By what pixels in [0, 1] are normalised, one number per channel; empty: they are not.
+    mean: Sequence[float] = ()
+    std: Sequence[float] = ()
     sample_shape: tuple[int, ...] | None = None
 
     def __init__(
@@ -112,6 +121,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         eval_batch_size: int | None = None,
         test_clients: Sequence[Any] | Mapping[str, Any] | None = None,
         pooled: bool = False,
+        augment: str | Sequence[str | dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         names, given, tests = by_name(clients, test_clients)
@@ -131,6 +141,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self._wanted_samples = samples
         self.partition = self.default_partition if partition is None else partition
         self.augmentation: CropFlip | None = None
+        self._named_augmentations = augmentations_of(augment or ())
         self.train_set: Samples | None = None
         self.val_set: Samples | None = None
         self.test_set: Samples | None = None
@@ -239,7 +250,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         if given is not None or len(names) != len(distinct):
             names = tuple(ByGroup(groups.tolist()).names)
         if names:
-            left = np.unique(groups if split.kept is None else groups[split.kept])
+            left = distinct if split.kept is None else np.unique(groups[split.kept])
             self.client_names = [names[place] for place in np.searchsorted(distinct, left)]
 
     def _tests(self, train: Samples, seed: int) -> ClientTests | None:
@@ -445,9 +456,18 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         # All epochs in one go, so that processes that read ahead need not wait for the next one.
         if isinstance(data, DatasetSamples):
             draws = self._draws(purpose + "samples", round, client)
-            yield from self._transfer.batches(data.each(cut(), draws, source), device)
+            batches = data.each(cut(), draws, source)
         else:
-            yield from self._transfer.batches(made(), device)
+            batches = made()
+        if self._named_augmentations:
+            batches = augmented_batches(
+                batches,
+                self._named_augmentations,
+                lambda k: generator(self.run_seed, purpose + "augment step", round, client, k),
+                Pixels(self.mean, self.std),
+                self.num_classes,
+            )
+        yield from self._transfer.batches(batches, device)
 
     def full_batches(
         self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None

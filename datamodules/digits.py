@@ -20,8 +20,8 @@ class Digits(FederatedDataModule):
     """1,797 grey images ``(1, 8, 8)`` of ten digits, with levels 0 to 16 (Alpaydin & Kaynak, 1998).
 
     A fifth of each class, the same whatever the seed, is the test set. ``root`` and ``download``
-    are not needed: the images come with scikit-learn. ``augment``: random crops with padding 1. All
-    other arguments as for ``MNIST``.
+    are not needed: the images come with scikit-learn. ``augment``: random crops with padding 1, or
+    names as ``FederatedDataModule`` has them. All other arguments as for ``MNIST``.
     """
 
     paper = Paper("alpaydin1998digits")
@@ -29,16 +29,18 @@ class Digits(FederatedDataModule):
     default_clients = 10
     sample_shape = (1, 8, 8)
     num_classes = 10
+    mean = (0.3053,)
+    std = (0.3760,)
 
     def __init__(
         self,
         root: str | Path = "data",
-        augment: bool = False,
+        augment: bool | list[str | dict[str, Any]] = False,
         download: bool = False,
         **arguments: Any,
     ) -> None:
-        super().__init__(**arguments)
-        if augment:
+        super().__init__(augment=None if isinstance(augment, bool) else augment, **arguments)
+        if augment is True:
             self.augmentation = CropFlip(padding=1, flip=False)
 
     def load(self) -> None:
@@ -48,8 +50,8 @@ class Digits(FederatedDataModule):
         for label in range(10):
             members = generator(0, "digits-test", label).permutation(np.flatnonzero(y == label))
             test[members[: round(len(members) / 5)]] = True
-        self.train_set = TensorSamples(x[~test], y[~test], 16.0, (0.3053,), (0.3760,))
-        self.test_set = TensorSamples(x[test], y[test], 16.0, (0.3053,), (0.3760,))
+        self.train_set = TensorSamples(x[~test], y[~test], 16.0, self.mean, self.std)
+        self.test_set = TensorSamples(x[test], y[test], 16.0, self.mean, self.std)
 
 
 def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:

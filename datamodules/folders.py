@@ -148,6 +148,8 @@ class FromFolders(FileDataModule):
         self.domains = None if domains is None else list(domains)
         self.classes = None if classes is None else list(classes)
         self.pictures = Pictures(size_of(image_size), mode, tuple(mean), tuple(std))
+        self.mean = self.pictures.mean
+        self.std = self.pictures.std
         self.clients_per_domain = clients_per_domain
         self.test = test
         self.leave_out = list(leave_out)

@@ -298,6 +298,7 @@ def opened(path: Path) -> Any:
     if key not in _OPEN:
         try:
             _OPEN[key] = h5py().File(path, "r")
+            _keep_small(_OPEN[key])
             opened_in_each.add(os.path.realpath(path))
         except OSError as error:
             raise UserError(
@@ -305,6 +306,17 @@ def opened(path: Path) -> Any:
                 "cut off; copy it again."
             ) from None
     return _OPEN[key]
+
+
+def _keep_small(file: Any) -> None:
+    """Keep HDF5's cache of groups as small as it begins.
+
+    It grows by itself while clients are read, to 32 MiB by its own count and 200 MiB of memory.
+    """
+    config = file.id.get_mdc_config()
+    config.incr_mode = 0
+    config.flash_incr_mode = 0
+    file.id.set_mdc_config(config)
 
 
 def samples_of(

@@ -146,6 +146,8 @@ class FromHuggingFace(FileDataModule):
         self.splits = {"train": train, "test": test, "val": val}
         self.classes = None if classes is None else list(classes)
         self.pictures = Pictures(size_of(image_size), mode, tuple(mean), tuple(std))
+        self.mean = self.pictures.mean
+        self.std = self.pictures.std
         self.length = length
         self.tokenizer = tokenizer
 

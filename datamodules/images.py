@@ -23,7 +23,8 @@ class ImageDataModule(FederatedDataModule):
         root: the folder that holds the data set's own folder.
         augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for
             CIFAR alone; or a mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it
-            leaves out as written here.
+            leaves out as written here. Or names, ``[crop, flip, randaugment]``, as
+            ``FederatedDataModule`` has them.
         download: get the files first, where they are missing.
         arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own
             number, else 100.
@@ -42,16 +43,17 @@ class ImageDataModule(FederatedDataModule):
     def __init__(
         self,
         root: str | Path = "data",
-        augment: bool | dict[str, Any] | None = None,
+        augment: bool | dict[str, Any] | list[str | dict[str, Any]] | None = None,
         download: bool = False,
         **arguments: Any,
     ) -> None:
-        super().__init__(**arguments)
+        named = list(augment) if isinstance(augment, list | tuple) else None
+        super().__init__(augment=named, **arguments)
         self.root = Path(root)
         self.download = download
         if isinstance(augment, dict):
             self.augmentation = CropFlip.of(augment)
-        elif self.augment_by_default if augment is None else augment:
+        elif named is None and (self.augment_by_default if augment is None else augment):
             self.augmentation = self.crop
 
     def _open(self, train: bool, download: bool = False) -> Any:

@@ -16,7 +16,8 @@ from fl_lightning.lightning import pl
 
 
 class ImageClassifier(pl.LightningModule):
-    """Cross-entropy on batches (x, y), with an accuracy.
+    """Cross-entropy on batches (x, y), with an accuracy; y are classes ``(n,)``, or their shares
+    ``(n, num_classes)``, as mixup and cutmix make them.
 
     It logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
@@ -73,7 +74,9 @@ class ImageClassifier(pl.LightningModule):
         logits = self(x)
         loss = _loss(logits, y)
         self.log("train/loss", loss.detach())
-        self.log("train/acc", (logits.detach().argmax(1) == y).float().mean())
+        # Of samples that mixup or cutmix mixed the class with the largest share is the right one.
+        right = y.argmax(1) if y.is_floating_point() else y
+        self.log("train/acc", (logits.detach().argmax(1) == right).float().mean())
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
@@ -99,7 +102,7 @@ class ImageClassifier(pl.LightningModule):
 
 
 def _loss(logits: Tensor, y: Tensor) -> Tensor:
-    if y.is_floating_point():
+    if y.is_floating_point() and y.shape != logits.shape:
         raise UserError(
             f"ImageClassifier: the targets are numbers, {y.dtype} of shape {tuple(y.shape)}, and "
             "it learns classes, which are whole numbers from 0. For numbers give a learner whose "

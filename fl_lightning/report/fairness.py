@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection, Iterable
 
 import numpy as np
 
@@ -22,16 +23,32 @@ MEASURES = {
     "jain": "Jain's index",
     "gini": "Gini",
 }
+# Of runs whose clients have domains.
+WORST_DOMAIN = "worst_domain"
 # These have the metric's unit, the others none.
-OF_METRIC = ("mean", "worst10", "best10")
+OF_METRIC = ("mean", "worst10", "best10", WORST_DOMAIN)
 # What PerClientEvaluation makes of all clients' values of one metric.
 _OVER_CLIENTS = re.compile(r"_(weighted|std|worst10)$")
 
 
 def fairness(run: ReportedRun, metric: str) -> dict[str, float | None]:
-    """The measures of a run's ``clients.csv``; empty where it has none, or is damaged."""
+    """The measures of a run's ``clients.csv``; empty where it has none, or is damaged.
+
+    Where clients have domains, the worst domain's value as the run logged it last is among them.
+    """
     values, _ = after_last_round(run, metric)
-    return spread(values, run.directions.greater(metric)) if len(values) else {}
+    if not len(values):
+        return {}
+    measures = spread(values, run.directions.greater(metric))
+    domains = run.column(f"domains/{column_of(metric)}_worst")
+    domains = domains[np.isfinite(domains)]
+    return {**measures, WORST_DOMAIN: float(domains[-1])} if len(domains) else measures
+
+
+def titles(found: Iterable[Collection[str]]) -> dict[str, str]:
+    """What the measures are called; the worst domain's is among them where an arm has one."""
+    domains = any(WORST_DOMAIN in measures for measures in found)
+    return {**MEASURES, WORST_DOMAIN: "worst domain"} if domains else MEASURES
 
 
 def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:

@@ -12,7 +12,7 @@ from fl_lightning.report.budgets import CPU, BudgetView, views
 from fl_lightning.report.chosen import choices, short
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.communication import over, papers_ratio, traffic, uncounted
-from fl_lightning.report.fairness import MEASURES, OF_METRIC, column_of
+from fl_lightning.report.fairness import OF_METRIC, WORST_DOMAIN, column_of, titles
 from fl_lightning.report.intervals import mean_sd
 from fl_lightning.report.published import setting
 from fl_lightning.report.scores import (
@@ -485,12 +485,12 @@ def fairness(summary: Summary) -> Table:
     """How evenly clients are served, of runs that measured each."""
     shown = unit_of(summary)
     rows: Rows = []
+    measures = titles(arm.fairness for arm in summary.arms.values())
     for arm in summary.arms.values():
         row: list[Any] = [arm.name]
-        for measure in MEASURES:
-            values = [
-                value for value in arm.fairness.get(measure, {}).values() if value is not None
-            ]
+        for measure in measures:
+            found = arm.fairness.get(measure, {}).values()
+            values = [value for value in found if value is not None]
             unit = shown if measure in OF_METRIC else Unit()
             row.append(unit.cell(*mean_sd(values)))
         if arm.fairness:
@@ -501,9 +501,11 @@ def fairness(summary: Summary) -> Table:
         "seeds. Worst and best: the mean of a tenth of the clients. Jain's index is 1 and Gini 0 "
         "where all have the same."
     )
-    table = Table("fairness", title, ["arm", *MEASURES.values()], rows, note)
+    if WORST_DOMAIN in measures:
+        note += " Worst domain: its clients' mean, weighted by their test samples."
+    table = Table("fairness", title, ["arm", *measures.values()], rows, note)
     own = kin(summary)
-    table.with_best((1, 2, 3), lambda: summary.greater, own)
+    table.with_best((1, 2, 3, *range(6, len(measures) + 1)), lambda: summary.greater, own)
     return table.with_best((4,), lambda: True, own).with_best((5,), lambda: False, own)
 
 

@@ -43,8 +43,10 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
 }
 
 
-# Simulated devices, and all methods, are compared for our own pages; FlowerTune is no paper.
-OURS = ("experiment/systems/", "experiment/methods/", "experiment/flowertune/")
+# Simulated devices, all methods, and domains are compared for our own pages; FlowerTune is no paper.
+OURS = tuple(
+    f"experiment/{name}/" for name in ("systems", "methods", "flowertune", "fedbn", "domains")
+)
 
 
 def plain(node: Any) -> Any:
