@@ -43,7 +43,7 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
 }
 
 
-# Simulated devices, all methods, and domains are compared for our own pages; FlowerTune is no paper.
+# Devices, all methods, and domains are compared for our own pages; FlowerTune is no paper.
 OURS = tuple(
     f"experiment/{name}/" for name in ("systems", "methods", "flowertune", "fedbn", "domains")
 )
