@@ -35,11 +35,14 @@ class Missing(Exception):
 @dataclass(frozen=True)
 class Peer:
     """A row of the table: a module here, intra-op threads of each process, and processes that train
-    together."""
+    together. ``workers`` is how many clients the peer itself trains at once: in threads, or in
+    processes of its own if they are ``apart``."""
 
     module: str
     threads: int = 1
     processes: int = 1
+    workers: int = 1
+    apart: bool = False
 
 
 PEERS = {
@@ -48,6 +51,8 @@ PEERS = {
     "pfl, 2 processes": Peer("pfl", processes=2),
     "FedLab, 1 thread": Peer("fedlab"),
     "FedLab, 2 threads": Peer("fedlab", threads=2),
+    "BlazeFL, 2 threads": Peer("blazefl", workers=2),
+    "BlazeFL, 2 processes": Peer("blazefl", workers=2, apart=True),
     "Flower, 2 workers": Peer("flower"),
     "fedjax, jit": Peer("fedjax"),
 }
