@@ -308,6 +308,12 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """Shape of x for a class with these arguments; None: only the data tell."""
         return cls.sample_shape
 
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Number of classes of a data module with these arguments; None: only the data tell."""
+        # Packaged sets have a class attribute, others a property.
+        return cls.num_classes if isinstance(cls.num_classes, int) else None
+
     @property
     def num_classes(self) -> int | None:
         """The training data's largest label plus one; None without class labels."""

@@ -83,7 +83,8 @@ def _write(path: Path, made: Arrays) -> None:
     A killed process leaves a file that begins with a dot, which nobody reads.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.stem}-{os.getpid()}.tmp")
+    # Processes of two machines may have one number.
+    aside = path.with_name(f".{path.stem}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         with open(aside, "wb") as file:
             np.savez(file, **made)  # type: ignore[arg-type]

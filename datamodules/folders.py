@@ -160,10 +160,24 @@ class FromFolders(FileDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """``(channels, height, width)``, where pictures are resized."""
+        """``(channels, height, width)``: as pictures are resized, else as the first one is."""
         size = size_of(arguments.get("image_size"))
         channels = {"L": 1, "RGB": 3}.get(arguments.get("mode", "RGB"))
+        path = Path(str(arguments.get("path", ""))).expanduser()
+        first = next((file for file in path.glob("*/*/*") if file.suffix.lower() in ENDINGS), None)
+        if size is None and first is not None:
+            pixels = Pictures(mode="L").read(first)
+            size = (pixels.shape[0], pixels.shape[1])
         return None if size is None or channels is None else (channels, *size)
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """As many as there are folders of classes; of lists only the data tell."""
+        path = Path(str(arguments.get("path", ""))).expanduser()
+        if not path.is_dir() or layout_of(path) != "folders":
+            return None
+        names = set().union(*(folders_of(path / domain) for domain in folders_of(path)))
+        return len(names) or None
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         if not self.path.is_dir():
@@ -402,7 +416,8 @@ def pictures_of(folder: Path) -> tuple[list[Path], int]:
     """A folder's pictures, and how many other files it has."""
     if not folder.is_dir():
         return [], 0
-    files = [one for one in folder.iterdir() if one.is_file() and one.name[0] != "."]
+    # A link to a picture that is not there is refused when it is read.
+    files = [one for one in folder.iterdir() if not one.is_dir() and one.name[0] != "."]
     found = [one for one in files if one.suffix.lower() in ENDINGS]
     return found, len(files) - len(found)
 

@@ -158,6 +158,8 @@ class FromHDF5(FileDataModule):
         clients = file[group]
         names = [name for name in clients if name != "metadata"]
         names = [names[i] for i in ascending(names)]
+        if not names and not like:
+            raise UserError(f"The file {str(path)!r} has no clients in its group {group!r}.")
         labels: list[NDArray[np.int64]] = []
         for name in names:
             own = _labels_like_first(clients.id, name, like)
@@ -215,10 +217,16 @@ class FromHDF5(FileDataModule):
             raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
         if kind == "tokens":
             return np.full(len(rows), -1, np.int64)
+        if rows.dtype.kind not in "iufb":
+            raise UserError(f"{where}: {x!r} holds {rows.dtype}, and x have to be numbers.")
         labels = np.asarray(client[y][()])
         labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-        whole = labels.dtype.kind in "iub" or bool((labels == np.floor(labels)).all())
-        if labels.ndim != 1 or not whole or (len(labels) and labels.min() < 0):
+        whole = labels.dtype.kind in "iub"
+        if labels.dtype.kind == "f":
+            whole = bool((np.isfinite(labels) & (labels == np.floor(labels))).all())
+        wrong = labels.ndim != 1 or not whole
+        # Larger numbers than int64 has become negative ones.
+        if wrong or (len(labels) and min(labels.min(), labels.astype(np.int64).min()) < 0):
             raise UserError(
                 f"{where}: the labels {y!r} have to be whole numbers from 0, one per row."
             )
@@ -226,6 +234,8 @@ class FromHDF5(FileDataModule):
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
         """The names of x and y, and the kind."""
+        if not hasattr(client, "keys"):
+            raise UserError(f"{where} is no group: each client needs one, with its datasets.")
         if self.x is not None and self.y is not None:
             return self.x, self.y, "arrays"
         for kind, (x, y) in NAMES.items():

@@ -214,7 +214,7 @@ class FromHuggingFace(FileDataModule):
         numbers = pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type)
         if own:
             codes = np.asarray(values.to_numpy(), np.int64)
-            self._check_labels(codes, name)
+            self._check_known(codes, name)
             if self.classes is None:
                 self._take_names(list(own), name)
                 return codes
@@ -238,7 +238,7 @@ class FromHuggingFace(FileDataModule):
             )
         return of[codes]
 
-    def _check_labels(self, codes: NDArray[np.int64], name: str) -> None:
+    def _check_known(self, codes: NDArray[np.int64], name: str) -> None:
         """Refuse −1, which the library writes where a label is not known."""
         unknown = np.flatnonzero(codes < 0)
         if len(unknown):

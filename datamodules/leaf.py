@@ -62,6 +62,8 @@ class Kind:
             (y,) = y
         if isinstance(y, bool) or not isinstance(y, int | float) or y < 0 or y % 1:
             return None
+        if y > np.iinfo(np.int64).max:
+            return None
         return int(y)
 
     def check(self, user: User, first: Any) -> NDArray[np.int64]:
@@ -87,7 +89,7 @@ class Kind:
         for place, x in enumerate(user.x):
             try:
                 finite = bool(np.isfinite(np.asarray(x, np.float32)).all())
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 finite = False
             if not finite:
                 raise user.wrong(f"has a sample {place} with an x that is no finite number")
@@ -165,6 +167,12 @@ class FromLEAF(FileDataModule):
         shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
         return shapes.get(str(arguments.get("kind")))
 
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Of the kinds that have a number of their own."""
+        letters = len(ALPHABET) + bool(arguments.get("unknown"))
+        return {"femnist": 62, "shakespeare": letters}.get(str(arguments.get("kind")))
+
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
         if not sides["train"]:
@@ -173,6 +181,12 @@ class FromLEAF(FileDataModule):
                 "the folder in which LEAF's scripts wrote train and test, often data/."
             )
         self._files = [*sides["train"], *sides["test"]]
+        for file in self._files:
+            if not file.is_file():
+                raise UserError(
+                    f"{str(file)!r} is no file that can be read: it is a folder, or a link to a "
+                    "file that is not there. Take it away, or copy the file again."
+                )
         options = {"reader": "leaf", "kind": self.kind, "unknown": self.unknown}
         index = indexed(self.path, self._files, options, partial(self._index, sides), self.tell)
         name = str(texts_of(index["kind"])[0])

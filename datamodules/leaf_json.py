@@ -141,8 +141,13 @@ def users_of(file: Path, notes: list[str]) -> Iterator[User]:
             f"The file {str(file)!r} has no key user_data: LEAF's files have users, num_samples "
             "and user_data."
         )
+    if not isinstance(listed, list | None) or not isinstance(numbers, list):
+        raise UserError(
+            f"The file {str(file)!r} has users or num_samples that are no lists. Mend the file, or "
+            "make it again with LEAF's scripts."
+        )
     for name in listed or []:
-        if name not in found:
+        if not isinstance(name, str) or name not in found:
             raise UserError(
                 f"The file {str(file)!r} lists the user {name!r}, and user_data has no data of "
                 "this user. Mend the file, or make it again with LEAF's scripts."

@@ -97,7 +97,16 @@ class FromPFLlib(FileDataModule):
 
 def numbered(folder: Path) -> dict[int, Path]:
     """The files <i>.npz of a folder, by number."""
-    files = {int(file.stem): file for file in folder.glob("*.npz") if file.stem.isdecimal()}
+    files: dict[int, Path] = {}
+    for file in folder.glob("*.npz"):
+        if not file.stem.isdecimal():
+            continue
+        other = files.setdefault(int(file.stem), file)
+        if other != file:
+            raise UserError(
+                f"The files {str(other)!r} and {str(file)!r} have one number: take one of them "
+                "away."
+            )
     return dict(sorted(files.items()))
 
 
@@ -108,17 +117,18 @@ def index_of(sides: dict[str, list[Path]]) -> Arrays:
         UserError: a file is damaged, or has x of another shape than the first file.
     """
     made: Arrays = {}
-    shape: tuple[int, ...] | None = None
+    like: tuple[Any, ...] | None = None
     for side, files in sides.items():
         labels = [np.zeros(0, np.int64)]
         memory = 0
         for file in files:
             x, y = arrays_of(file)
-            shape = x.shape[1:] if shape is None else shape
-            if x.shape[1:] != shape:
+            own = (x.shape[1:], x.dtype)
+            like = own if like is None else like
+            if own != like:
                 raise UserError(
-                    f"The file {str(file)!r} has x of the shape {x.shape[1:]}, and the first file "
-                    f"{shape}: make the data again with PFLlib."
+                    f"The file {str(file)!r} has x of the shape {own[0]} and {own[1]}, and the "
+                    f"first file {like[0]} and {like[1]}: make the data again with PFLlib."
                 )
             labels.append(y)
             memory += x.nbytes
@@ -178,6 +188,12 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
         raise UserError(
             f"The file {str(file)!r} has x {x.dtype} of the shape {x.shape} and y {y.dtype} of "
             f"{y.shape}: numbers are expected, and one y for each x."
+        )
+    whole = y.dtype.kind in "iu" or bool((np.isfinite(y) & (y == np.floor(y))).all())
+    if not whole or (len(y) and min(y.min(), y.astype(np.int64).min()) < 0):
+        raise UserError(
+            f"The file {str(file)!r} has y that are no whole numbers from 0: classes are numbered "
+            "from 0."
         )
     if x.dtype == np.float64:
         x = x.astype(np.float32)

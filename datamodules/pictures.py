@@ -44,6 +44,8 @@ class Pictures:
         try:
             with Image.open(file) as picture:
                 return self.array(picture)
+        except UserError as error:
+            raise UserError(f"The picture {what or str(file)!r}: {error}") from None
         except Exception as error:  # PIL and its formats raise many kinds
             raise UserError(
                 f"The picture {what or str(file)!r} cannot be read "
@@ -54,6 +56,11 @@ class Pictures:
         """The same of a picture of PIL."""
         from PIL import Image
 
+        if picture.mode[0] in "IF":
+            raise UserError(
+                f"A picture of the mode {picture.mode!r} has more than 256 levels, of which PIL "
+                "keeps the first 256: save the pictures with 8 bits per channel."
+            )
         if self.mode is not None:
             picture = picture.convert(self.mode)
         if self.size is not None:

@@ -24,6 +24,8 @@ from fl_lightning.errors import UserError, suggest
 
 # So many clients' samples are kept in memory.
 KEPT = 1000
+# A label from here on is no number of a class: tables would have a column for each below it.
+MOST_CLASSES = 10_000_000
 SHOWN = 20
 
 
@@ -96,7 +98,8 @@ def ascending(names: Sequence[str]) -> list[int]:
     >>> ascending(["10", "9"]), ascending(["b10", "b9"])
     ([1, 0], [0, 1])
     """
-    if all(name.isdecimal() for name in names):
+    # Python refuses to make a number of thousands of digits.
+    if all(name.isdecimal() and len(name) < 100 for name in names):
         return sorted(range(len(names)), key=lambda i: (int(names[i]), names[i]))
     return sorted(range(len(names)), key=names.__getitem__)
 
@@ -145,6 +148,8 @@ class FileDataModule(FederatedDataModule):
         train, test, val = self.read()
         if not len(train.groups):
             raise UserError(f"{type(self).__name__}: the files have no training samples.")
+        for side in (train, test, val):
+            self._check_labels(side)
         self._tell_of_labels(train, test)
         self._without_empty(train)
         self.train_set = self._samples(train.dataset)
@@ -176,6 +181,18 @@ class FileDataModule(FederatedDataModule):
             )
             return False
         return bool(both)
+
+    def _check_labels(self, side: Side | None) -> None:
+        """Refuse labels that number no classes."""
+        labels = None if side is None else side.labels
+        if side is None or labels is None or labels.dtype.kind not in "iu" or not len(labels):
+            return
+        place = int(labels.argmax())
+        if labels[place] >= MOST_CLASSES:
+            raise UserError(
+                f"{type(self).__name__}: client {side.names[side.groups[place]]!r} has the label "
+                f"{labels[place]}, and classes are numbered from 0: number them anew."
+            )
 
     def _without_empty(self, train: Side) -> None:
         """Number the clients that have training samples."""

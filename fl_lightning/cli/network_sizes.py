@@ -196,8 +196,7 @@ def _facts(data: Any) -> SampleFacts:
         return SampleFacts("data")
     arguments = _arguments(deepcopy(data)) if isinstance(data, dict) else {}
     shape = cls.shape_of_samples(**arguments)
-    # A class that reads its labels to count them has a property here.
-    classes = cls.num_classes if isinstance(cls.num_classes, int) else None
+    classes = cls.classes_of_samples(**arguments)
     # Of a table whose values are named they are known before it is read.
     if isinstance(arguments.get("classes"), list):
         classes = len(arguments["classes"])

@@ -54,7 +54,7 @@ def learner(*arguments: str) -> dict[str, Any]:
     return found
 
 
-TEXTS = ("text", "multinli")
+TEXTS = ("text", "multinli", "instructions")
 # Of files that users have: what a sample is, only these tell. tests/cli/test_reader_configs.py runs
 # them.
 FILES = (
