@@ -1,8 +1,9 @@
 """Local AdamW, and AdamW whose moments the server averages (FedAdamW, FedLADA).
 
 I. Loshchilov, F. Hutter: Decoupled Weight Decay Regularization (ICLR 2019), arXiv:1711.05101.
-J. Liu, F. Shang, K. Zhu, H. Liu, Y. Liu, J. Liu: FedAdamW: A Communication-Efficient Optimizer with
-Convergence and Generalization Guarantees for Federated Large Models (AAAI 2026), arXiv:2510.27486.
+J. Liu, F. Shang, H. Liu, Y. Tian, Y. Liu, J. Liu, K. Zhu, Z. Lin: FedAdamW: A
+Communication-Efficient Optimizer with Convergence and Generalization Guarantees for Federated Large
+Models (AAAI 2026), arXiv:2510.27486.
 Y. Sun, L. Shen, H. Sun, L. Ding, D. Tao: Efficient Federated Learning via Local Adaptive Amended
 Optimizer with Linear Speedup (IEEE TPAMI 2023), arXiv:2308.00522. The client optimizer is plain
 SGD, whose weight decay is then decoupled, as AdamW's is.

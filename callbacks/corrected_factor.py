@@ -1,8 +1,8 @@
 """LoRA-FAIR: the server corrects the mean of B, so that its product is nearer to the clients'.
 
 J. Bian, L. Wang, L. Zhang, J. Xu: LoRA-FAIR: Federated LoRA Fine-Tuning with Aggregation and
-Initialization Refinement (2024), arXiv:2411.14961. The paper corrects B by gradient steps; here it
-is the closed form of a ridge regression.
+Initialization Refinement (ICCV 2025), arXiv:2411.14961. The paper corrects B by gradient steps;
+here it is the closed form of a ridge regression.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Y. Sun, Z. Li, Y. Li, B. Ding: Improving LoRA in Privacy-preserving Federated Learning (ICLR 2024),
 arXiv:2403.12313: B is trained, A keeps its initial draw. S. Chen, Y. Guo, Y. Ju, H. Dalal, Z. Zhu,
-A. Khisti: Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA (2025),
+A. Khisti: Robust Federated Finetuning of LLMs via Alternating Optimization of LoRA (NeurIPS 2025),
 arXiv:2502.01755: A and B in turn. In both the mean of the clients' products B A is the product of
 the means.
 """

@@ -1,9 +1,9 @@
 """FedAdamW's and FedLADA's global term: local steps also follow the last round's mean direction.
 
-J. Liu, F. Shang, K. Zhu, H. Liu, Y. Liu, J. Liu: FedAdamW (AAAI 2026), arXiv:2510.27486
-(``mode="add"``). Y. Sun, L. Shen, H. Sun, L. Ding, D. Tao: Efficient Federated Learning via Local
-Adaptive Amended Optimizer with Linear Speedup (IEEE TPAMI 2023), arXiv:2308.00522
-(``mode="mix"``). FedMuon and FedPAC mix, too, beside ``MuonDirection``.
+J. Liu, F. Shang, H. Liu, Y. Tian, Y. Liu, J. Liu, K. Zhu, Z. Lin: FedAdamW (AAAI 2026),
+arXiv:2510.27486 (``mode="add"``). Y. Sun, L. Shen, H. Sun, L. Ding, D. Tao: Efficient Federated
+Learning via Local Adaptive Amended Optimizer with Linear Speedup (IEEE TPAMI 2023),
+arXiv:2308.00522 (``mode="mix"``). FedMuon and FedPAC mix, too, beside ``MuonDirection``.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """FedWMSAM: the server's momentum says where the gradient is taken, and is mixed into it.
 
-T. Li, Y. Huang, L. Jiang, C. Liu, Q. Xie, W. Du, L. Wang, K. Wu: A Fast and Flat Federated Learning
-Method via Weighted Momentum and Sharpness-Aware Minimization (NeurIPS 2025), arXiv:2511.22080. The
-perturbation costs no gradient; how much of the momentum is mixed in follows from how far clients
-move along it.
+T. Li, Y. Huang, L. Jiang, C. Liu, Q. Xie, W. Du, L. Wang, K. Wu: FedWMSAM: Fast and Flat Federated
+Learning via Weighted Momentum and Sharpness-Aware Minimization (NeurIPS 2025), arXiv:2511.22080.
+The perturbation costs no gradient. How much of the momentum is mixed in follows from how far
+clients move along it.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ K. Jordan, Y. Jin, V. Boza, J. You, F. Cesista, L. Newhouse, J. Bernstein: Muon 
 Shang, J. Zhou, H. Liu, Y. Liu, J. Liu: FedMuon: Accelerating Federated Learning with Matrix
 Orthogonalization (2025), arXiv:2510.27403. J. Liu, F. Shang, H. Liu, J. Liu, W. An, Y. Liu: Taming
 Preconditioner Drift (2026), arXiv:2602.19271 (FedPAC). Y. Takezawa, A. Koloskova, X. Jiang, S. U.
-Stich: FedMuon: Federated Learning with Bias-corrected LMO-based Optimization (2025),
+Stich: FedMuon: Federated Learning with Bias-corrected LMO-based Optimization (ICLR 2026),
 arXiv:2509.26337, another method of that name.
 """
 

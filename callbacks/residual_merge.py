@@ -1,7 +1,7 @@
 """FedEx-LoRA: what averaging A and B apart leaves out is added to the frozen weights.
 
 R. Singhal, K. Ponkshe, P. Vepakomma: FedEx-LoRA: Exact Aggregation for Federated and Efficient
-Fine-Tuning of Foundation Models (ACL 2025), arXiv:2410.09432.
+Fine-Tuning of Large Language Models (ACL 2025), arXiv:2410.09432.
 """
 
 from __future__ import annotations
