@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults gpu-check results papers papers-quick release
+.PHONY: help demo test test-rest test-all test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults soak gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -148,6 +148,9 @@ gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then
 
 faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long; FAULTS=--named: no mutants)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.plant $(FAULTS)
+
+soak: .venv/installed  ## kill runs 200 times, in every phase, and compare what each resumes to, bit by bit
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak $(SOAK)
 
 comma := ,
 VERSION := $(shell sed -n 's/^version = //p' setup.cfg)
