@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
@@ -23,12 +25,33 @@ from fl_lightning.evaluation.records import check_template, prompt_of, read_reco
 Pair = tuple[list[int], list[bool]]  # tokens, and which of them are learned
 
 
+class RecordSamples(TensorSamples):
+    """Texts and targets ``(N, L)`` in memory; a batch is as long as its longest text."""
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each text ``(N,)``."""
+        return (self.x != NO_TOKEN).sum(1).numpy()
+
+    def with_samples(self, x: Tensor, y: Tensor) -> TensorSamples:
+        return RecordSamples(x, y)
+
+    def batches(
+        self, index: NDArray[np.int64], size: int, *rest: Any, **more: Any
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        starts = range(0, len(index), size)
+        for start, (x, y) in zip(starts, super().batches(index, size, *rest, **more), strict=True):
+            # Known without the device, for which nobody waits.
+            longest = int(self.lengths[index[start : start + size]].max())
+            yield x[:, :longest], y[:, :longest]
+
+
 class InstructionTuning(FederatedDataModule):
     """Records ``{instruction, input, output}`` or ``{messages: [{role, content}, …]}``.
 
     x ``(L,)`` are tokens, -1 where a text has ended; y ``(L,)`` is the token where it is learned,
     else -1. With ``response_only`` these are the tokens of the answers and their ends. L is the
-    longest text of the set. ``CausalLanguageModel`` takes such batches.
+    longest text of the batch. ``CausalLanguageModel`` takes such batches.
 
     Args:
         root: the folder that holds the files; None where ``train`` and ``test`` are records.
@@ -157,7 +180,7 @@ class InstructionTuning(FederatedDataModule):
                 y.append([NO_TOKEN, *row[1:]])
             clients.append(np.arange(first, len(x)))
         longest = max(map(len, x))
-        self.train_set = TensorSamples(padded(x, longest), padded(y, longest))
+        self.train_set = RecordSamples(padded(x, longest), padded(y, longest))
         packed = Split(clients, len(x), by_partition=split.by_partition)
         # The same records at the same clients: two splits may pack into as many rows.
         packed.hash = split.hash
@@ -209,7 +232,7 @@ class InstructionTuning(FederatedDataModule):
             self._texts = list(zip(texts, targets, strict=True))
         longest = max(map(len, texts))
         x, y = padded(texts, longest), padded(targets, longest)
-        return TensorSamples(x, y), groups
+        return RecordSamples(x, y), groups
 
     def _records(self, given: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
         """What records are called in messages, and the records."""

@@ -35,7 +35,12 @@ PAGES = {
     "core": ("fl_lightning", "fl_lightning"),
     "hooks": (
         "What hooks see",
-        ["fl_lightning.round.clients.Clients", "fl_lightning.round.server.Server"],
+        [
+            "fl_lightning.round.clients.Clients",
+            "fl_lightning.round.server.Server",
+            "fl_lightning.learner.layout.Layout",
+            "fl_lightning.learner.adapters.Adapter",
+        ],
     ),
     "callbacks": ("fl_lightning.callbacks", "fl_lightning.callbacks"),
     "datamodules": ("fl_lightning.datamodules", "fl_lightning.datamodules"),

@@ -22,7 +22,7 @@ from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable
-from fl_lightning.learner.modules import TRANSFER, overrides
+from fl_lightning.learner.modules import TRANSFER, keeps_frozen, overrides
 from fl_lightning.lightning import Precision
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
@@ -290,9 +290,13 @@ class LearnerCopies:
             yield copy, self.optimizer_of(copy)
 
     def for_trials(self, number: int) -> list[tuple[LearnerCopy, ClientOptimizer]]:
-        """So many copies, always the same; the first shares no tensor with the learner."""
+        """So many copies, always the same; the first shares no tensor with the learner.
+
+        Of a learner that says ``frozen_stay`` it shares the frozen parameters.
+        """
         while len(self._tried) < number:
-            copy = self.original.another(aliased=bool(self._tried))
+            # A step that writes frozen parameters would write the learner's own.
+            copy = self.original.another(bool(self._tried) or keeps_frozen(self.original.learner))
             self._tried.append((copy, self.optimizer_of(copy)))
         return self._tried[:number]
 

@@ -33,7 +33,7 @@ from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
 from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
 from fl_lightning.learner.layout import Layout, flatten
-from fl_lightning.learner.modules import called_with, modes, overrides
+from fl_lightning.learner.modules import called_with, keeps_frozen, modes, overrides
 from fl_lightning.machine.processes import gathered, place
 from fl_lightning.metrics import without_prefix
 from fl_lightning.round.global_model import GlobalModel
@@ -119,7 +119,8 @@ class Evaluator:
     ) -> None:
         parameter = next(p for p in learner.parameters() if p.requires_grad)
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
-        self.copy = LearnerCopy(learner, layout, x, context, convert).another(aliased=False)
+        copy = LearnerCopy(learner, layout, x, context, convert)
+        self.copy = copy.another(aliased=keeps_frozen(learner))
         self.copy.begin(data)
         self._modes = [training for _, training in modes(self.copy.learner)]
         self.copy.learner.eval()
@@ -363,7 +364,7 @@ class Evaluator:
         """The learner as it is now, for one validation: a copy where hooks or steps change it."""
         if self._stateless:
             return self.copy
-        own = self.copy.another(aliased=False)
+        own = self.copy.another(aliased=keeps_frozen(self.copy.learner))
         if "on_validation_model_eval" in hooks_of(own.learner):
             for part, training in zip(own.learner.modules(), self._modes, strict=True):
                 part.training = training

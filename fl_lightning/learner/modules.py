@@ -48,6 +48,14 @@ def check_gradient_hooks(learner: nn.Module) -> None:
         )
 
 
+def keeps_frozen(learner: nn.Module) -> bool:
+    """Whether a learner says that its steps write no frozen parameter: ``frozen_stay = True``.
+
+    Then no copy of it needs frozen parameters of its own.
+    """
+    return getattr(learner, "frozen_stay", False) is True
+
+
 def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
     """A module's parts, each with whether it is in training mode."""
     return [(part, part.training) for part in module.modules()]

@@ -77,6 +77,7 @@ class TextLearner(Predictions):
     """A learner around a transformer, with AdamW."""
 
     task: str
+    frozen_stay = True  # no step writes the base, so copies of the learner share it
 
     def __init__(
         self,

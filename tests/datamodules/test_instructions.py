@@ -194,3 +194,18 @@ def test_a_client_without_records_is_named(tmp_path: Path) -> None:
             group="who",
             num_clients=None,
         )
+
+
+def test_a_batch_is_as_long_as_its_longest_text(tmp_path: Path) -> None:
+    records = [{"instruction": "x" * k, "output": "y"} for k in (3, 40, 5, 20, 8)]
+    data = loaded(tmp_path, records, template="{instruction}", batch_size=2)
+    texts = {int((row >= 0).sum()): row[row >= 0] for row in data.train_set.x}
+    for batches in (data.client_batches(0, 0, 3), (b for b, _ in data.full_batches(0))):
+        seen = 0
+        for x, y in batches:
+            assert x.shape == y.shape
+            assert bool((x >= 0).any(0).all()), "no column of padding alone"
+            for row in x:
+                assert torch.equal(row[row >= 0], texts[int((row >= 0).sum())])
+                seen += 1
+        assert seen == len(records)

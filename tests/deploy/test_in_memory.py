@@ -231,6 +231,7 @@ METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "q-fedavg": (lambda: [callbacks.FairAggregation(), CommunicationLogger()], {}),
     "powersgd": (lambda: [LowRankUpdate(rank=1), CommunicationLogger()], {}),
     "scaffnew": (lambda: [RandomSkips(0.5)], {"participation": "all", "local_epochs": None}),
+    "accumulated": (lambda: [ControlVariates(), CommunicationLogger()], {"accumulate": 2}),
     "kept optimizer": (lambda: [], {"keep_optimizer_state": True}),
     "fedadamw": (
         lambda: [
