@@ -192,7 +192,7 @@ def _card(trainer: pl.Trainer) -> str:
     run.append(("seed", str(getattr(module, "run_seed", "not set"))))
     data_card = getattr(data, "card", None)
     device = torch.cuda.get_device_name() if module.device.type == "cuda" else _processor()
-    machine = [("device", device), ("precision", str(trainer.precision))]
+    machine = [("device", device), ("precision", precision(trainer))]
     machine.append(("processes", str(trainer.world_size)))
     for label, fact in getattr(module, "engine_facts", {}).items():
         machine.append((str(label), str(fact)))
@@ -204,6 +204,19 @@ def _card(trainer: pl.Trainer) -> str:
         _section("Machine", machine),
     ]
     return f"# {head}\n" + "".join(sections)
+
+
+def precision(trainer: pl.Trainer) -> str:
+    """The Trainer's precision, and the types of the weights where frozen ones have another."""
+    module = trainer.lightning_module
+    types: dict[bool, set[str]] = {True: set(), False: set()}
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            types[parameter.requires_grad].add(str(parameter.dtype).removeprefix("torch."))
+    trained, frozen = (", ".join(sorted(types[kind])) for kind in (True, False))
+    if not types[False] - types[True]:
+        return str(trainer.precision)
+    return f"{trainer.precision}: trained weights in {trained}, frozen ones in {frozen}"
 
 
 def _section(title: str, rows: list[tuple[str, str]]) -> str:

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+
+# So many numbers of a weight are in float32 at a time, 16 MB: each worker has its own.
+WIDENED = 2**22
+
+
+def blocks(weight: Tensor) -> Iterator[slice]:
+    """Rows of a weight ``(out, in)``, some at a time."""
+    rows = max(1, WIDENED // weight.shape[1])
+    for start in range(0, len(weight), rows):
+        yield slice(start, start + rows)
 
 
 class Widened(torch.autograd.Function):
@@ -17,9 +28,13 @@ class Widened(torch.autograd.Function):
     @staticmethod
     def forward(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         with torch.autocast("cpu", enabled=False):
-            own = None if bias is None else bias.float()
-            # In the type that the product has where the processor computes in it.
-            return linear(x.float(), weight.float(), own).to(weight.dtype)
+            x = x.float()
+            parts = []
+            for rows in blocks(weight):
+                own = None if bias is None else bias[rows].float()
+                # In the type that the product has where the processor computes in it.
+                parts.append(linear(x, weight[rows].float(), own).to(weight.dtype))
+            return torch.cat(parts, -1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -32,7 +47,9 @@ class Widened(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         (weight,) = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
-            return (gradient.float() @ weight.float()).to(ctx.dtype), None, None
+            gradient = gradient.float()
+            products = [gradient[..., rows] @ weight[rows].float() for rows in blocks(weight)]
+            return torch.stack(products).sum(0).to(ctx.dtype), None, None
 
 
 class FrozenLinear(nn.Linear):

@@ -154,7 +154,11 @@ def _save_activations(model: Any, wanted_by: str) -> None:
             "transformers cannot compute its activations again. Leave it out."
         )
     # Reentrant checkpoints need an input that has a gradient, and tokens have none.
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    how = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # of newer transformers
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=how)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
 
 
 def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:

@@ -52,6 +52,7 @@ def test_flowertunes_form(cli: Cli) -> None:
     card = (cli.folder / "run/card.md").read_text()
     assert "209,715,200,000 bytes" in card
     assert f"{d:,} trained parameters" in card
+    assert "32-true: trained weights in float32, frozen ones in bfloat16" in card
 
     # A budget of one round ends the run, as done; asked again it stays so.
     budget = f"{2 * 2 * d * 4} B"

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.models import CausalLanguageModel, TextClassifier
+from fl_lightning.models import CausalLanguageModel, TextClassifier, frozen
 from tests.helpers.learners import trainer
 from tests.helpers.texts import opt
 
@@ -170,3 +170,21 @@ def test_a_classifier_over_a_base_of_fewer_bits() -> None:
     model = TextClassifier(3, config=opt(), lora=LORA, base_dtype="bfloat16")
     out = model(batch()[0])
     assert out.shape == (3, 3) and out.dtype == torch.float32
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_product_in_float32_is_that_of_the_weights(
+    bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In blocks of rows, where the processor has no instructions for bfloat16."""
+    monkeypatch.setattr(frozen, "WIDENED", 24)
+    monkeypatch.setattr(frozen, "computes_in_bfloat16", lambda: False)
+    layer = torch.nn.Linear(8, 10, bias=bias).requires_grad_(False).to(torch.bfloat16)
+    frozen.freeze_linears(layer)
+    x = torch.randn(3, 5, 8, requires_grad=True)
+    y = layer(x)
+    wide = torch.nn.functional.linear(x, layer.weight.float(), layer.bias.float() if bias else None)
+    torch.testing.assert_close(y, wide.to(torch.bfloat16))
+    g = torch.randn(3, 5, 10).to(torch.bfloat16)
+    (gradient,) = torch.autograd.grad(y, x, g)
+    torch.testing.assert_close(gradient, g.float() @ layer.weight.float())
