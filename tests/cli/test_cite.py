@@ -110,7 +110,15 @@ def test_a_rule_cites_its_own_paper(rule: str | None) -> None:
 def test_a_data_config_cites_its_data() -> None:
     for name in packaged():
         # These read files of a user's own.
-        of_users = ("FromTable", "FromLEAF", "FromHDF5", "FromFolders", "FromPFLlib")
+        of_users = (
+            "FromTable",
+            "FromLEAF",
+            "FromHDF5",
+            "FromFolders",
+            "FromPFLlib",
+            "FromHuggingFace",
+            "InstructionTuning",
+        )
         if not name.startswith("data/") or name == "data/text":
             continue
         if not read(name)["data"]["class_path"].endswith(of_users):
