@@ -121,7 +121,7 @@ class AdamDirection(FederatedCallback):
         self.second = second
         self.share = share
         self.bias_correction = bias_correction
-        # Its clients then read nothing that the server sends.
+        # With "fresh" for both, clients read nothing that the server sends.
         vars(self)["tolerates_staleness"] = first == second == "fresh"
         if not self.tolerates_staleness:
             vars(self)["title"] = "AdamW, averaged moments"
@@ -150,7 +150,7 @@ class AdamDirection(FederatedCallback):
         counts = torch.tensor([size for _, size in self.sizes])
         numbers = torch.tensor([number for number, _ in self.sizes])
         of_blocks = counts.repeat_interleave(numbers)
-        # The block of each coordinate.
+        # The index of each coordinate's block.
         self.block = torch.arange(self.B).repeat_interleave(of_blocks)
 
     def _blocks(self, shape: torch.Size) -> tuple[int, int]:
@@ -173,7 +173,8 @@ class AdamDirection(FederatedCallback):
         v = self.v[clients]
         m.mul_(beta1).add_(gradient, alpha=1 - beta1)
         v.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-        # In the gradient's own memory: another vector costs as much as a step of a small network.
+        # Write into the gradient's memory: another vector costs as much as a step of a small
+        # network.
         gradient.copy_(v)
         if self.bias_correction:
             gradient.div_(1 - self._share("second") * self._power(beta2, clients))

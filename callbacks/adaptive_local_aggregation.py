@@ -74,7 +74,7 @@ class AdaptiveLocalAggregation(FederatedCallback):
     ) -> None:
         super().__init__()
         number("AdaptiveLocalAggregation: steps", steps, least=0, whole=True)
-        self.parts_ = parts  # `parts` and `steps` are hooks
+        self.parts_ = parts  # `parts` and `steps` are hooks, so the attributes need other names
         self.learning_rate = learning_rate
         self.steps_ = steps
 
@@ -87,7 +87,7 @@ class AdaptiveLocalAggregation(FederatedCallback):
 
     def start(self, clients: Clients) -> Tensor:
         """θ ``(n, D)``."""
-        # Where W is 1 these are the bits of w.
+        # Where W is 1, the result has exactly the bits of w.
         between = torch.lerp(self.last[clients], clients.w.expand_as(clients.x), self.W[clients])
         return torch.where(self.learned.to(clients.x.device), between, clients.w)
 

@@ -88,11 +88,12 @@ class AlternatingHead(FederatedCallback):
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
         self.before[clients] = clients.x
-        # Zeros before clipping, so that what rests has no share in the gradient's norm.
+        # Set them to zero before clipping, so that resting coordinates do not count in the
+        # gradient's norm.
         gradient.masked_fill_(self.resting(clients), 0.0)
 
     def on_local_step_end(self, clients: Clients) -> None:
-        # Weight decay and momentum move coordinates whose gradient is 0.
+        # Weight decay and momentum would move coordinates whose gradient is 0.
         clients.x = torch.where(self.resting(clients), self.before[clients], clients.x)
 
     def resting(self, clients: Clients) -> Tensor:

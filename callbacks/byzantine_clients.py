@@ -132,8 +132,8 @@ class ByzantineClients(FederatedCallback):
                 noise = server.generator("byzantine noise", ids[row]).standard_normal(u.shape[1])
                 u[row] = scale * torch.from_numpy(noise).to(u)
         elif bool((~bad).any()):
-            # Mean and deviation of the honest alone: with the attackers' own updates among them
-            # the attack would be milder.
+            # Use the mean and deviation of only the honest clients: with the attackers' own updates
+            # included, the attack would be milder.
             honest = u[~bad].double()
             n = len(ids)
             a = int(bad.sum())

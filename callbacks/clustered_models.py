@@ -95,7 +95,8 @@ class ClusteredModels(FederatedCallback):
     )
     centres = ServerState(sent=True, **_CENTRES)  # θ
     which = Scratch(shape=(), dtype=torch.int64)  # j_i
-    moved = Upload(sent=False, shape=("k", "D"))  # x_{i,K} - θ_j in row j_i: it travels as x_{i,K}
+    # x_{i,K} - θ_j in row j_i; the client sends it as x_{i,K}
+    moved = Upload(sent=False, shape=("k", "D"))
     members = Upload(sent=False, shape=("k",))
 
     def __init__(self, k: int = 2, warmup: int = 1) -> None:
@@ -105,7 +106,7 @@ class ClusteredModels(FederatedCallback):
         self.k = k
         self.warmup = warmup
         if k == 1:
-            # Without a choice everybody gets w, and starts at it.
+            # If clients make no choice, all of them get w and start from it.
             self.declare("centres", ServerState(**_CENTRES))
             self.moves_start = False  # type: ignore[misc]
         else:

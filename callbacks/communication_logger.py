@@ -56,7 +56,7 @@ class CommunicationLogger(FederatedCallback):
 
     def __init__(self, budget: int | float | str | None = None) -> None:
         super().__init__()
-        # Not kept by its name: a resumed run may have another budget.
+        # Under a private name, because a resumed run may have another budget.
         self._most = None if budget is None else bytes_of(budget)
         self._told = False
 

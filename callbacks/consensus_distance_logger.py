@@ -51,7 +51,7 @@ class ConsensusDistanceLogger(FederatedCallback):
         self.squared[clients] = moved**2 if self.per_layer else (moved**2).sum(1)
 
     def on_round_end(self, server: Server) -> None:
-        # The mean of squares less the square of the mean needs no second pass over the clients;
+        # The mean of squares minus the square of the mean needs no second pass over the clients;
         # rounding may make it negative.
         mean = self.moved.mean()
         if not self.per_layer:

@@ -72,7 +72,7 @@ class ControlVariates(FederatedCallback):
     c = ServerState(sent=True, synchronised=True)
     correction = Scratch()
     change = Upload()
-    # An instance sets it only where it is given, and a resumed run has to have the same.
+    # An instance has this attribute only if you set it, and a resumed run must have the same value.
     momentum: float | None = None
 
     def __init__(
@@ -97,7 +97,7 @@ class ControlVariates(FederatedCallback):
         if self.estimate == "gradient":
             change = clients.full_gradient(clients.w) - self.c_i[clients]
         else:
-            # At rate 0 a client has no displacement to estimate by, and c_i stays.
+            # At rate 0 a client has no displacement to estimate from, and c_i stays.
             change = (clients.mean_gradient - self.c) * (clients.elapsed > 0)
         self.c_i[clients] += change
         if self.momentum is not None:

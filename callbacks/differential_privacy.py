@@ -120,11 +120,11 @@ class DifferentialPrivacy(FederatedCallback):
         ),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
-    # σ and q of the rounds so far; ε composes rounds that are alike, so they must not change.
+    # σ and q of the rounds so far. ε is composed of equal rounds, so they must not change.
     spent_at = ServerState(
         initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False
     )
-    # Rounds whose noise nobody can compute.
+    # Number of rounds with noise from the secret, and not from a known seed.
     private_rounds = ServerState(shape=(), dtype=torch.int64, synchronised=False)
 
     def __init__(
@@ -140,7 +140,7 @@ class DifferentialPrivacy(FederatedCallback):
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        # Without noise, updates may stay as they are.
+        # Without noise, updates need not be clipped.
         number(f"{name}: clip", clip, above=0, finite=noise_multiplier != 0)
         number(f"{name}: delta", delta, above=0, below=1)
         if noise_multiplier is None and target_epsilon is None:
@@ -164,7 +164,8 @@ class DifferentialPrivacy(FederatedCallback):
         self._share = 1.0
         self._rounds = 0
 
-    # Defaults. An instance sets them where they count, and a resumed run has to have the same.
+    # Defaults. An instance has these attributes only if they apply, and a resumed run must have the
+    # same values.
     target_quantile: float | None = None
     clip_learning_rate = 0.2
     count_stddev: float | None = None
@@ -254,7 +255,7 @@ class DifferentialPrivacy(FederatedCallback):
         words = {"*": policy} if isinstance(policy, str) else policy
         for name in names:
             fitting = [word for pattern, word in words.items() if fnmatchcase(name, pattern)]
-            # Integers are refused too: a count of samples tells of a client.
+            # Integers are refused too: a count of samples reveals something about a client.
             if not fitting or fitting[0] != "keep":
                 raise UserError(
                     f"DifferentialPrivacy: clients would send the buffer {name} neither clipped "
@@ -280,10 +281,10 @@ class DifferentialPrivacy(FederatedCallback):
                     f"method: DifferentialPrivacy and {name} cannot run together: {leak}, which "
                     "is neither clipped nor noised. Keep one of them."
                 )
-            # Of these samples no noise was added to anything.
+            # These loggers publish values of clients' samples without noise.
             if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)
-            # An attacker does not clip: what it puts in place of its update is clipped after it.
+            # An attacker does not clip, so the update that it substitutes is clipped afterwards.
             if other.order < 0 and other.gathers:
                 self.use("on_updates", self.clip_again)
         if measuring:
@@ -299,7 +300,8 @@ class DifferentialPrivacy(FederatedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse buffers that are known only now."""
-        # `configure_model` may have made some, and frozen parameters that steps write are others.
+        # `configure_model` may have made some, and frozen parameters that steps write count as
+        # well.
         self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
 
     def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:
@@ -317,9 +319,9 @@ class DifferentialPrivacy(FederatedCallback):
 
     def on_round_start(self, server: Server) -> None:
         settings = [self._noise(), self._share]
-        # Before anybody trains: σ may have been calibrated only now.
+        # Check before clients train: σ may have been calibrated only now.
         self._noise_of_sum(self._share * server.num_clients)
-        # A run that stopped at its target may be resumed, and must stop again.
+        # A resumed run that had stopped at its target must stop again.
         self._refuse_to_exceed(server.round + 1, settings[0])
         seeded = isinstance(self.draws_from, int)
         story = ""
@@ -343,7 +345,8 @@ class DifferentialPrivacy(FederatedCallback):
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         if self.target_quantile is not None:
-            # An upload is what a client sends last, and whether it clips is known here.
+            # An upload is the last value that a client sends, and here it is known whether its
+            # update is clipped.
             self.inside[clients] = (self._norm(update.double()) <= self._limit())[:, 0].double()
         return self.clipped(update)
 
@@ -354,7 +357,7 @@ class DifferentialPrivacy(FederatedCallback):
     def clipped(self, update: Tensor) -> Tensor:
         """Rows ``(n, D)`` of norm at most C, after rounding too."""
         limit = self._limit()
-        # The computed norm is rounded, so rows are scaled to a little less than C.
+        # The computed norm is rounded, so scale rows to slightly less than C.
         c = limit * (1 - 64 * torch.finfo(torch.float64).eps)
         exact = update.to(torch.float64, copy=True)
         norm = self._norm(exact)
@@ -365,7 +368,7 @@ class DifferentialPrivacy(FederatedCallback):
     @staticmethod
     def _norm(update: Tensor) -> Tensor:
         """The norms ``(n, 1)`` of rows in float64."""
-        # This sums in pairs; the rounding of `vector_norm` grows with D.
+        # This sums in pairs; the rounding error of `vector_norm` grows with D.
         return update.square().sum(1, keepdim=True).sqrt_()
 
     def aggregate(self, server: Server) -> Tensor:
@@ -374,8 +377,8 @@ class DifferentialPrivacy(FederatedCallback):
         sigma = self._noise_of_sum(expected)
         limit = float(self._limit())
         if sigma > 0:
-            # The scales are part of the noise's key: one noise on one sum at two scales would
-            # tell the sum.
+            # The scales are part of the noise's key: the same noise added to one sum at two scales
+            # would reveal the sum.
             onto = torch.cat([d, d.new_tensor([sigma, limit, expected])])
             noise = server.private_generator("differential privacy", onto).standard_normal(len(d))
             d += sigma * limit * torch.from_numpy(noise).to(d)
@@ -384,8 +387,8 @@ class DifferentialPrivacy(FederatedCallback):
     def _noise(self) -> float:
         if self.noise_multiplier is not None:
             return self.noise_multiplier
-        # The first round sets σ. A run that is resumed for more rounds keeps it, and stops where
-        # the target is reached.
+        # The first round sets σ. If the run is resumed for more rounds, it keeps σ and stops at the
+        # target.
         if not self.sigma:
             assert self.target_epsilon is not None
             sigma = calibrated(self.target_epsilon, self._share, self._rounds, self.delta)
@@ -414,7 +417,7 @@ class DifferentialPrivacy(FederatedCallback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         key = self.declarations()["sigma"].key(self)
         sigma = pl_module.server_states.get(key, self.noise_multiplier)
-        # The round that comes next must not exceed the target.
+        # The next round must not exceed the target.
         trainer.should_stop |= self._exceeds(trainer.current_epoch + 2, float(sigma))
 
 
@@ -422,8 +425,8 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
     """``values``, which are lost, rounded so that no magnitude grows."""
     rounded = values.to(dtype, copy=True)
     grown = rounded.abs() > values.abs_()
-    # The bits of a number, less 1 as a whole number, are the next smaller magnitude: for the
-    # smallest numbers of a short type too, where a factor below 1 would round back.
+    # The bits of a float minus 1, as an integer, give the next smaller magnitude. This also works
+    # for the smallest numbers of a short type, for which a factor below 1 would round back.
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
     rounded.view(whole).sub_(grown.view(torch.int8))
     return rounded
@@ -439,8 +442,8 @@ def _one_round(sigma: float, share: float, grid: float) -> Any:
             "DifferentialPrivacy needs the package dp-accounting for ε: pip install "
             "'fl-lightning[privacy]'."
         ) from None
-    # With little noise the losses are some 1/σ², and memory grows with their number: they are told
-    # apart less finely then, and rounded up, so that ε is never too small.
+    # With little noise, privacy losses are about 1/σ², and memory grows with their number. So the
+    # grid is coarser then and rounds up, so that ε is never too small.
     interval = grid * max(1.0, (0.3 / sigma) ** 2)
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma, sampling_prob=share, value_discretization_interval=interval
@@ -454,7 +457,7 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float, grid: float =
     Infinite where σ is below 0.001: of one round it is above 10⁵ there. ``grid``: how finely
     losses are told apart; a wider one gives a slightly greater ε, sooner.
     """
-    # ε of more than 10⁵ a round is no privacy, and its distribution would not fit into memory.
+    # An ε above 10⁵ per round is no privacy, and its distribution would not fit into memory.
     if sigma < 1e-3:
         return math.inf
     once = _one_round(sigma, share, grid)
@@ -480,8 +483,8 @@ def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
     while not within(high):
         high = 2 * high
     low = 0.0 if high == 1.0 else high / 2
-    # ε takes up to a second: secants close in first, on a wider grid, which moves ε by some
-    # millionths, so that most middles below are known.
+    # ε takes up to a second. So secants narrow the range first on a coarser grid, which changes ε
+    # by some millionths, so that most midpoints below are known.
     about = _secants(lambda sigma: epsilon(sigma, share, rounds, delta, 5e-4) / target, high)
     for near in (1 + 4e-5, 1 - 4e-5):
         within(about * near)

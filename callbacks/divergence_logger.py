@@ -69,13 +69,14 @@ class DivergenceLogger(FederatedCallback):
         return registered <= 1000 if self.all_clients is None else self.all_clients
 
     def on_local_end(self, clients: Clients) -> None:
-        # Distances to w⁺, which nobody knows yet, follow at the server from sums of displacements
-        # and of their squares. Both are long where clients agree, so they are summed in float64.
+        # Distances to w⁺, which is not known yet, follow at the server from sums of displacements
+        # and of their squares. The two terms almost cancel if clients agree, so they are summed in
+        # float64.
         moved = clients.x.double() - clients.w.double()
         self.moved[clients] = moved
         self.moved_squared[clients] = (moved**2).sum(1)
         if self._every_client(clients.num_clients):
-            # Relative to w^0 the sums begin at 0, without a look at all m clients.
+            # Relative to w^0 the sums start at 0, without reading all m clients.
             w0 = clients.initial_model
             old = self.last[clients].double() - w0.double()
             new = clients.x.double() - w0.double()
@@ -90,7 +91,7 @@ class DivergenceLogger(FederatedCallback):
 
     def on_round_end(self, server: Server) -> None:
         server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
-        # Over sites the parts that were not averaged stay there, and w⁺ with them.
+        # At sites, parts that are not averaged stay there, so the server does not have all of w⁺.
         ledger: Any = self._ledger
         stays = ledger.rows_elsewhere and ledger.round.parts is not None
         if stays and server.averaged is not None and not bool(server.averaged.all()):
@@ -99,7 +100,7 @@ class DivergenceLogger(FederatedCallback):
         mean = self.moved.mean()
         squared = self.moved_squared.mean()
         participants = squared - ordered_sum(2 * mean * step - step**2)
-        # A single participant's distance is only the rounding of its terms.
+        # The distance of a single participant is only the rounding error of its terms.
         if participants < 100 * torch.finfo(torch.float64).eps * squared:
             participants = torch.zeros_like(participants)
         server.log("divergence/participants", participants)

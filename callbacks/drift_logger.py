@@ -31,7 +31,7 @@ class DriftLogger(FederatedCallback):
     moving = Upload(sent=False, shape=(), dtype=torch.float64)
 
     def on_local_end(self, clients: Clients) -> None:
-        # Under partial averaging w has parts with which no client begins.
+        # Under partial averaging w has parts from which no client starts.
         partial = clients._group.round.parts is not None
         update = (clients.x - (clients.evaluated if partial else clients.w)).double()
         norm = clients.norm(update)
@@ -41,7 +41,7 @@ class DriftLogger(FederatedCallback):
 
     def on_round_end(self, server: Server) -> None:
         server.log("drift/norm", self.length.mean())
-        # ‖Σ e_i‖² of unit vectors is n plus twice the sum of all pairs' cosines.
+        # For n unit vectors e_i, ‖Σ e_i‖² is n plus twice the sum of all pairs' cosines.
         together = self.direction.sum()
         n = self.moving.sum()
         if n > 1:

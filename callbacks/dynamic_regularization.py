@@ -68,7 +68,8 @@ class DynamicRegularization(FederatedCallback):
         self.penalty = penalty
 
     def on_local_start(self, clients: Clients) -> None:
-        # All that a step adds besides a x is fixed for the round: one vector less a step.
+        # Each step adds a x and a vector that is fixed for the round. Computing it once saves a
+        # vector per step.
         self.anchor[clients] = self.lambda_i[clients].add(clients.w, alpha=self.penalty)
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

@@ -81,7 +81,7 @@ class ErrorFeedback21(FederatedCallback):
         refuse_no_contraction(compressor)
         self.compressor = compressor
         self.average = average
-        # With "all" the server's mean is over the clients, by their number.
+        # With "all" the server's mean is over all clients, with equal weights.
         vars(self)["tolerates_staleness"] = average == "participants"
         # As its compressor does.
         vars(self)["draws_by_client"] = getattr(compressor, "draws_by_client", False)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fl_lightning.callback import Clients, FederatedCallback, Layout, Paper, UserError
 
-# What the field calls it, by the one factor that is trained.
+# The name in the literature, by the factors that are trained.
 NAMES = {"B": "FFA-LoRA", "AB": "FedIT", "A": "FactorSchedule"}
 
 
@@ -72,7 +72,7 @@ class FactorSchedule(FederatedCallback):
         self.factors = entries
         same = len(set(entries)) == 1
         if same:
-            # A title belongs to the class, but the name of this one depends on its arguments.
+            # A title belongs to the class, but this one depends on the arguments.
             self.title = NAMES[entries[0]]  # type: ignore[misc]
         vars(self)["tolerates_staleness"] = same
 
@@ -84,7 +84,7 @@ class FactorSchedule(FederatedCallback):
         if last is None:
             return int(self._of(layout, "".join(self.factors)).sum())
         changed = torch.zeros(layout.size, dtype=torch.bool)
-        # A whole cycle has all that is ever trained.
+        # One whole cycle trains every factor that is ever trained.
         for v in range(max(last, t - len(self.factors)), t):
             changed |= self.in_round(layout, v)
         return int(changed.sum())
@@ -98,7 +98,7 @@ class FactorSchedule(FederatedCallback):
 
     def not_beside(self, other: FederatedCallback) -> str:
         key = self.kept_vector(other)
-        # What compression has not sent of a factor rests with it.
+        # The part of a factor that compression has not sent rests with that factor.
         if len(set(self.factors)) == 1 or not key or other.of_trained:
             return ""
         return f"{key} is kept from round to round, and rounds train factors in turn"

@@ -64,7 +64,7 @@ class FairAggregation(FederatedCallback):
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
         loss = torch.cat([rows for _, rows in self.loss.staged(server)]).to(u)
-        # η in float64 is what the clients' steps had.
+        # Use η in float64, as the clients' steps do.
         rate = server.client_lr.double()
         weights = loss**self.q
         scale = (self.q * loss ** (self.q - 1) * u.square().sum(1) / rate + weights).sum()

@@ -78,7 +78,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
         shift = self.shift[clients]
         e = self.last[clients]
         q = torch.sub(gradient, shift, out=e)
-        # Where q = 0 there is no direction: e = 0. Memory of the last e is used once more.
+        # If q = 0 there is no direction, so e = 0. This reuses q's memory.
         norm = clients.norm(q)
         e = q.mul_((self.radius / norm).nan_to_num(posinf=0.0))
         shift.add_(e).sub_(self.s)

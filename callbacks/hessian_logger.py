@@ -62,7 +62,7 @@ class HessianLogger(Measurement):
         super().__init__(every_n_rounds)
         number("HessianLogger: samples", samples, above=0, whole=True)
         number("HessianLogger: tolerance", tolerance, above=0)
-        # A standard error takes at least two.
+        # A standard error needs at least two probes.
         number("HessianLogger: probes", probes, least=2, whole=True)
         self.samples = int(samples)
         self.tolerance = float(tolerance)

@@ -68,7 +68,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
     neutral = {"radius": 0.0}
     radius = Coefficient(least=0)
     e = Scratch()
-    # An instance keeps what differs from this, and resumes with the same alone.
+    # An instance has this attribute only if it differs, and a resumed run must have the same value.
     source = "received"
 
     def __init__(

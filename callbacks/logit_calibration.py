@@ -64,7 +64,7 @@ class LogitCalibration(FederatedCallback):
 
     def __init__(self, tau: float | Schedule = 1.0, exclude_true: bool = False) -> None:
         super().__init__()
-        # Below 0 rare classes would be learned less.
+        # With a negative tau rare classes would be learned less.
         if not isinstance(tau, Schedule):
             number("LogitCalibration: tau", tau, least=0)
         flag("LogitCalibration: exclude_true", exclude_true)
@@ -72,7 +72,7 @@ class LogitCalibration(FederatedCallback):
         self.exclude_true = exclude_true
         if exclude_true:
             self.use("local_loss", self.without_true)
-            # It belongs to the class, but without the true class no tau is FedAvg.
+            # `neutral` belongs to the class, but without the true class no tau gives FedAvg.
             vars(self)["neutral"] = None
 
     def local_output(self, clients: Clients, name: str, value: Tensor, batch: Any) -> Tensor:
@@ -93,7 +93,7 @@ class LogitCalibration(FederatedCallback):
         own = torch.arange(z.shape[1], device=z.device) == batch[1][:, None]
         others = (counts(clients, z) > 0) & ~own
         has_others = others.any(1, keepdim=True)
-        # A sample without other classes keeps all of them, so that no gradient is undefined.
+        # A sample without other classes keeps all of them, so that every gradient is defined.
         among = z.masked_fill(has_others & ~others, -torch.inf).logsumexp(1)
         return loss + torch.where(has_others[:, 0], among - z.logsumexp(1), 0.0).mean()
 

@@ -30,7 +30,7 @@ from fl_lightning.callback import (
     once,
 )
 
-# A column of which this share of its length is left is rounding, and no direction.
+# A column that keeps only this share of its length is rounding error, and not a direction.
 NOTHING = 1e-12
 
 
@@ -93,7 +93,7 @@ class LowRankUpdate(FederatedCallback):
         super().__init__()
         number("LowRankUpdate: rank", rank, least=1, below=2**31, whole=True)
         self.rank = rank
-        # Not a number: not drawn yet. Its length is known with the model.
+        # NaN means not drawn yet. The size is known when the model is.
         self.declare("q", ClientState(lambda w: math.nan, synchronised=False, shape=(0,)))
 
     def on_round_start(self, server: Server) -> None:
@@ -106,7 +106,7 @@ class LowRankUpdate(FederatedCallback):
 
     @once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
-        # Sites do not run on_round_start.
+        # Sites do not call on_round_start, so compute the size here.
         self._size(clients.layout)
         v = update.double() + self.error[clients]
         layout = pieces(clients.layout, self.rank)

@@ -85,7 +85,7 @@ class MixedAscent(FederatedCallback):
     dual = ClientState(synchronised=True)
     anchor = Scratch()
     first = Scratch()  # ∇ℓ(x)
-    # An instance keeps what differs from this, and resumes with the same alone.
+    # An instance has this attribute only if it differs, and a resumed run must have the same value.
     aggregate_ = "all"  # `aggregate` is a hook
 
     def __init__(
@@ -111,7 +111,7 @@ class MixedAscent(FederatedCallback):
             self.declare("moved", Upload(sent="derived from x"))
 
     def on_local_start(self, clients: Clients) -> None:
-        # All that a step adds besides a x is fixed for the round.
+        # Each step adds a x and a vector that is fixed for the round.
         self.anchor[clients] = self.dual[clients].add(clients.w, alpha=self.penalty)
 
     def perturbation(self, clients: Clients, gradient: Tensor) -> Tensor:

@@ -51,7 +51,7 @@ class MixedPersonalModel(FederatedCallback):
     paper = Paper("deng2020apfl")
     neutral = {}
     v = ClientState(initial="initial_model", synchronised=False)
-    slope = Scratch(shape=())  # η⟨v - x, g⟩ of the latest step
+    slope = Scratch(shape=())  # η⟨v - x, g⟩ of the last step
 
     def __init__(self, alpha: float = 0.5, adaptive: bool = True) -> None:
         super().__init__()

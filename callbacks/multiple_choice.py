@@ -10,7 +10,7 @@ import torch
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
 
-BATCH = 16  # texts of one forward pass
+BATCH = 16  # number of texts in one forward pass
 
 
 class MultipleChoice(LanguageMeasurement):

@@ -169,7 +169,7 @@ class MuonDirection(FederatedCallback):
                 of_vectors.append(name)
         self.is_vector = {name: name in of_vectors for name in layout}
         mask = layout.mask(of_vectors)
-        # The coordinates of vectors; a state has at least one number.
+        # The coordinates that are stepped as vectors; a state has at least one number.
         self.places = mask.nonzero()[:, 0]
         self.V = max(1, len(self.places))
 

@@ -84,6 +84,6 @@ class NotTrueDistillation(FederatedCallback):
 def not_true(logits: Tensor, labels: Tensor) -> Tensor:
     """The logits ``(B, C - 1)`` of the classes that are not the sample's own."""
     others = torch.arange(logits.shape[1] - 1, device=logits.device)
-    # Behind the own class the others move up by one.
+    # Skip the true class: indices behind it increase by one.
     kept: Tensor = logits.gather(1, others + (others >= labels[:, None]))
     return kept

@@ -78,8 +78,8 @@ class PaddedRanks(FederatedCallback):
     moves_start = False
     draws_by_client = True
     neutral = {"norm_weighted": False, "gamma": 1.0}
-    # 0 before a client has finished a round. The server can tell it from the size of what it is
-    # sent.
+    # 0 until a client has finished a round. The server can compute it from the size of the client's
+    # message.
     rank = ClientState(shape=(), dtype=torch.int64, synchronised=False, reported="known")
     present = Scratch(shape=(), dtype=torch.int64)
     smaller = Scratch(shape=(), dtype=torch.int64)
@@ -107,7 +107,7 @@ class PaddedRanks(FederatedCallback):
         if gamma < 1:
             self.use("on_local_start", self._begin)
             self.use("on_local_gradient", self._penalise)
-        # With p_i and ranks that stay the framework's own mean is the method's.
+        # With weights p_i and constant ranks, the framework's mean is already the method's.
         if norm_weighted or gamma < 1:
             self.use("aggregate", self._aggregate)
         self._masked = gamma < 1 or not self._of_client.equal
@@ -163,7 +163,7 @@ class PaddedRanks(FederatedCallback):
         clients.sent(low_rank.mask(clients.layout, present).sum(1))
 
     def _aggregate(self, server: Server) -> Tensor:
-        # The mean of the clients' updates, right for all that is no adapter.
+        # The mean of the clients' updates, which is right for all parameters except adapters.
         update = server.update.clone()
         if not len(server.updates):
             return update

@@ -21,7 +21,7 @@ from torch import Tensor
 from fl_lightning.callback import FederatedCallback, Layout, Note, Paper, RunFacts, UserError
 
 Period = int | Literal["never"]
-# These have names in the field: a group of parameters that is never averaged.
+# Groups of parameters that are never averaged → the method's name in the literature.
 KNOWN = {
     "last": "FedPer",
     "norms": "FedBN",
@@ -129,7 +129,7 @@ class PartialAveraging(FederatedCallback):
         self.period = period
         self.extractor = extractor
         self.extractor_layers = extractor_layers
-        # A title belongs to the class, but the name of this one depends on its arguments.
+        # A title belongs to the class, but this one depends on the arguments.
         if periods is not None or period == "never":
             self.title = self._named(periods)  # type: ignore[misc]
 
@@ -152,8 +152,8 @@ class PartialAveraging(FederatedCallback):
         period_of: dict[str, Period] = {}
         for pattern, period in self._patterns(layout).items():
             matched = layout.named(pattern, "PartialAveraging")
-            # Of several patterns that match a parameter, the first counts. The order of the parts
-            # is that of a checkpoint's rows, and must stay.
+            # If several patterns match a parameter, the first counts. Keep the order of the parts,
+            # because the rows of a checkpoint have it.
             period_of = {name: period for name in matched} | period_of
         parts = []
         for period in dict.fromkeys(p for p in period_of.values() if p != 1):

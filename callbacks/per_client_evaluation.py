@@ -89,7 +89,7 @@ class PerClientEvaluation(Measurement):
         ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
     """
 
-    # Where clients have models of their own, these values are shown in place of the validation's.
+    # If clients have their own models, these values are shown in place of the validation's.
     of_own_models = True
 
     def __init__(
@@ -112,11 +112,11 @@ class PerClientEvaluation(Measurement):
             check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
         self.table: Values = {}
         self.samples: dict[int, int] = {}
-        self._asked = False  # for directions that are not known
-        self._told = set[str]()  # metrics of which some client had no value
-        # The clients' names, where the data have some.
+        self._asked = False  # whether to ask for directions that are not known
+        self._told = set[str]()  # metrics for which some client had no value
+        # The clients' names, if the data have names.
         self.names: Sequence[str] = ()
-        # The clients' domains, where the data have some, and which way each metric is better.
+        # The clients' domains, if the data have domains, and the direction of each metric.
         self.domains: Sequence[str] = ()
         self._greater: dict[str, bool] = {}
 
@@ -142,8 +142,8 @@ class PerClientEvaluation(Measurement):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate one client before the first round, to learn the names of the metrics."""
-        # Whether the user has to be asked for a metric's direction is known now, and not after the
-        # last round.
+        # Whether you must give a metric's direction is known now, so do not wait for the last
+        # round.
         if self._asked:
             return
         away = personal.elsewhere(trainer)
@@ -225,8 +225,8 @@ class PerClientEvaluation(Measurement):
             for suffix, value in summary(by_client, self.samples, greater).items():
                 if not math.isnan(value):
                     logged[f"clients/{name}{suffix}"] = value
-                # Reports compare runs by these values too, and need their direction; of a
-                # deviation neither way is better.
+                # Reports also compare runs by these values and need their direction. A deviation
+                # has none.
                 if metric in modes and suffix != "_std":
                     module.logged.modes[f"clients/{name}{suffix}"] = modes[metric]
             self._greater[name] = greater
@@ -256,7 +256,7 @@ class PerClientEvaluation(Measurement):
         tested = [client for client, number in self.samples.items() if number]
         for name, column in self.table.items():
             lacking = len(tested) - len(column)
-            # How many they are may change from round to round.
+            # Their number may change from round to round.
             if lacking and name not in self._told:
                 self._told.add(name)
                 yield (
@@ -280,7 +280,7 @@ class PerClientEvaluation(Measurement):
         names = [name for name in self.table if not name.endswith(TUNED)]
         others = [name for name in names if name != "loss"]
         shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
-        # Of the last round, or not there.
+        # Delete the picture of an earlier round: there is one only for the last round.
         (folder / "clients.png").unlink(missing_ok=True)
         if shown in self.table:
             with written_aside(folder / "clients.png", durable=False) as file:

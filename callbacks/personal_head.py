@@ -63,7 +63,7 @@ class PersonalHead(FederatedCallback):
     notes = (CLASS_LABELS,)
     gamma = Coefficient(least=0)
     P = ClientState(synchronised=False)
-    slope = Scratch()  # the gradient of P, at 0 elsewhere
+    slope = Scratch()  # the gradient of P, and 0 at the other coordinates
 
     def __init__(self, gamma: float | Schedule = 1.0) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class PersonalHead(FederatedCallback):
         own = self.P[clients][0]
         head = own[self.weight].view(self.shape)
         logits = seen["logits"].detach() + f @ head.mT + own[self.bias]
-        # torch's one_hot looks at the labels, and a captured step must not.
+        # torch's one_hot reads the values of the labels, which a captured step must not do.
         classes = torch.arange(logits.shape[1], device=logits.device)
         labels = (batch[1][:, None] == classes).to(logits)
         error = (softmax(logits, 1) - labels) / len(labels)

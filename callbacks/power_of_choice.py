@@ -71,7 +71,7 @@ class PowerOfChoice(FederatedCallback):
         )
         drawn = available[torch.from_numpy(draw).to(available.device)]
         losses = self.last.rows(server, drawn).nan_to_num(-torch.inf, torch.inf, -torch.inf)
-        # A stable order: of equal losses those that were drawn first, on every device.
+        # A stable order: among equal losses, the clients drawn first come first, on every device.
         return drawn[losses.argsort(descending=True, stable=True)[:n]]
 
     def on_local_end(self, clients: Clients) -> None:

@@ -14,7 +14,7 @@ from fl_lightning.lightning import ProgressBar, Tqdm, pl
 from fl_lightning.record.shown import shown_metrics
 
 _PAUSE = 0.1  # seconds between two drawings
-_LINES = 20  # lines of a run whose output is not a terminal
+_LINES = 20  # lines per run, if the output is not a terminal
 
 
 def in_notebook() -> bool:
@@ -26,7 +26,7 @@ def in_notebook() -> bool:
 class CellLine:
     """A file for a bar: its last line stands in the cell's output, drawn anew each time."""
 
-    # By it the bar knows that its blocks can be shown.
+    # The bar reads this and knows that its block characters can be shown.
     encoding = "utf-8"
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class CellLine:
 
     def write(self, text: str) -> None:
         line = text.strip("\r\n")
-        # A bar that is redrawn is first overwritten with blanks.
+        # Before a bar is redrawn, it is overwritten with blanks.
         if not line.strip():
             return
         if self._shown is None:
@@ -63,7 +63,7 @@ class FederatedProgressBar(ProgressBar):
     def __init__(self) -> None:
         super().__init__()
         self._enabled = True
-        self._bar: Any = None  # only on a terminal, and in a notebook
+        self._bar: Any = None  # there is a bar only on a terminal and in a notebook
         self._reset(0, None)
 
     def _reset(self, first: int, total: int | None) -> None:
@@ -72,7 +72,7 @@ class FederatedProgressBar(ProgressBar):
         self._total = total
         self._began = time.monotonic()
         self._drawn = -math.inf
-        self._printed = first  # rounds done at the last plain line
+        self._printed = first  # number of finished rounds at the last plain line
         self._clients = self._values = ""
         self._tally = Tally()
 
@@ -194,7 +194,7 @@ class FederatedProgressBar(ProgressBar):
                 plain = import_module("tqdm.std").tqdm
                 self._bar = plain(**options, file=CellLine(), ncols=100)
                 return
-            # Some containers say that a terminal has 0 columns, and nothing would be drawn.
+            # In some containers a terminal reports 0 columns, and the bar would be empty.
             known = os.get_terminal_size(sys.stderr.fileno()).columns > 0
             width: dict[str, Any] = {"dynamic_ncols": True} if known else {"ncols": 100}
             self._bar = Tqdm(**options, file=sys.stderr, **width)
@@ -216,7 +216,7 @@ class FederatedProgressBar(ProgressBar):
             if name not in metrics:
                 continue
             form = "{:.4f}" if name in LABELS else "{:.4g}"
-            # A distance may be of any size.
+            # A distance may have any magnitude.
             if name == "divergence/participants":
                 form = "{:.3g}"
             texts.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")

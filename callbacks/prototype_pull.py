@@ -68,7 +68,7 @@ class PrototypePull(FederatedCallback):
     strength = Coefficient(least=0)
     P = ServerState(shape=("C", "F"), sent=True, synchronised=False)
     a = ServerState(shape=("C",), sent=True, synchronised=False)
-    # Of the latest pass, and summed over steps.
+    # The sums and counts of the last pass, and those over all steps.
     seen_sums = Scratch(shape=("C", "F"))
     seen_counts = Scratch(shape=("C",))
     sums = Scratch(shape=("C", "F"))
@@ -91,7 +91,7 @@ class PrototypePull(FederatedCallback):
         self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
     ) -> Tensor:
         z = seen["features"]
-        # torch's one_hot looks at the labels, and a captured step must not.
+        # torch's one_hot reads the values of the labels, which a captured step must not do.
         mine = (batch[1][:, None] == torch.arange(self.C, device=z.device)).to(z)  # (B, C)
         self.seen_sums[clients] = (mine.mT @ z.detach())[None]
         self.seen_counts[clients] = mine.sum(0)[None]

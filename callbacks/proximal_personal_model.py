@@ -59,7 +59,7 @@ class ProximalPersonalModel(FederatedCallback):
 
     def __init__(self, strength: float | Schedule = 0.1) -> None:
         super().__init__()
-        # Below 0 it would push away from w.
+        # A negative strength would push the model away from w.
         if not isinstance(strength, Schedule):
             number("ProximalPersonalModel: strength", strength, least=0)
         self.strength = strength

@@ -110,7 +110,7 @@ class QuantizedUpdate(FederatedCallback):
         if self.levels is None:
             return {"update": as_array(update[0])}
         message = message_of(QuantizedUpdate.transmit, self, clients, update)
-        # From 0 to 2 s, as bits have no sign.
+        # Shift to 0 … 2 s, because the packed bits have no sign.
         numbers = as_array(message["levels"][0].long() + self.levels)
         return {
             "scales": as_array(message["scales"][0]),

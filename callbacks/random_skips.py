@@ -108,7 +108,7 @@ class RandomSkips(FederatedCallback):
     )
     h = ClientState(synchronised=False)
     last = ClientState(initial="current_model", synchronised=False)  # x_{i,K}
-    # η of the last round, which each client knows too.
+    # η of the last round, which each client also knows.
     rate = ServerState(sent="known", shape=(), dtype=torch.float64, synchronised=False)
 
     def __init__(self, probability: float = 0.1) -> None:
@@ -121,7 +121,7 @@ class RandomSkips(FederatedCallback):
         return [k] * len(ids)
 
     def on_local_start(self, clients: Clients) -> None:
-        # At rate 0, and before round 0, nobody has moved, and h_i stays.
+        # At rate 0, and before round 0, no client has moved, so h_i stays.
         over_rate = torch.where(self.rate > 0, self.probability / self.rate, 0.0)
         self.h[clients] = self.h[clients] + over_rate * (clients.w - self.last[clients])
 

@@ -75,10 +75,11 @@ class RelaxedInitialization(FederatedCallback):
     paper = Paper("sun2023fedinit")
     tolerates_staleness = True
     neutral = {"beta": 0.0}
-    sends = "displacement"  # with aggregate="updates", the one that transmits
+    sends = "displacement"  # what transmit sends, with aggregate="updates"
     beta = Coefficient()
     last = ClientState(initial="initial_model", synchronised=False)
-    # Defaults. An instance sets only what differs, and a resumed run has to have the same.
+    # Defaults. An instance has these attributes only if they differ, and a resumed run must have
+    # the same values.
     aggregate_ = "models"  # `aggregate` is a hook
     offset = "own"
     notes = (

@@ -33,7 +33,7 @@ from fl_lightning.callback import (
 )
 
 RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "bulyan"]
-# n ≥ times f + 3, by rule; mixing needs what Krum needs.
+# Each rule needs n ≥ times · f + 3 clients; mixing needs the number that Krum needs.
 NEEDED = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 PIECE = 4096  # coordinates
 
@@ -153,16 +153,16 @@ class RobustAggregation(FederatedCallback):
 
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
-        # Coordinates that are not averaged must not decide who is near to whom.
+        # Coordinates that are not averaged must not count in the distances.
         u = u if server.averaged is None else u * server.averaged
-        # Fewer clients may have finished than take part, or coins may have fallen on few.
+        # Fewer clients may have finished than took part, or the draw may have chosen few.
         f = min(self.byzantine, (len(u) - 3) // self.times)
         if self.uses_f and max(f, 0) < self.byzantine:
             server.note(
                 f"{type(self).__name__}: a round of {len(u)} clients withstands "
                 f"byzantine={max(f, 0)}, not {self.byzantine}."
             )
-        # Of one or two clients none is nearer to the others.
+        # With one or two clients, no client is nearer to the others.
         if self.uses_f and f < 0:
             return u.mean(0)
         if self.mixing:
@@ -193,8 +193,8 @@ def trimmed_mean(u: Tensor, k: int) -> Tensor:
 
 def squared_distances(u: Tensor) -> Tensor:
     """``(n, n)``: the squared distance of each row to each."""
-    # Differences, not ‖u‖² + ‖v‖² - 2 u·v, whose rounding hides small distances; by pieces that a
-    # processor's cache holds.
+    # Take differences: the rounding of ‖u‖² + ‖v‖² - 2 u·v hides small distances. Each piece fits
+    # into a processor's cache.
     away = u.new_zeros(len(u), len(u))
     for piece in u.split(PIECE, dim=1):
         away += torch.stack([(piece - row).square().sum(1) for row in piece])
@@ -214,7 +214,7 @@ def bulyan(u: Tensor, f: int) -> Tensor:
     chosen: list[int] = []
     for _ in range(len(u) - 2 * f):
         near = away[left][:, left].sort(1).values
-        # One row that is left has no other.
+        # The last row has no other row left.
         scores = near[:, : max(1, len(left) - f - 2)].sum(1)
         chosen.append(left.pop(int(scores.argsort(stable=True)[0])))
     rows = u[sorted(chosen)]
@@ -234,7 +234,7 @@ def mixed(u: Tensor, f: int) -> Tensor:
 
 def geometric_median(u: Tensor) -> Tensor:
     """The geometric median by Weiszfeld's iteration from the mean."""
-    # A row without a finite norm is infinitely far, and has no weight.
+    # A row without a finite norm is infinitely far away, and has weight 0.
     u = u[torch.linalg.vector_norm(u, dim=1).isfinite()]
     z = u.mean(0)
     for _ in range(1000):

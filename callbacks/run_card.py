@@ -27,7 +27,7 @@ _SHOWN = (
     "communication/total_bytes",
 )
 
-# People are shown these metrics under other names.
+# These metrics are shown under other names.
 LABELS = {
     "train/loss": "loss",
     "val/acc": "accuracy",
@@ -52,7 +52,7 @@ class RunCard(pl.Callback):
         self._tally = Tally()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Only when the first round begins do engine, loggers and folder stand.
+        # Engine, loggers and folder are known only when the first round begins.
         if self._card is not None or not trainer.is_global_zero:
             return
         self._card = _card(trainer)
@@ -100,7 +100,7 @@ class Tally:
         if path is not None:
             return Metrics.read(path, modes)
         rows = self._rows
-        # The last row is taken anew, with what was measured after its round.
+        # Take the last row again: it may have got values that were measured after its round.
         if rows:
             rows = [*rows[:-1], _values(trainer)]
         names: dict[str, None] = {}
@@ -112,14 +112,14 @@ class Tally:
         return Metrics(self._rounds, columns, modes)
 
 
-# Bytes of clients' rows on disk from which on the closing table names them.
+# The closing table names the clients' rows on disk from this number of bytes on.
 ROOM = 10**7
 
 
 def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
     """The results of a run as (label, value), where they were logged; its notes come last."""
     folder = Path(trainer.default_root_dir)
-    # Without a run's folder, files lie where the Trainer's logger puts them.
+    # Without a run's folder, the Trainer's logger decides where files are written.
     if not (folder / "run.json").is_file() and trainer.log_dir is not None:
         folder = Path(trainer.log_dir)
     rows = [("rounds", str(trainer.current_epoch))]
@@ -224,7 +224,7 @@ def _section(title: str, rows: list[tuple[str, str]]) -> str:
         return ""
     lines = []
     for label, value in rows:
-        # A cell has one line, and no bar of its own.
+        # A cell of a Markdown table has one line and no vertical bar.
         cell = " ".join(str(value).split()).replace("|", "&#124;")
         lines.append(f"| {label} | {cell} |")
     return "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *lines, ""])

@@ -90,7 +90,7 @@ class StackedAdapters(FederatedCallback):
                 )
 
     def numbers_down(self, layout: Layout, t: int, last: int | None) -> int | None:
-        # After round 0 the adapters follow from the seed.
+        # After round 0 the adapters are computed from the seed.
         return int((low_rank.numbers(layout) < 0).sum()) if t else None
 
     def foreseen(self, given: Tensor, layout: Layout, t: int) -> Tensor:
@@ -104,7 +104,7 @@ class StackedAdapters(FederatedCallback):
             self._draw(row, clients.layout, self._keyed("flora client", clients.round, client))
 
     def aggregate(self, server: Server) -> Tensor:
-        # The mean of the clients' updates, right for all that is no adapter.
+        # The mean of the clients' updates, which is right for all parameters except adapters.
         update = server.update.clone()
         if not len(server.updates):
             return update

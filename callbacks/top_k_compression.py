@@ -90,7 +90,7 @@ class TopKCompression(FederatedCallback):
         k = math.ceil(Fraction(str(self.fraction)) * number_of_them)
         largest = magnitude.sort(dim=1, descending=True, stable=True).indices[:, :k]
         values = v.gather(1, largest).to(clients.w.dtype)
-        # An index of 4 bytes reaches 2³¹ parameters.
+        # An index of 4 bytes is enough for 2³¹ parameters.
         index_bytes = 4 if size < 2**31 else 8
         clients.sent(parameters=k, bytes=k * (values.element_size() + index_bytes))
         vars(clients)["message"] = {"values": values, "indices": largest}

@@ -64,7 +64,7 @@ class TruncatedProduct(FederatedCallback):
         return low_rank.mask(clients.layout, self._of_client.of(clients))
 
     def aggregate(self, server: Server) -> Tensor:
-        # The mean of the clients' updates, right for all that is no adapter.
+        # The mean of the clients' updates, which is right for all parameters except adapters.
         update = server.update.clone()
         if not len(server.updates):
             return update

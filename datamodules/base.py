@@ -100,7 +100,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     default_clients: int | None = None
     default_partition: Partition = IID()
     name: str | None = None
-    # By what pixels in [0, 1] are normalised, one number per channel; empty: they are not.
+    # Mean and deviation that normalise pixels in [0, 1], one number per channel; empty: no
+    # normalisation.
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
     sample_shape: tuple[int, ...] | None = None
@@ -153,13 +154,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self._pooled = pooled
         if names:
             self.client_names = names
-        # Set by ``load`` where clients come with test sets.
+        # ``load`` sets this if clients come with their own test sets.
         self.own_tests: OwnTests | GroupTests | None = None
         self._split: Split | None = None
         self._split_seed: int | None = None
-        # The names of all groups in ascending order, as the data give them; None: not loaded.
+        # The names of all groups, ascending, from the data; None: not loaded.
         self._group_names: tuple[str, ...] | None = None
-        # A WeightedRandomSampler's weights ``(N,)`` of the samples.
+        # The weights ``(N,)`` of the samples from a WeightedRandomSampler.
         self._weights: NDArray[np.float64] | None = None
         self._transfer = Transfer(self, self._transfers())
 
@@ -176,7 +177,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     def load(self) -> None:
         """Set ``train_set``, ``val_set``, ``test_set`` and ``groups``; called once."""
-        raise NotImplementedError  # abstract: where its samples lie, each dataset knows alone
+        raise NotImplementedError  # abstract: each dataset reads its own files
 
     @property
     def run_seed(self) -> int:
@@ -295,12 +296,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             return len(self._split.clients)
         own_groups = getattr(self.partition, "groups", ()) is None
         count = self._wanted_clients or self.partition.clients or self.default_clients
-        # The data set's own groups are known only once it is loaded.
+        # The number of the data set's own groups is known only after it is loaded.
         return len(self._who.clients) if count is None or own_groups else count
 
-    # The clients' names, where the data have some; ``load`` names all of ``groups``, ascending.
+    # The clients' names, if the data have names; ``load`` gives one for each of ``groups``,
+    # ascending.
     client_names: Sequence[str] = ()
-    # The classes' names in the order of their labels, where the data have some.
+    # The classes' names in the order of their labels, if the data have names.
     class_names: Sequence[str] = ()
 
     @classmethod
@@ -317,7 +319,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     @property
     def num_classes(self) -> int | None:
         """The training data's largest label plus one; None without class labels."""
-        # Packaged sets have a class attribute in its place, which is known without the data.
+        # Packaged data sets override this with a class attribute, which is known without the data.
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 
@@ -459,7 +461,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
                     augment = augmented(self.augmentation, rng, len(indices))
                 yield from data.batches(order, size, source, self._bias(client), augment)
 
-        # All epochs in one go, so that processes that read ahead need not wait for the next one.
+        # Take all epochs at once, so that processes that read ahead need not wait at the end of an
+        # epoch.
         if isinstance(data, DatasetSamples):
             draws = self._draws(purpose + "samples", round, client)
             batches = data.each(cut(), draws, source)
@@ -503,7 +506,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         if isinstance(data, DatasetSamples):
             batches = data.each(cut, self._draws("full", client), source)
         elif len(cut[-1]) > size:
-            # The last batch is larger than the others, and made by itself.
+            # The last batch is larger than the others, so make it separately.
             parts = (indices[: -len(cut[-1])], size), (cut[-1], len(cut[-1]))
             batches = chain.from_iterable(
                 data.batches(*part, source, self._bias(client)) for part in parts
@@ -518,7 +521,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         device = torch.device(device)
         indices = self.client_indices(client)[:samples]
         source = self._transfer.source(device)
-        # Processes that read ahead read this one too: a dataset may not bear another reader.
+        # Processes that read ahead read this batch too, because a dataset may not allow a second
+        # reader.
         if isinstance(data, DatasetSamples):
             batches = data.each([indices], self._draws("one", client), source)
         else:

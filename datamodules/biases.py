@@ -28,7 +28,7 @@ class Bias:
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         """One client's pixels x ``(n, channels, …)`` in [0, 1], with labels y ``(n,)``, changed."""
-        raise NotImplementedError  # abstract: how pixels change is what a bias is
+        raise NotImplementedError  # abstract: each bias changes pixels in its own way
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(std={self.std})"
@@ -53,7 +53,8 @@ class CategoryBias(Bias):
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         if len(y) == 0:
             return x
-        # prefixes of a generator's stream agree, so the largest class of this batch does not matter
+        # the stream's first numbers are the same for any length, so the largest class of this batch
+        # does not matter
         z = generator(seed, "category-bias").standard_normal(int(y.max()) + 1)
         shift = to_device(self.std * z, x.device, x.dtype)[y]
         return (x + shift.view(-1, *[1] * (x.ndim - 1))).clamp_(0, 1)

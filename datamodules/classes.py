@@ -43,7 +43,7 @@ def check_classes(named: Iterable[tuple[str, Any]], option: str = "") -> tuple[s
                     "(ImageFolder(…, allow_empty=True)). If a wrapper of yours gives the samples "
                     "other labels, give it an attribute classes with their names."
                 )
-            # Labels agree where one has only the first of the other's classes.
+            # Two lists of labels agree if one is the beginning of the other.
             if len(classes) > len(known):
                 first = place
                 known = classes

@@ -66,7 +66,7 @@ class HeldOut:
         distinct = np.unique(indices)
         if len(distinct) < 2:
             return indices, distinct[:0]
-        # The share as it is written: a binary fraction would round some halves down.
+        # Use the decimal form that you wrote: the float would round some halves down.
         h = int(Decimal(str(self.fraction)) * len(distinct) + Decimal("0.5"))
         h = min(max(h, 1), len(distinct) - 1)
         shuffled = generator(self.seed, "client-test", client).permutation(distinct)
@@ -79,7 +79,7 @@ class HeldOut:
 
 def stratified(samples: Indices, labels: Indices, h: int) -> Indices:
     """h of the samples: of each class its share, the first ones."""
-    # What rounding leaves goes to the largest remainders.
+    # The samples that rounding leaves over go to the classes with the largest remainders.
     _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
     taken = h * counts // len(samples)
     rest = h * counts % len(samples)
@@ -164,7 +164,7 @@ class OwnTests:
 
     def _of(self, client: int) -> Indices:
         array = positions(self.clients[client])
-        # An empty list has a type of its own.
+        # An empty array has dtype float64.
         if array.shape == (0,):
             return np.zeros(0, np.int64)
         many = len(self.samples)
@@ -193,7 +193,7 @@ class GroupTests:
     groups: Indices
     by_group: Mapping[int, Indices]
 
-    # They follow from the test data, as the global test set does.
+    # They are computed from the test data, as the global test set is.
     recipe = b""
     described = OwnTests.described
 

@@ -68,7 +68,7 @@ def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
             with gzip.open(path, "rt") as file:
                 table = np.loadtxt(file, delimiter=",")
             return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)
-    # A version that keeps them elsewhere.
+    # A version of scikit-learn that keeps the file elsewhere.
     from sklearn.datasets import load_digits
 
     data, target = load_digits(return_X_y=True)

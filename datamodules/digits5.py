@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fl_lightning.errors import UserError, suggest
 
 DOMAINS = ["mnist", "mnistm", "svhn", "syn", "usps"]
-# Training pictures and their classes, then those to test on.
+# Training pictures and their classes, then test pictures and their classes.
 Sides = tuple[list[Any], list[int], list[Any], list[int]]
 
 
@@ -59,7 +59,7 @@ def arrays(path: Path, names: Sequence[str]) -> list[Any]:
             f"The file {str(path)!r} of Digits-5 is not there: put it there, or name the domains "
             "that are there by data.domains."
         ) from None
-    except Exception as error:  # scipy raises many kinds for damaged files
+    except Exception as error:  # scipy raises many kinds of errors for damaged files
         raise UserError(
             f"The file {str(path)!r} cannot be read as .mat ({str(error)[:120]}): copy it again."
         ) from None

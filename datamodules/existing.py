@@ -50,7 +50,7 @@ class FromDatasets(FederatedDataModule):
 
     def __init__(
         self,
-        # The command line's parser takes no subclass for Dataset[Any].
+        # The command line's parser does not accept a subclass for Dataset[Any].
         train: Dataset | None = None,  # type: ignore[type-arg]
         val: Dataset | None = None,  # type: ignore[type-arg]
         test: Dataset | None = None,  # type: ignore[type-arg]
@@ -122,7 +122,7 @@ class FromDatasets(FederatedDataModule):
             self.test_set = self.test_set or tested
 
 
-# The data sets of each argument; None where it is not given.
+# The data sets of each argument; None if it was not given.
 _Given = dict[str, Any]
 MANY = ("clients", "test_clients")
 
@@ -245,14 +245,14 @@ class FromDataModule(FederatedDataModule):
     def setup(self, stage: str | None = None) -> None:
         if stage not in (None, "fit"):
             self.datamodule.setup(stage)
-        if self._torn_down:  # what it made was given back
+        if self._torn_down:  # teardown has released its data
             self.train_set = None
             self._split_seed = None
             self._torn_down = False
         super().setup(stage)
         if self._weights is not None and not self._weights.all():
             for client in range(self.num_clients):
-                self.order(client, 0, 0)  # complains now rather than in a round
+                self.order(client, 0, 0)  # report a wrong loader now, and not in a round
 
     def load(self) -> None:
         self.datamodule.setup("fit")
@@ -274,16 +274,15 @@ class FromDataModule(FederatedDataModule):
                 targets = [targets[i] for i in facts.positions]
             dataset = Subset(dataset, facts.positions.tolist())
         if fetch == "batch" and not self._loader_size:
-            fetch = "sample"  # it was asked for: batches of so many items
+            fetch = "sample"  # you gave a batch_size: read single samples
         if self._workers == "loader":
             workers = facts.workers
         else:
             workers = replace(facts.workers, number=self._workers)
         if self._workers != "loader":
             check_workers(workers.number, dataset)
-        elif workers.number and (
-            where := own_generator(dataset)
-        ):  # of which each process would have a copy
+        # Each process would have a copy of the generator.
+        elif workers.number and (where := own_generator(dataset)):
             workers = replace(workers, number=0)
             say(
                 self.trainer,
@@ -328,7 +327,7 @@ class FromDataModule(FederatedDataModule):
     def predict_dataloader(self) -> Any:
         return self.datamodule.predict_dataloader()
 
-    # ---- what else Lightning, callbacks and learners ask of a data module: the wrapped one's own
+    # ---- everything else that Lightning, callbacks and learners read is the wrapped data module's
 
     @property
     def trainer(self) -> Any:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
 
-# What an index holds may change from version to version.
+# The content of an index may change from version to version.
 FORMAT = 1
 FOLDER = ".fl_lightning"
 
@@ -24,7 +24,7 @@ Arrays = dict[str, NDArray[Any]]
 def state_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Name, size and time of modification (ns) of each file."""
     facts = []
-    # A folder may have a file per client, and to resolve a path takes ten times as long as the
+    # A folder may hold one file per client, and resolving a path takes ten times as long as the
     # rest.
     parents = {file.parent for file in files}
     folders = {parent: os.path.realpath(parent) for parent in parents}
@@ -102,7 +102,7 @@ def _read(path: Path) -> Arrays | None:
     try:
         with np.load(path, allow_pickle=False) as file:
             return {name: file[name] for name in file.files}
-    except Exception:  # NumPy and zipfile raise many kinds for damaged files
+    except Exception:  # NumPy and zipfile raise many kinds of errors for damaged files
         return None
 
 

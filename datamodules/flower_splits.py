@@ -72,7 +72,7 @@ class Shards(Partition):
             )
         complete = total // size
         usable = complete
-        # Where both numbers are given, flwr-datasets leaves an incomplete shard out.
+        # If both numbers are given, flwr-datasets leaves out an incomplete shard.
         if self.keep_incomplete and (self.per_client is None or self.size is None):
             usable = -(-total // size)
         if self.per_client is None:
@@ -580,7 +580,7 @@ def _without(q: NDArray[np.float64], c: int, stock: list[int]) -> NDArray[np.flo
     q[:, c] = 0
     sums = q.sum(axis=1, keepdims=True)
     open_classes = np.array(stock) > 0
-    # Who had only this class takes of all that are left.
+    # A client that had only this class takes from all classes that are left.
     even = open_classes / max(1, open_classes.sum())
     left: NDArray[np.float64] = np.where(sums > 0, q / np.where(sums > 0, sums, 1), even)
     return left

@@ -23,7 +23,7 @@ from fl_lightning.sampling import generator
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
 LAYOUTS = ["auto", "folders", "lists", "digits5"]
-# Pictures of at most so many bytes are decoded once and kept.
+# Pictures are decoded once and kept if they take at most this number of bytes.
 IN_MEMORY = 2**30
 
 
@@ -264,7 +264,7 @@ class FromFolders(FileDataModule):
         for one in made:
             for file, label in zip(one.x, one.y, strict=True):
                 names.setdefault(label, file.parent.name)
-        # A label without a sample has no folder to be named by.
+        # A label without a sample has no folder that could name it.
         whole = range(labels[-1] + 1 if labels else 0)
         self.class_names = self.classes or [names.get(label, str(label)) for label in whole]
         return made
@@ -385,7 +385,7 @@ class FromFolders(FileDataModule):
             places[domain] = np.arange(len(x), len(x) + len(files))
             x += files
             y += labels
-        # Without domains that are left out this is the global test set.
+        # Unless domains are left out, this is the global test set.
         samples = self._samples(self._set(x, y)) if self.leave_out else self.test_set
         own = [places.get(domain, []) for domain in self._domains_of_all()]
         assert samples is not None

@@ -35,11 +35,11 @@ def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
     """Each column's name and values, in order; a value that is missing is None."""
     columns = []
     for place, name in enumerate(frame.columns):
-        # By its place, as pandas lets two columns have one name.
+        # Select by position, because two columns of a pandas frame may have one name.
         column = frame.iloc[:, place] if hasattr(frame, "iloc") else frame[name]
         values = column.to_list()
         if hasattr(column, "isna"):
-            # pandas' NA is neither equal to itself nor unequal.
+            # Comparing pandas' NA gives neither True nor False.
             gone = column.isna()
             values = [None if lost else value for value, lost in zip(values, gone, strict=True)]
         columns.append((str(name), values))
@@ -64,6 +64,6 @@ def as_tensor(values: Any, what: str) -> Tensor:
                 f"({str(error)[:200]}): make numbers of them, leave the column out, or give the "
                 "whole frame to FromTable(df, target=…), which numbers a target's classes."
             ) from None
-    # A frame's numbers are float64 whether or not anybody chose it, and a network's are float32.
-    # A copy, as a frame may hand out memory that must not be written to.
+    # A frame's numbers are float64 by default, and a network's are float32. Copy them, because a
+    # frame may return read-only memory.
     return torch.tensor(array, dtype=torch.float32 if array.dtype == np.float64 else None)

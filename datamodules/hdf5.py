@@ -25,16 +25,16 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.machine.processes import opened_in_each
 
 KINDS = ["auto", "pixels", "image", "snippets", "tokens", "arrays"]
-# The names of a client's datasets, by kind.
+# The names of a client's datasets in the file, by kind.
 NAMES = {
     "pixels": ("pixels", "label"),
     "image": ("image", "label"),
     "snippets": ("snippets", ""),
     "tokens": ("inputs", "targets"),
 }
-# Kinds of texts, whose y is -1.
+# Kinds of texts without labels (y is -1).
 UNLABELLED = ("snippets", "tokens")
-# TFF numbers Shakespeare's characters in this order, from 1.
+# TFF numbers Shakespeare's characters in this order, starting at 1.
 CHARACTERS = (
     "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
 )
@@ -186,7 +186,7 @@ class FromHDF5(FileDataModule):
             return self._labels(clients[name], where, like)
         except UserError:
             raise
-        except Exception as error:  # h5py raises many kinds for damaged files
+        except Exception as error:  # h5py raises many kinds of errors for damaged files
             raise UserError(
                 f"{where} cannot be read ({str(error)[:120]}): the file may be cut off; copy it "
                 "again."
@@ -204,7 +204,7 @@ class FromHDF5(FileDataModule):
                 )
         rows = client[x]
         if kind == "snippets":
-            # Of each snippet as many windows as begin, characters and end fill.
+            # The windows of each snippet: its characters, a start and an end, cut into pieces.
             ends = [-(-(len(raw_of(one)) + 2) // (self.length + 1)) for one in rows[()]]
             return np.full(sum(ends), -1, np.int64)
         shape = like.setdefault("shape", rows.shape[1:])
@@ -280,7 +280,7 @@ def _labels_like_first(clients: Any, name: str, like: dict[str, Any]) -> NDArray
             return np.full(count, -1, np.int64)
         own = np.empty(count, labels.dtype)
         labels.read(h5s.ALL, h5s.ALL, own)
-    except Exception:  # h5py raises many kinds, which the check names by place
+    except Exception:  # h5py raises many kinds of errors, and the check names the place
         return None
     return own.astype(np.int64) if own.dtype.kind in "iu" else None
 
@@ -293,7 +293,7 @@ def h5py() -> Any:
     return package
 
 
-# An open file of each process: a forked one needs its own.
+# The open files of each process: a forked process opens its own.
 _OPEN: dict[tuple[int, str], Any] = {}
 
 

@@ -43,7 +43,7 @@ class Rows(Dataset[Any]):
         label: Any = int(y) if self.targets.dtype.kind in "iu" else torch.tensor(y)
         try:
             row = self.rows[int(i)]
-        except Exception as error:  # the library and PIL raise many kinds
+        except Exception as error:  # the library and PIL raise many kinds of errors
             raise UserError(
                 f"Row {i} of {self.name} cannot be read ({type(error).__name__}: "
                 f"{str(error)[:120]}): mend the data, or leave the row out."
@@ -326,14 +326,14 @@ def opened(path: Path) -> Any:
             split = next((one for one in SPLITS if file.name.startswith(f"{one}-")), "train")
             parts.setdefault(split, []).append(file)
         return {split: rows_of(datasets, own) for split, own in parts.items()}
-    except Exception as error:  # the library and pyarrow raise many kinds
+    except Exception as error:  # the library and pyarrow raise many kinds of errors
         raise UserError(
             f"data.data is {str(path)!r}, which cannot be read ({type(error).__name__}: "
             f"{str(error)[:160]}): copy it again."
         ) from None
 
 
-# What save_to_disk writes beside the rows.
+# Files that save_to_disk writes besides the rows.
 STATE = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 

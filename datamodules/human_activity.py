@@ -162,7 +162,7 @@ def _read(path: Path, how: Callable[[Path], Any]) -> Any:
             "--data.root, or --data.download true to get the files (features='features' needs "
             "X_train.txt and X_test.txt)."
         ) from None
-    except Exception as error:  # NumPy raises many kinds for damaged files
+    except Exception as error:  # NumPy raises many kinds of errors for damaged files
         raise _damaged(path, str(error)) from error
 
 

@@ -62,7 +62,7 @@ class ImageDataModule(FederatedDataModule):
 
     def _broken(self) -> str | None:
         """The first damaged file, or None."""
-        raise NotImplementedError  # abstract: each dataset has files and checksums of its own
+        raise NotImplementedError  # abstract: each dataset has its own files and checksums
 
     def _samples(self, dataset: Any) -> TensorSamples:
         return TensorSamples(dataset.data, dataset.targets, self.scale, self.mean, self.std)
@@ -73,7 +73,7 @@ class ImageDataModule(FederatedDataModule):
         try:
             for train in (True, False):
                 self._open(train, download=True)
-        except Exception as error:  # whatever the network and torchvision raise
+        except Exception as error:  # the network and torchvision may raise anything
             reason = " ".join(str(error).split())[:200]
             raise UserError(
                 f"data.download is true, but {type(self).__name__} could not be downloaded to "
@@ -94,7 +94,7 @@ class ImageDataModule(FederatedDataModule):
             self.train_set = self._samples(self._open(True))
             self.test_set = self._samples(self._open(False))
         except Exception as error:
-            # torchvision, pickle and SciPy raise many kinds for damaged files.
+            # torchvision, pickle and SciPy raise many kinds of errors for damaged files.
             name = self._broken()
             file = f"A data file in {str(folder)!r}"
             if name:
@@ -142,7 +142,7 @@ class MNIST(ImageDataModule):
         for name in self.files:
             try:
                 read_sn3_pascalvincent_tensor(str(self.root / self.folder / name))
-            except Exception:  # the reader checks little: it fails in many ways
+            except Exception:  # the reader checks little, so it fails in many ways
                 return name
         return None
 

@@ -22,7 +22,7 @@ from fl_lightning.datamodules.tokens import NO_TOKEN, Bytes, Folder, padded, tok
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.records import check_template, prompt_of, read_records
 
-Pair = tuple[list[int], list[bool]]  # tokens, and which of them are learned
+Pair = tuple[list[int], list[bool]]  # tokens, and for each whether it is learned
 
 
 class RecordSamples(TensorSamples):
@@ -77,7 +77,7 @@ class InstructionTuning(FederatedDataModule):
         UserError: a file is missing or holds other records; a template without its fields.
     """
 
-    texts = True  # and not images: so the command line knows
+    texts = True  # tells the command line that the samples are not images
 
     def __init__(
         self,
@@ -130,9 +130,10 @@ class InstructionTuning(FederatedDataModule):
         self.response_only = response_only
         self.pack = pack
         self.group = group
-        self.encoder: Bytes | Folder | None = None  # once the data are loaded
-        self._texts: list[tuple[list[int], list[int]]] = []  # of records that are packed
-        self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+        self.encoder: Bytes | Folder | None = None  # None until the data are loaded
+        self._texts: list[tuple[list[int], list[int]]] = []  # the packed records
+        # number of tokens in the vocabulary; None until the data are loaded
+        self.vocabulary: int | None = None
 
     def load(self) -> None:
         self.encoder = tokenizer = tokenizer_of(self.tokenizer)
@@ -165,7 +166,7 @@ class InstructionTuning(FederatedDataModule):
         y: list[list[int]] = []
         clients: list[NDArray[np.int64]] = []
         for client in range(len(split.clients)):
-            # In the order of the file, whatever the order in which they were drawn.
+            # Use the order of the file, in whatever order the records were drawn.
             tokens: list[int] = []
             wanted: list[int] = []
             for place in sorted(split.indices(client).tolist()):
@@ -176,13 +177,14 @@ class InstructionTuning(FederatedDataModule):
             for start in range(0, len(tokens), self.length):
                 row = wanted[start : start + self.length]
                 x.append(tokens[start : start + self.length])
-                # A row's first token is predicted from nothing.
+                # No token comes before a row's first one, so it is not predicted.
                 y.append([NO_TOKEN, *row[1:]])
             clients.append(np.arange(first, len(x)))
         longest = max(map(len, x))
         self.train_set = RecordSamples(padded(x, longest), padded(y, longest))
         packed = Split(clients, len(x), by_partition=split.by_partition)
-        # The same records at the same clients: two splits may pack into as many rows.
+        # The hash must identify the records of each client: two splits may pack into equally many
+        # rows.
         packed.hash = split.hash
         self._split = packed
 
@@ -204,7 +206,7 @@ class InstructionTuning(FederatedDataModule):
                     raise UserError(f"{place} has no {self.group!r}, which data.group names.")
                 every_group[str(record[self.group])] = None
             wanted = [t if yes else NO_TOKEN for t, yes in zip(tokens, learned, strict=True)]
-            # The first token is predicted from nothing.
+            # No token comes before the first one, so it is not predicted.
             if all(target == NO_TOKEN for target in wanted[1:]):
                 continue
             texts.append(tokens)
@@ -298,7 +300,7 @@ def saved_rows(path: Path) -> list[dict[str, Any]]:
         ) from None
     try:
         found = datasets.load_from_disk(str(path))
-    except Exception as error:  # the library and its file formats raise many kinds
+    except Exception as error:  # the library and its file formats raise many kinds of errors
         raise UserError(
             f"{str(path)!r} is not a folder that save_to_disk wrote ({type(error).__name__}: "
             f"{' '.join(str(error).split())[:160]}). Give such a folder, or a file of JSON lines."

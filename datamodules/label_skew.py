@@ -28,7 +28,7 @@ class _LabelSkew(Partition):
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
         """One client's class proportions ``(C,)``, given the data's class counts."""
-        raise NotImplementedError  # abstract: Dirichlet and Pathological differ only in this
+        raise NotImplementedError  # abstract: only this differs between Dirichlet and Pathological
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if num_clients < 1:
@@ -48,7 +48,7 @@ class _LabelSkew(Partition):
                 f"most {len(labels) // num_clients}, or replacement=True."
             )
         _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        # A setting that cannot work is refused now, and not when the first client is drawn.
+        # Refuse impossible settings now, and not when the first client is drawn.
         self._proportions(generator(seed, "partition", 0), counts)
         pool = np.argsort(inverse, kind="stable")
         if not self.replacement:
@@ -80,7 +80,8 @@ class _LabelSkew(Partition):
             q = self._proportions(rng, counts)
             taken = np.zeros_like(counts)
             left = size
-            # Samples of a class that is used up are drawn again without it, at most once a class.
+            # If a class is used up, its samples are drawn again from the other classes, at most
+            # once per class.
             while left:
                 q = np.where(stock - taken > 0, q, 0.0)
                 if q.sum() > 0:

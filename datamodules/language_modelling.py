@@ -40,7 +40,7 @@ class LanguageModelling(FederatedDataModule):
         arguments: as ``FederatedDataModule`` has them.
     """
 
-    texts = True  # and not images: so the command line knows
+    texts = True  # tells the command line that the samples are not images
     default_clients = 5
     default_partition = Contiguous()
 
@@ -78,7 +78,8 @@ class LanguageModelling(FederatedDataModule):
         self.length = length
         self.tokenizer = tokenizer
         self.test_fraction = test_fraction
-        self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+        # number of tokens in the vocabulary; None until the data are loaded
+        self.vocabulary: int | None = None
         self.encoder: Bytes | Folder | None = None  # likewise
 
     def load(self) -> None:

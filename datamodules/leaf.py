@@ -27,7 +27,7 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
 WORDS = re.compile(r"[\w']+|[.,!?;]")
 PICTURE = (".jpg", ".jpeg", ".png")
-# Where LEAF's Sent140 has the text of a tweet.
+# The column with the text of a tweet in LEAF's Sent140.
 TEXT = 4
 
 

@@ -25,7 +25,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl, rank_zero_warn
 from fl_lightning.sampling import generator
 
-KEPT_BYTES = 256 * 2**20  # evaluation batches are made once and kept up to this size
+KEPT_BYTES = 256 * 2**20  # evaluation batches up to this total size are made once and kept
 
 
 class Batches:
@@ -47,8 +47,8 @@ class Batches:
     def __iter__(self) -> Iterator[Batch]:
         if not self._keep:
             return self._make()
-        # A learner may change its batch in place, and then it is made anew. In inference mode
-        # tensors would not count their changes.
+        # A learner may change its batch in place; then the batch is made again. In inference mode
+        # tensors have no version counter.
         if self._kept is None or self._versions != _versions(self._kept):
             with torch.inference_mode(False):
                 self._kept = list(self._make())
@@ -155,7 +155,8 @@ def evaluation_loader(
         device = source(trainer.strategy.root_device)
         world = trainer.world_size
         if len(index) >= world > 1:
-            # A multiple of the processes, so that none of them waits in the last collective call.
+            # A multiple of the number of processes, so that no process waits in the last collective
+            # call.
             number = -(-len(index) // (size * world)) * world
             pieces = np.array_split(index, number)[trainer.global_rank :: world]
 

@@ -30,9 +30,9 @@ PLAIN = (
     ModuleType,
     BuiltinFunctionType,
 )
-LOOKED_THROUGH = 1000  # objects, in search of generators
+LOOKED_THROUGH = 1000  # number of objects that are searched for generators
 ITEMS = 20  # of a container
-ONE_AT_A_TIME = threading.RLock()  # clients train on threads, and share the dataset
+ONE_AT_A_TIME = threading.RLock()  # clients train on threads and share the dataset
 
 
 def generators_of(*roots: Any) -> list[tuple[str, Any]]:

@@ -220,7 +220,7 @@ class Imported(Partition):
             raise self._wrong(name, f"has position {values[counts.argmax()]} twice in one list")
         if places is None:
             return own
-        # What is held out for validation leaves the lists.
+        # Remove the samples that are held out for validation from the lists.
         inside = own[(own >= 0) & (own < len(places))]
         left: NDArray[np.int64] = places[inside]
         return left[left >= 0]
@@ -309,7 +309,7 @@ def _one(path: Path) -> Any:
         if path.suffix == ".npz":
             with np.load(path, allow_pickle=False) as file:
                 return {name: file[name] for name in file.files}
-    except Exception as error:  # NumPy raises many kinds for damaged files
+    except Exception as error:  # NumPy raises many kinds of errors for damaged files
         raise UserError(
             f"The index lists {str(path)!r} cannot be read: {str(error)[:200]}."
         ) from None

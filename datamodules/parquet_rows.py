@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-# Row groups in memory, of all files together: as many bytes as FromFolders keeps of pictures.
+# Bytes of row groups kept in memory, for all files together: as many as FromFolders keeps of
+# pictures.
 KEPT_BYTES = 2**30
 
 
@@ -96,7 +97,7 @@ class ParquetRows:
         (file, place) = self._groups[group]
         with self._parquet.ParquetFile(self.files[file], metadata=self._metadata[file]) as opened:
             table = opened.read_row_group(place, columns=self._columns, use_threads=False)
-        # Threads may read side by side: what each takes out may be gone already.
+        # Threads may read in parallel, so another thread may have removed an entry already.
         kept = list(self._latest.values())
         while kept and sum(one.nbytes for one in kept) + table.nbytes > KEPT_BYTES:
             try:

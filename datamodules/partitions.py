@@ -86,7 +86,7 @@ class Partition:
         Raises:
             UserError: a client would be left without samples.
         """
-        raise NotImplementedError  # abstract: who gets which samples is what a partition is
+        raise NotImplementedError  # abstract: each partition decides who gets which samples
 
     @property
     def names(self) -> Sequence[str]:
@@ -180,8 +180,8 @@ class QuantitySkew(Partition):
 def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
     """Whole numbers of at least one that sum to ``total``, nearly proportional to ``weights``."""
     weights = weights / weights.max()
-    # Whose share would be below one gets one, which lessens the others' shares: so once more. Each
-    # pass adds at least one such client, and the loop ends.
+    # A client whose share would be below one sample gets one sample. This reduces what is left for
+    # the others, so repeat. Each pass adds at least one such client, so the loop ends.
     ones = np.zeros(len(weights), dtype=bool)
     while True:
         rest = np.where(ones, 0.0, weights)
@@ -234,7 +234,7 @@ class ByGroup(Partition):
                 f"num_clients is {num_clients}, but the partition ByGroup has {len(sizes)} "
                 f"groups, one a client: give {len(sizes)}, or another partition such as IID."
             )
-        # A list of a million arrays would take seconds and a hundred bytes per client.
+        # A list of a million arrays would take seconds, and a hundred bytes per client.
         order = np.argsort(group, kind="stable")
         return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "")
 
@@ -271,7 +271,7 @@ class Saved(Partition):
                 self._ends = file["ends"]
                 self._indices = file["indices"]
                 self._labels = str(file["labels"])
-                # Older files do not say which samples were not held out.
+                # Older files do not list the samples that were not held out.
                 self._kept = str(file["kept"]) if "kept" in file else None
                 self._tests = self._tests_of(file)
         except FileNotFoundError:
@@ -279,7 +279,7 @@ class Saved(Partition):
                 f"The partition's path is {self.path!r}, but there is no such file: give a .npz "
                 "file that save_partition wrote."
             ) from None
-        except Exception as error:  # NumPy raises many kinds for damaged files
+        except Exception as error:  # NumPy raises many kinds of errors for damaged files
             raise UserError(
                 f"The partition's file {self.path!r} is damaged, or was not written by "
                 f"save_partition ({error})."
@@ -330,7 +330,7 @@ def digest(array: NDArray[Any]) -> str:
 
 def positions(given: Any) -> NDArray[Any]:
     """A client's indices as an array."""
-    # A user's sequence that says its length is read to there, and no further: it may not end.
+    # If your sequence has a length, it is read only up to there, because it may not end.
     is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     read = hasattr(given, "__array__") or isinstance(given, list | tuple | range)
     if is_sequence and not read:
@@ -338,7 +338,7 @@ def positions(given: Any) -> NDArray[Any]:
     try:
         return np.asarray(given)
     except ValueError:
-        # Lists of several lengths: what is checked next says that these are no whole numbers.
+        # Lists of different lengths: the next check reports that these are not whole numbers.
         return np.asarray(given, dtype=object)
 
 

@@ -19,9 +19,9 @@ from fl_lightning.datamodules.file_index import Arrays, indexed
 from fl_lightning.datamodules.readers import KEPT, FileDataModule, OfClients, Side
 from fl_lightning.errors import UserError
 
-# So many bytes of x are read at the start, of at most KEPT clients.
+# At most this number of bytes of x, of at most KEPT clients, is read at the start.
 IN_MEMORY = 2**30
-# What NumPy's own pickles of arrays name, in its versions.
+# The names that NumPy's own pickles of arrays use, in several versions.
 HARMLESS = {
     *((core, "_reconstruct") for core in ("numpy.core.multiarray", "numpy._core.multiarray")),
     *((core, "scalar") for core in ("numpy.core.multiarray", "numpy._core.multiarray")),
@@ -179,7 +179,8 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
         content = found.item() if isinstance(found, np.ndarray) else found
         x = np.asarray(content["x"])
         y = np.asarray(content["y"])
-    except Exception as error:  # pickle, zipfile and NumPy raise many kinds for damaged files
+    # pickle, zipfile and NumPy raise many kinds of errors for damaged files
+    except Exception as error:
         raise UserError(
             f"The file {str(file)!r} cannot be read as PFLlib's: {str(error)[:160]}. It needs an "
             "array data with the dictionary of x and y, which are arrays of numbers."

@@ -46,7 +46,7 @@ class Pictures:
                 return self.array(picture)
         except UserError as error:
             raise UserError(f"The picture {what or str(file)!r}: {error}") from None
-        except Exception as error:  # PIL and its formats raise many kinds
+        except Exception as error:  # PIL and its formats raise many kinds of errors
             raise UserError(
                 f"The picture {what or str(file)!r} cannot be read "
                 f"({type(error).__name__}: {str(error)[:120]}). Copy it again, or take it out."

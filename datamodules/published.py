@@ -135,7 +135,7 @@ class DirichletByClass(Partition):
             if self.source in ("pfllib", "niid-bench"):
                 own = own.copy()
             if self.source != "flwr":
-                # FL-bench goes on with the shuffled list where it draws again.
+                # When FL-bench draws again, it continues with the shuffled list.
                 r.shuffle(own)
                 members[c] = own if self.source == "fl-bench" else members[c]
             p = r.dirichlet(alpha)
@@ -243,7 +243,7 @@ class LabelsPerClient(Partition):
 
     def _holders(self, r: Stream, classes: int, m: int, seed: int) -> list[list[int]]:
         """The classes of each client, of ``niid-bench`` and ``flwr``."""
-        # NIID-Bench draws its classes from Python's generator, apart from the rest.
+        # NIID-Bench draws its classes from Python's generator, and everything else from NumPy's.
         python = None
         if self.source == "niid-bench" and self.tool_seed is not None:
             python = random.Random(self.tool_seed)

@@ -12,10 +12,10 @@ from functools import cache
 import numpy as np
 from torch import Tensor
 
-# A picture uint8 (channels, height, width), and how strong: -1 to 1.
+# Takes a uint8 picture (channels, height, width) and a strength from -1 to 1.
 Operation = Callable[[Tensor, float], Tensor]
 STRONGEST = 30
-# The operations 1 to 9 go either way.
+# The operations 1 to 9 have a direction.
 SIGNED = range(1, 10)
 
 
@@ -42,7 +42,7 @@ def all_operations() -> tuple[Operation, ...]:
 
     def sheared(picture: Tensor, across: float, down: float) -> Tensor:
         degrees = [math.degrees(math.atan(0.3 * share)) for share in (across, down)]
-        # The corner stays where it is, as in AutoAugment.
+        # The upper left corner stays fixed, as in AutoAugment.
         made: Tensor = functional.affine(picture, 0.0, [0, 0], 1.0, degrees, center=[0, 0])
         return made
 

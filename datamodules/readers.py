@@ -22,7 +22,7 @@ from fl_lightning.datamodules.reading import Workers, check_workers
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.errors import UserError, suggest
 
-# So many clients' samples are kept in memory.
+# Number of clients whose samples are kept in memory.
 KEPT = 1000
 # A label from here on is no number of a class: tables would have a column for each below it.
 MOST_CLASSES = 10_000_000
@@ -57,7 +57,7 @@ class OfClients(Dataset[Any]):
         own = self._latest.get(client)
         if own is None:
             own = self._read(client)
-            # Threads may read side by side: what each takes out may be gone already.
+            # Threads may read in parallel, so another thread may have removed an entry already.
             while len(self._latest) >= KEPT:
                 try:
                     self._latest.popitem(last=False)
@@ -127,7 +127,8 @@ class FileDataModule(FederatedDataModule):
                 f"data.tests is {tests!r}: give 'own', 'common' or null."
                 + suggest(str(tests), ["own", "common"])
             )
-        # A config such as `base` may give a number, and the files say how many clients they have.
+        # A config such as `base` may give a number, but the files decide how many clients there
+        # are.
         if arguments.get("partition") is None:
             arguments = {**arguments, "num_clients": None}
         super().__init__(**arguments)
@@ -138,7 +139,7 @@ class FileDataModule(FederatedDataModule):
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         """Training, test and validation samples; sets ``_files``, perhaps ``class_names``."""
-        raise NotImplementedError  # abstract: what the files hold is what a reader knows
+        raise NotImplementedError  # abstract: each reader knows its own file format
 
     def tell(self, text: str) -> None:
         """Say something once, above the run."""

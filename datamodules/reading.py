@@ -25,7 +25,8 @@ from torch.utils.data import _utils, default_collate
 from fl_lightning.datamodules.own_generators import generators_of, seed_all
 from fl_lightning.errors import UserError
 
-Request = tuple[int, NDArray[np.int64]]  # seed of the random numbers drawn meanwhile, positions
+# seed of the random numbers that are drawn while reading, and positions
+Request = tuple[int, NDArray[np.int64]]
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ class AheadReader:
         return {"read": self.read, "workers": self.workers}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # Processes and locks are not copied.
+        # Processes and locks cannot be copied, so start new ones.
         AheadReader.__init__(self, **state)
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Any]:
@@ -110,7 +111,8 @@ class AheadReader:
         rest = iter(requests)
         try:
             while True:
-                # Readers of the moment share what is read ahead, so that memory stays bounded.
+                # All present readers share the limit of batches read ahead, so that memory stays
+                # bounded.
                 share = max(1, self.workers.ahead * self.workers.number // self._readers)
                 room = max(0, share - len(waiting))
                 waiting.extend(pool.submit(_answer, request) for request in islice(rest, room))
@@ -152,7 +154,8 @@ class AheadReader:
             pool.shutdown(wait=wait, cancel_futures=True)
 
 
-# In a worker process: how it reads, and the generators that reading draws from, once looked for.
+# In a worker process: how it reads, and the generators that reading draws from (None until searched
+# for).
 _read: Reading | None = None
 _own: list[tuple[str, Any]] | None = None
 
@@ -161,7 +164,7 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
     """Begin a worker process, which computes on one thread, as one of torch's DataLoader does."""
     global _read
     _read = read
-    # A Ctrl-C in the terminal is for the run, which ends its workers.
+    # The run handles a Ctrl-C in the terminal, and ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(name, signal.SIG_DFL)
@@ -171,7 +174,7 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
         own = count.value
         count.value = count.value + 1
     info: Any = _utils.worker.WorkerInfo(id=own, num_workers=number, seed=0, dataset=read.dataset)
-    # `torch.utils.data.get_worker_info()` gives this to a dataset.
+    # `torch.utils.data.get_worker_info()` returns this to a dataset.
     _utils.worker._worker_info = info
     if init is not None:
         init(own)
@@ -188,10 +191,10 @@ def _answer(request: Request) -> Any:
     global _own
     seed, positions = request
     assert _read is not None
-    # The error is raised in the run's process, where not every exception can be made again.
+    # Send the error as text: the run's process cannot rebuild every exception.
     try:
         if _own is None:
-            # A collate function may make its generator when it is first called.
+            # A collate function may create its generator at its first call, so search after it.
             batch = _seeded(_read, seed, positions)
             _own = generators_of(_read.dataset, _read.collate)
             if not _own:

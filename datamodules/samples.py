@@ -28,11 +28,11 @@ from fl_lightning.machine.devices import to_device
 
 Batch = Any
 CPU = torch.device("cpu")
-CHUNK_BYTES = 64 * 2**20  # so much of an epoch is gathered at once
-# Limits of a batch in evaluation, where nothing is asked for.
+CHUNK_BYTES = 64 * 2**20  # this part of an epoch is gathered at once
+# Default limits of an evaluation batch.
 EVALUATION_BATCH = 1000
 EVALUATION_BYTES = 64 * 2**20
-# (pixels, labels, which of the epoch's samples) -> pixels
+# (pixels, labels, the slice of the epoch's samples) -> pixels
 Change = Callable[[Tensor, Tensor, slice], Tensor]
 
 
@@ -110,7 +110,7 @@ class TensorSamples:
         """x, y, factor and shift on ``device``."""
         with self._lock:
             if device not in self._there:
-                # x and y stay on the CPU where they would fill half of what is free.
+                # x and y stay on the CPU if they would fill more than half of the free GPU memory.
                 nbytes = self.x.nbytes + self.y.nbytes
                 fits = device.type != "cuda" or 2 * nbytes < torch.cuda.mem_get_info(device)[0]
                 where = device if fits else CPU
@@ -134,7 +134,7 @@ class TensorSamples:
         all_x, all_y, factor, shift = self._on(device)
         chosen = to_device(index[part], all_x.device)
         x, y = (to_device(whole.index_select(0, chosen), device) for whole in (all_x, all_y))
-        # Biases act on pixels in [0, 1].
+        # Biases are defined for pixels in [0, 1].
         if biases is not None:
             x = biases(x / self._scale if self.image else x, y, part)
         if augment is not None:
@@ -144,7 +144,7 @@ class TensorSamples:
             if self._normalised:
                 x.add_(shift)
         elif self.image:
-            # In place, as biases have made a new tensor.
+            # This may work in place, because biases have made a new tensor.
             x = x.mul_(factor * self._scale).add_(shift)
         return x, y
 
@@ -200,7 +200,7 @@ class DatasetSamples:
         self.read = Reading(dataset, collate or default_collate, fetch)
         self._ahead = AheadReader(self.read, workers) if workers.number else None
         self._evaluation_size: int | None = None
-        # Generators of the dataset and of its collate function, once they were looked for.
+        # Generators of the dataset and of its collate function, after they were searched for.
         self._generators: list[tuple[str, Any]] = []
         self._looked = False
         labels = find_targets(dataset) if targets is None else targets
@@ -240,22 +240,22 @@ class DatasetSamples:
 
     def _seeded(self, index: NDArray[np.int64], seed: Callable[[], int]) -> Batch:
         """A batch, for which the dataset's own generators follow the seed."""
-        # Until it is known whether there are any, one reader reads at a time too: another would
-        # draw from a generator that the first one's reading has just made.
+        # Until the search is done, only one reader reads at a time: a second one would draw from a
+        # generator that the first has just created.
         with nullcontext() if self._looked else ONE_AT_A_TIME:
             if not self._generators and not self._looked:
                 self._generators = generators_of(self.read.dataset, self.read.collate)
             if not self._generators and not self._looked:
                 batch = self.read(index)
-                # A dataset may make its generators when it is first read, so we look once more.
-                # The search may raise, and then they have not been looked for.
+                # A dataset may create its generators when it is first read, so search again. The
+                # search may raise, and then it is not done.
                 self._generators = generators_of(self.read.dataset, self.read.collate)
                 self._looked = True
                 if not self._generators:
                     return batch
         if not self._generators:
             return self.read(index)
-        # Generators are shared by all readers, so one of them reads at a time.
+        # All readers share the generators, so only one reads at a time.
         with ONE_AT_A_TIME:
             seed_all(self._generators, seed())
             return self.read(index)

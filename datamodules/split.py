@@ -26,11 +26,11 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
-# More indices than this are not drawn for a hash.
+# Up to this number of indices, a split's hash is computed from the indices.
 HASHED_BY_CONTENT = 10_000_000
-# The samples that a client trains on, is tested on, or these positions.
+# The client's training samples, its test samples, or these positions.
 What = Literal["train", "test"] | Indices
-# The two sides of so many clients are kept in memory.
+# Number of clients whose indices of both sides are kept in memory.
 LATEST = 1000
 
 
@@ -89,7 +89,8 @@ class Split:
         assert self.test is not None
         sides = self._latest.get(client)
         if sides is None:
-            # A million clients would fill the memory, and a round asks for its own a few times.
+            # A million clients would fill the memory, and a round asks for its own clients only a
+            # few times.
             if len(self._latest) >= LATEST:
                 self._latest.clear()
             sides = self._latest[client] = self.test.sides(self._all(client), client)
@@ -157,7 +158,7 @@ def split_samples(
     total = len(data)
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
-    # Before samples are left out: of the others' groups nobody could tell whose they are.
+    # Check before samples are left out: afterwards nothing shows to whom the other groups belong.
     if isinstance(partition, ByGroup) and clients is None:
         partition.check_number(total)
     kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)

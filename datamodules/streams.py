@@ -67,7 +67,7 @@ def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: 
     for client, own in enumerate(as_arrays(clients)):
         n = len(own)
         if source == "pfllib":
-            # scikit-learn's train_test_split, which PFLlib calls.
+            # This repeats scikit-learn's train_test_split, which PFLlib calls.
             held = n - int(np.floor((1 - share) * n))
             places = r.permutation(n)
             pair = (own[places[held:]], own[places[:held]])

@@ -47,7 +47,7 @@ from fl_lightning.datamodules.tables import (
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
-# Of more whole numbers than this, it is said that they are taken for classes.
+# If a target has more distinct whole numbers than this, a note says that they count as classes.
 MANY_CLASSES = 50
 
 
@@ -127,7 +127,7 @@ class FromTable(FederatedDataModule):
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
-        # Only the column says how many there are, though a config such as `base` may give a number.
+        # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
             partition = ByGroup()
             num_clients = None
@@ -167,7 +167,7 @@ class FromTable(FederatedDataModule):
             UserError: a column that was asked for is not there: the others would be counted wrong.
         """
         features = arguments.get("features")
-        # Encoded texts may be several columns, and a file of each client has one more.
+        # Encoded texts may become several columns, and with one file per client there is one more.
         if arguments.get("encode") is not None or isinstance(arguments.get("path"), Mapping):
             return None
         path = Path(under(arguments.get("root"), str(arguments.get("path")))).expanduser()
@@ -177,7 +177,7 @@ class FromTable(FederatedDataModule):
         if "path" in arguments and arguments.get("columns") is None:
             if features is not None and not path.is_file():
                 return (len(features),)
-            # A column may be called by a number, which is no text before the parser has seen it.
+            # A column's name may be a number, which the parser turns into text only later.
             answers = {
                 name: [str(arguments[name])]
                 for name in ("target", "client")

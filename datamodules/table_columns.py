@@ -165,7 +165,7 @@ def scaled(
         rows = groups == group
         own = found[rows & left]
         if not len(own):
-            # Rows of nobody who trains: by the figures of all.
+            # Rows that belong to no training client are standardised with the figures of all rows.
             own = x[left].astype(np.float64)
         spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
         found[rows] = (found[rows] - own.mean(axis=0)) / (spread + SMALL)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from fl_lightning.datamodules.frames import columns_of_frame
 from fl_lightning.errors import UserError, suggest
 
-# What a cell says where there is no value; Parquet has nulls of its own.
+# Texts of a cell without a value; Parquet has its own nulls.
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
-# What pandas and R call the numbers of the rows, in a CSV, in one read again, and in Parquet.
+# Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
+# Parquet.
 ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
 
 
@@ -131,7 +132,7 @@ def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> No
 def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]) -> None:
     """Refuse names of columns that the table lacks; ``chosen``: those of each option of ours."""
     columns = list(columns)
-    # An empty file is told of when it is read.
+    # An empty file is reported when it is read.
     for option, names in chosen.items():
         for name in names:
             if columns and name not in columns:
@@ -180,7 +181,7 @@ def told_apart(table: Table, column: str) -> list[Any]:
     values = table.present(column)
     numbers = all(map(is_number, values))
     spelled: dict[Any, Any] = {}
-    # In the order of the rows: that of a set differs from process to process.
+    # Use the order of the rows: the order of a set differs between processes.
     for value in dict.fromkeys(values):
         first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
         if first != value:
@@ -302,7 +303,7 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
         columns = {name: read.column(name).to_pylist() for name in read.column_names}
         return _checked(Table(path, columns, 1), read.num_rows)
     with reading(path), opened(path) as file:
-        # A quote that nobody closes would take all that follows into one value.
+        # A quote that is never closed would put the rest of the file into one value.
         lines = list(csv.reader(file, delimiter=separator, strict=True))
     if not lines:
         raise UserError(
@@ -369,7 +370,7 @@ def reading(path: Path) -> Iterator[None]:
             f"The table {str(path)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
             f"{error.start}): save it as UTF-8."
         ) from error
-    except Exception as error:  # gzip and pyarrow raise errors of their own
+    except Exception as error:  # gzip and pyarrow raise their own errors
         raise UserError(f"The table {str(path)!r} cannot be read: {str(error)[:200]}.") from error
 
 

@@ -21,7 +21,7 @@ from fl_lightning.datamodules.tokens import Bytes, Folder, padded, read_text, to
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.papers import Paper
 
-# In MultiNLI the annotators did not agree on this text: it is left out, as is usual.
+# MultiNLI's mark for a text on which the annotators did not agree: it is left out, as is usual.
 NO_LABEL = "-"
 URL = "https://cims.nyu.edu/~sbowman/multinli/"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -52,7 +52,7 @@ class TextClassification(FederatedDataModule):
     """
 
     paper = Paper("williams2018multinli")
-    texts = True  # and not images: so the command line knows
+    texts = True  # tells the command line that the samples are not images
 
     def __init__(
         self,
@@ -104,7 +104,8 @@ class TextClassification(FederatedDataModule):
         self.classes = classes
         self.length = length
         self.tokenizer = tokenizer
-        self.vocabulary: int | None = None  # numbers of tokens, once the data are loaded
+        # number of tokens in the vocabulary; None until the data are loaded
+        self.vocabulary: int | None = None
         self.encoder: Bytes | Folder | None = None  # likewise
 
     def load(self) -> None:

@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
 
-# A text has ended: this is no tokenizer's number, so that every network may fill in its own.
+# Marks the end of a text. It is not a tokenizer's number, so that each network may fill in its own.
 NO_TOKEN = -1
-# ByT5 numbers tokens so (Xue et al., 2022): padding, end, unknown, then the 256 bytes.
+# ByT5's numbers (Xue et al., 2022): padding, end, unknown, and then the 256 bytes.
 END = 1
 FIRST_BYTE = 3
 
@@ -50,7 +50,7 @@ class Bytes:
         return rows
 
     def _pair(self, parts: list[list[int]], length: int) -> list[int]:
-        # The longer part is cut to the length of the shorter one, then both alike.
+        # Shorten the longer part to the length of the shorter one, and then both equally.
         room = length - len(parts)
         while (over := sum(map(len, parts)) - room) > 0:
             sizes = sorted(map(len, parts))
@@ -86,7 +86,7 @@ class Folder:
             ) from None
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
-        except Exception as error:  # the library and its file formats raise many kinds
+        except Exception as error:  # the library and its file formats raise many kinds of errors
             raise UserError(
                 f"data.tokenizer is {str(path)!r}, where no tokenizer can be read "
                 f"({type(error).__name__}: {' '.join(str(error).split())[:160]})."

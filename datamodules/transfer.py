@@ -12,7 +12,7 @@ import torch
 from fl_lightning.datamodules.samples import Batch, batch_to_device
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
-# clients train on threads, and what hooks keep on their data module is shared
+# clients train on threads and share the attributes that hooks set on the data module
 ONE_AT_A_TIME = threading.Lock()
 
 
@@ -36,7 +36,7 @@ class Transfer:
         self.hooks: dict[str, Callable[..., Batch]] = {
             h: getattr(owner, h) for h in HOOKS if overridden(owner, h)
         }
-        # partial: can be copied and pickled, and Lightning sees through it
+        # a `partial` can be copied and pickled, and Lightning finds the hook in it
         for name, hook in self.hooks.items():
             setattr(data, name, partial(outside_training, data, hook))
 

@@ -23,7 +23,7 @@ SHOWN_IN_TABLE = 20
 SHOWN_IN_FIGURE = 200
 SHOWN_NAMES = 40
 WIDE_TITLE = 55
-MANY_CLIENTS = 100_000  # of more, totals take too long
+MANY_CLIENTS = 100_000  # with more clients, computing totals takes too long
 
 
 class Partitioned(Protocol):
@@ -196,7 +196,7 @@ def partition_figure(data: Partitioned) -> Figure:
     whole = height if totals is None else height + 1
     figure = Figure(figsize=(6, whole))
     ratios = [height - 0.8] if totals is None else [1, height - 0.8]
-    # Every run draws it: margins that are worked out (layout="constrained") take twice the time.
+    # Every run draws this picture, and computed margins (layout="constrained") take twice the time.
     grid = figure.add_gridspec(
         len(ratios),
         3,
@@ -223,8 +223,8 @@ def partition_figure(data: Partitioned) -> Figure:
     if len(counts) < clients:
         shown = f"first {len(counts)} of {clients:,}"
     facts = data.card()
-    # A title whose place is given is not moved out of the ticks' way, which a quarter of the time
-    # would go to.
+    # A title with a fixed place is not moved away from the ticks, which would take a quarter of the
+    # time.
     title = f"{facts['data']} · {facts['partition']} · {shown} clients"
     small = len(title) > WIDE_TITLE
     axes.set_title(title, fontsize="x-small" if small else "medium", y=1.0, loc="left")
@@ -242,7 +242,7 @@ def _named(axes: Any, data: Partitioned, shown: int) -> None:
     """Name the clients beside the picture, where they have names and these can be read."""
     names = list(data.client_names[:shown])
     domains = list(getattr(data, "client_domains", ()))[:shown]
-    # Clients of a domain are called by its name already, or by its name and a number.
+    # A client's name may already be its domain, or its domain and a number.
     if domains and not names:
         names = domains
     if not names and shown <= SHOWN_NAMES:

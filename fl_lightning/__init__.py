@@ -78,12 +78,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """A public name, imported at first use."""
-    # The command line's help must not wait for torch.
+    # The command line's help must not wait until torch is imported.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: Any = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     if name == "FederatedModule":
-        # Runs from Python show our bar too, which the module itself knows nothing of.
+        # A run from Python shows our progress bar too. The module does not import it: set it here.
         bar = importlib.import_module(f"{__name__}.callbacks.progress_bar")
         value.own_bar = bar.FederatedProgressBar
     return value

@@ -34,7 +34,7 @@ COMMANDS = {
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
 
-# Commands with a parser of their own.
+# These commands have a parser of their own.
 _MODULES = {
     "check": "fl_lightning.check_command",
     "new": "fl_lightning.cli.new_command",
@@ -47,7 +47,8 @@ _MODULES = {
 }
 
 
-# OpenMP, which PyTorch loads, binds the whole process to one core where one of these is set.
+# If one of these variables is set, OpenMP, which PyTorch loads, binds the whole process to one
+# core.
 _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 
 
@@ -117,7 +118,7 @@ def _show(text: str, end: str = "\n") -> None:
 
 def _fall_silent() -> None:
     """Send nowhere what is still to be printed, as nobody reads it."""
-    # The interpreter flushes once more at its end, and is not to complain then.
+    # The interpreter flushes stdout once more at its end; this keeps it from raising an error then.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -154,8 +155,9 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
     _keep_cores()
     if command in _MODULES:
         if command == "sweep" and "OMP_WAIT_POLICY" not in os.environ:
-            # Workers get their cores after OpenMP has started, so it cannot know how few they are.
-            # A run that keeps the threads it began with would wait in a loop on its one core.
+            # Worker processes get their cores after OpenMP has started, so OpenMP does not know
+            # that they have only a few. A run that kept its first number of threads would wait in a
+            # busy loop on its one core.
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         if command in ("analyse", "deploy"):
             sys.path.insert(0, os.getcwd())
@@ -167,9 +169,9 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
     if text is not None:
         _show(text)
         return 0
-    # Names and YAML are checked before torch is imported, so that a typing error is said at once.
+    # Check names and YAML before importing torch, so that a typing error is reported at once.
     prepared = prepare(command, rest)
-    # The user's `my_learner.Lit` in the current directory has to be found.
+    # Python has to find the user's `my_learner.Lit` in the current directory.
     sys.path.insert(0, os.getcwd())
     from fl_lightning.cli.commands import run
 
@@ -192,15 +194,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             _show(usage())
             return 0
         status = _run(arguments[0], arguments[1:], debug)
-        # Here and not at the interpreter's end, where a reader that left cannot be told.
+        # Flush here: at the interpreter's end we could no longer handle a reader that has closed
+        # the pipe.
         print(end="", flush=True)
         return status
     except SystemExit:
-        # A parser has printed its help.
+        # The parser has printed its help and exits.
         _show("", end="")
         raise
     except BrokenPipeError:
-        # Pipes between processes break too.
+        # The broken pipe may be one between processes, and not stdout's.
         if _has_reader():
             raise
         _fall_silent()

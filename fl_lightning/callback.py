@@ -118,7 +118,8 @@ class RunBinding:
 
 
 Role = Literal["method", "measurement", "system"]
-# Attributes of classes for an older version → what takes their place, and what they set.
+# Class attributes of an older version → the advice to replace them, and the attribute that each now
+# sets.
 OLD_NAMES: dict[str, tuple[str, tuple[str, Any] | None]] = {
     "measures": ('write role = "measurement".', ("role", "measurement")),
     "simulates": ('write role = "system".', ("role", "system")),
@@ -235,7 +236,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
     _bound_run: RunBinding | None
 
     def __new__(cls, /, *args: object, **kwargs: object) -> Self:
-        # A subclass may assign or declare before it calls, or forgets, `super().__init__()`.
+        # A subclass may assign attributes before it calls `super().__init__()`, or never call it.
         self: Self = super().__new__(cls, *args, **kwargs)
         self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)
         return self
@@ -325,7 +326,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
     def declarations(self) -> dict[str, Declaration]:
         """All declared state by name, of the class and of this instance."""
         declarations: dict[str, Declaration] = {}
-        # From the base classes down, so that a subclass may declare a name anew.
+        # Go from the base classes down, so that a subclass may declare a name again.
         for cls in reversed(type(self).__mro__):
             for name, value in vars(cls).items():
                 if isinstance(value, Declaration):

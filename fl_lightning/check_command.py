@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
         return 0
-    # These bring torch, which --help need not wait for.
+    # These import torch, which --help should not wait for.
     from jsonargparse import ArgumentError, ArgumentParser
 
     from fl_lightning.cli.method_options import method_class
@@ -54,12 +54,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_class_arguments(cls, instantiate=False)
     try:
         with warnings.catch_warnings():
-            # Since 4.49 it is called instantiate, which earlier versions lack.
+            # jsonargparse 4.49 renamed this method to `instantiate`, which earlier versions do not
+            # have.
             warnings.simplefilter("ignore")
             options = vars(parser.instantiate_classes(parser.parse_args(list(argv[1:]))))
     except (ArgumentError, argparse.ArgumentError) as error:
         raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
-    # The contracts need the method in settings of their own, too, such as its neutral one.
+    # The contracts also build the method with other settings, such as its neutral one.
     report = check_method(lambda **arguments: cls(**{**options, **arguments}))
     print(report)
     return 0 if report.ok else 1

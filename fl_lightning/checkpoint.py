@@ -87,7 +87,7 @@ class Identity:
         Raises:
             UserError: with what differs.
         """
-        # A checkpoint names these only where they are used.
+        # A checkpoint has these entries only if the run used them.
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
         now = {**unsaid, **self.arguments}
         then = {**unsaid, **held.arguments}
@@ -234,7 +234,7 @@ class Held:
     logged: dict[str, float] = entry(each(NUMBER), {})
     versions: Versions = entry(versions_read, {}, versions_written)
     chosen: dict[int, tuple[int, ...]] = entry(chosen_read, {}, chosen_written)
-    w: Any = entry(ANYTHING)  # `check_vector` compares it with the run's own
+    w: Any = entry(ANYTHING)  # `check_vector` compares it with the run's vector
     w0: Tensor | None = entry(maybe(TENSOR))
     buffers: dict[str, Tensor] = entry(each(TENSOR))
     server: dict[str, Tensor] = entry(each(TENSOR))
@@ -321,8 +321,8 @@ class Held:
         if self.w is None:
             model.set_buffers(self.buffers)
         else:
-            # Under partial averaging the weights that were loaded by name are what is evaluated,
-            # and w lies beside them.
+            # Under partial averaging the weights loaded by name are the evaluated model. The
+            # checkpoint holds w separately.
             check_vector(self.w, w)
             model.move_to(self.w, w.clone(), self.buffers)
         versions: Versions = {}
@@ -379,7 +379,7 @@ def _check_callback(state: Any, callback: Any) -> None:
     home = type(callback).__module__.split(".")[0]
     if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
         return
-    # Tried on copies of both, so that a refusal leaves the callback as it was.
+    # Try it on copies of both, so that a refusal leaves the callback unchanged.
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -411,8 +411,8 @@ def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
         raise damaged(f"{place}.param_groups")
     for group, of_run in zip(groups, own, strict=True):
         each(ANYTHING)(group, f"{place}.param_groups")
-        # Versions of torch differ in the options that their optimizers have, so an option that is
-        # missing is no damage; but without a number or a list no step can be taken.
+        # Optimizers have different options in different versions of torch, so a missing option is
+        # not an error. But an optimizer cannot take a step without its numbers and lists.
         needed = {}
         for name, option in of_run.items():
             if name in group or type(option) in (int, float, list):
@@ -483,7 +483,7 @@ class CheckpointFolder:
         Raises:
             UserError: another process writes there.
         """
-        # The command line claims a run's folder by a callback, earlier than we could.
+        # On the command line a callback claims the run's folder, earlier than this module could.
         claimed = any(hasattr(callback, "claims_folder") for callback in trainer.callbacks)
         if claimed or not trainer.checkpoint_callbacks:
             return
@@ -561,7 +561,7 @@ def federated_part(checkpoint: dict[str, Any]) -> Held:
             "ckpt_path: the checkpoint was not written by a federated run, so it cannot be "
             "resumed. To start from its weights, give it as model.init_from."
         )
-    # The version decides how the rest is read.
+    # The version decides how to read the other entries.
     version = values(Held, held, KEY, ("version",)).get("version", VERSION)
     if version > VERSION:
         raise UserError(

@@ -17,7 +17,7 @@ from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.strategies import FederatedStrategy
 from fl_lightning.schedules import LARGEST, Schedule
 
-# In place of the Trainer's accumulated gradients.
+# Use this in place of the Trainer's accumulate_grad_batches.
 ACCUMULATE = (
     "Gradients are accumulated in a client's local step: give model.accumulate, the number of "
     "batches of data.batch_size in each step"
@@ -109,7 +109,7 @@ def clears_gradients(learner: Any) -> bool:
     probe.grad = torch.ones(1)
     try:
         learner.optimizer_zero_grad(0, 0, torch.optim.SGD([probe], lr=0.0))
-    except Exception:  # it looks at more than is there
+    except Exception:  # the hook asks for more than this stand-in has
         return False
     return probe.grad is None or not bool(probe.grad.any())
 
@@ -161,13 +161,13 @@ def check_options(trainer: Any) -> None:
     value = trainer.check_val_every_n_epoch
     instead = "give a number of rounds from 1; limit_val_batches=0 leaves validation out"
     require("check_val_every_n_epoch", value, value is None or value > 0, instead)
-    # It sets limit_train_batches, too, which comes after it.
+    # overfit_batches also sets limit_train_batches, which is checked after it.
     value = trainer.overfit_batches
     instead = "give the clients less data, or model.local_steps"
     require("overfit_batches", value, value in (None, 0, 0.0), instead)
     value = trainer.limit_train_batches
     instead = "an epoch is one round: use model.local_steps or model.participation"
-    # The whole number 1 is one batch to Lightning.
+    # For Lightning the integer 1 means one batch, and 1.0 means all batches.
     whole = value is None or (isinstance(value, float) and value == 1.0)
     require("limit_train_batches", value, whole or quick, instead)
     value = trainer.precision
@@ -188,7 +188,7 @@ def check_callback(trainer: Any, callback: Any) -> None:
         UserError: with its name and what to use.
     """
     name = type(callback).__name__
-    # Told by name, as Lightning has two namespaces whose classes know nothing of each other.
+    # Compare names of classes: Lightning has two namespaces, and each has its own classes.
     kinds = [kind.__name__ for kind in type(callback).__mro__]
     for kind in kinds:
         if kind in REFUSED_CALLBACKS:
@@ -281,7 +281,7 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
     if participation == "all":
         return num_clients
-    # NumPy's numbers are no int and no float.
+    # NumPy's numbers are neither int nor float.
     if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
         if isinstance(participation, Integral):
             participation = int(participation)
@@ -301,7 +301,7 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
         return participation
     if not 0 < participation <= 1:
         raise UserError(f"participation={participation!r} is no fraction of clients; {accepted}.")
-    # 0.35 as a binary float is less than 0.35, which would round a half down.
+    # The float 0.35 is slightly less than 0.35, so rounding it would turn a half down.
     exact = Fraction(str(participation)) * num_clients
     return max(1, int(exact + Fraction(1, 2)))
 
@@ -329,7 +329,8 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
     Raises:
         UserError: names the first such round.
     """
-    # A schedule is asked for its first rounds and the last one; others are checked as they come.
+    # Check a schedule at its first rounds and its last one now, and at other rounds when they
+    # begin.
     many = 10_000
     asked = list(range(many if rounds < 0 else min(rounds, many)))
     if rounds > many:
@@ -401,7 +402,8 @@ def check_optimizer(name: str, optimizer: Any) -> None:
                 "0."
             )
         for option, value in group.items():
-            # Infinity has a meaning in some options; what single precision cannot hold has none.
+            # Infinity has a meaning in some options; a finite number beyond single precision has
+            # none.
             if isinstance(value, float) and not (abs(value) <= LARGEST or math.isinf(value)):
                 raise UserError(
                     f"{name}: {kind} has {option}={value!r}; it has to be a number that single "

@@ -33,7 +33,7 @@ class Reporter:
 
     def begin(self, run: Any) -> None:
         """Tell loggers, before the first round of this fit, what runs and where it goes on."""
-        # A logger has to forget later rounds before it is given anything new.
+        # Make a logger drop later rounds before it gets new values.
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):
                 logger.resume(run.state.rounds)
@@ -128,7 +128,8 @@ def of_run(run: Any, trainer: Any) -> HyperParameters:
         entries[f"data/{name}"] = _value(getattr(data, name, None))
     entries["seed"] = run.seed(trainer)
     entries["rounds"] = _value(trainer.max_epochs)
-    # Optimizers and the seed have entries of their own, by what the run made of these settings.
+    # Optimizers and the seed have their own entries, with the values that the run made of these
+    # settings.
     elsewhere = ("client_optimizer", "server_optimizer", "seed", "strict_resume")
     for name, value in vars(run.settings).items():
         if name not in elsewhere and value is not None:
@@ -151,7 +152,7 @@ def of_run(run: Any, trainer: Any) -> HyperParameters:
 def log_to(loggers: list[Any], entries: HyperParameters) -> None:
     """Give the entries to every logger as hyper-parameters."""
     for logger in loggers:
-        # A logger is others' code: some refuse a value that changed since a resumed run began,
+        # A logger is other people's code. Some refuse a value that has changed since the run began,
         # which is no reason to end the run.
         try:
             logger.log_hyperparams(as_paths(entries) if _is(logger, "MLFlowLogger") else entries)
@@ -178,10 +179,10 @@ def as_paths(entries: HyperParameters) -> HyperParameters:
     paths: HyperParameters = {}
     for name, value in entries.items():
         path = posixpath.normpath(re.sub(r"[^/\w. :-]", "_", name)).lstrip("/.")
-        # A name that others lie below would be a folder and a file at once.
+        # A name with other names below it would be a folder and a file at the same time.
         if name in folders:
             path += ".class"
-        # Two names may be alike but for characters that a path cannot hold.
+        # Two names may differ only in characters that a path cannot hold.
         while path in paths:
             path += "_"
         paths[path] = value
@@ -191,7 +192,7 @@ def as_paths(entries: HyperParameters) -> HyperParameters:
 @rank_zero_only
 def _write_hparams(logger: Any) -> None:
     """Write TensorBoard's hparams.yaml anew."""
-    # Lightning writes it once, before a run has said what it is, and never again.
+    # Lightning writes this file once, before the run's settings are known, and never again.
     with suppress(OSError):
         (Path(logger.log_dir) / logger.NAME_HPARAMS_FILE).unlink()
     logger.save()
@@ -215,7 +216,7 @@ def _value(value: Any) -> str | int | float | bool:
     return value if isinstance(value, str | int | float | bool) else repr(value)
 
 
-@cache  # it reads through all that is installed, and is asked for several times a run
+@cache  # this reads through all installed packages, and a run asks several times
 def version_of(package: str) -> str | None:
     """The version of a package; None: it is not installed, as a checkout need not be."""
     try:

@@ -39,8 +39,8 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
 def out_of_memory(error: BaseException) -> str:
     """The message where a machine's or GPU's memory did not suffice; empty for another error."""
     text = " ".join(str(error).split())
-    # Torch is not imported for this, and a CPU's allocator has no error of its own: so the class
-    # is recognised by its name, or the error by its text.
+    # This must not import torch, and a CPU's allocator has no error class. So the class is
+    # recognised by its name, or the error by its text.
     kinds = {kind.__name__ for kind in type(error).__mro__}
     words = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "bad_alloc")
     by_class = kinds & {"MemoryError", "OutOfMemoryError"}

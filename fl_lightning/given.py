@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# A longer list is data, and no setting.
+# A longer list is data, and not a setting.
 LONGEST = 1000
 
 
@@ -26,7 +26,7 @@ class Given:
         made = super().__new__(cls)
         try:
             bound = inspect.signature(cls.__init__).bind(made, *arguments, **named)
-        except TypeError:  # which __init__ is about to say in its own words
+        except TypeError:  # `__init__` will raise this error with a better message
             return made
         values = dict(list(bound.arguments.items())[1:])
         kinds = inspect.signature(cls.__init__).parameters
@@ -35,7 +35,7 @@ class Given:
             if kinds[name].kind is inspect.Parameter.VAR_KEYWORD:
                 values |= values.pop(name)
             elif kinds[name].kind is inspect.Parameter.VAR_POSITIONAL:
-                # A config names each argument, and these have no name.
+                # A config names each argument, and positional ones have no names.
                 unnamed += [f"*{name}"] if values.pop(name) else []
         known, unknown = _each(values)
         object.__setattr__(made, "_made_with", (known, [*unknown, *unnamed]))
@@ -49,7 +49,7 @@ def _each(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name, value in values.items():
         try:
             known[name] = described(value)
-        except (NotKnown, RecursionError):  # a list may hold itself
+        except (NotKnown, RecursionError):  # a list may contain itself
             unknown.append(name)
     return known, unknown
 
@@ -110,7 +110,7 @@ def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
     saved = dict(hyper_parameters) if isinstance(hyper_parameters, Mapping) else {}
     try:
         parameters = inspect.signature(type(value)).parameters
-    except (TypeError, ValueError):  # a class of C, such as a tensor's
+    except (TypeError, ValueError):  # for example a tensor's class, which is written in C
         raise NotKnown from None
     for name, parameter in parameters.items():
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
@@ -118,7 +118,7 @@ def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
         if name in saved:
             kept[name] = saved[name]
             continue
-        # An argument that is called like a method is kept with an underscore behind it.
+        # If an argument has the name of a method, it is stored with an underscore appended.
         found = [own for own in (name, f"{name}_") if own in getattr(value, "__dict__", {})]
         module = getattr(value, "_modules", {}).get(name)
         if found:

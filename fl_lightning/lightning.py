@@ -44,7 +44,8 @@ _HOMES = {
 }
 
 
-# Functions that reach a worker by cloudpickle cannot choose by the order of imports.
+# Functions that reach a worker through cloudpickle cannot choose a namespace by the order of
+# imports.
 VARIABLE = "FL_LIGHTNING_NAMESPACE"
 
 
@@ -141,7 +142,7 @@ def is_default_bar(callback: Any) -> bool:
 
 def __getattr__(name: str) -> Any:
     """Lightning's own object of this name, imported at first use."""
-    # A script has no use for the command line's parser, which takes its time.
+    # A script does not need the command line's parser, which is slow to import.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{NAMESPACE}.{_HOMES[name]}"), name)

@@ -36,7 +36,7 @@ from fl_lightning.virtual.plan import Plan
 
 RoundMetrics = dict[str, float]
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
-TIMES = frozenset({"time/round", "time/cpu"})  # logged once a round is over
+TIMES = frozenset({"time/round", "time/cpu"})  # names that are logged when a round is over
 
 
 @dataclass
@@ -83,8 +83,8 @@ class FederatedLoop:
         """Run round t, which is committed when this returns, and return its metrics."""
         start = time.perf_counter()
         start_cpu = processor_seconds()
-        # Until the step nothing of the run changes: clients' rows and server states are staged in
-        # the ledger, so an exception needs no undoing.
+        # Before the server's step nothing in the run changes: clients' rows and server states are
+        # staged in the ledger. So an exception needs no undo.
         ledger = self.begin(t)
         round = ledger.round
         with ledger.server_hooks():
@@ -107,15 +107,15 @@ class FederatedLoop:
                 server.kept_vectors = traffic.kept_vectors(ledger, self.methods)
                 self.methods.end_round(server, bool(ledger.finished))
             metrics = self.metrics(ledger, server)
-            # What may still fail comes before the commit: rows travel to their owners, which
-            # takes all processes, and loggers write.
+            # Whatever may still fail comes before the commit: all processes send rows to their
+            # owners, and loggers write.
             staged = ledger.rows_to_commit(self.methods.declared) if ledger.finished else {}
             rows = self.state.rows.bring_home(staged)
             server_states = ledger.server_states_to_commit(self.methods.declared)
             if not self.server_steps(ledger):
                 server_states = self.methods.of_every_round(server_states)
             metrics["time/round"] = time.perf_counter() - start
-            # On a GPU a processor's seconds say little.
+            # On a GPU the processor's seconds mean little.
             if self.model.w.device.type == "cpu":
                 metrics["time/cpu"] = sum(gathered(processor_seconds() - start_cpu))
             self.report(metrics, t)
@@ -125,21 +125,21 @@ class FederatedLoop:
             sent = ledger.round.ids if remembers else []
             base = self.changed_base(ledger)
             self.state.commit(t, rows, server_states, metrics, chosen, versions, sent, base)
-            # The store has the rows now, in memory or on disk, and drops those that exceed it.
+            # The store has the rows now, in memory or on disk.
             ledger.rows = {}
         except BaseException:
-            # Where the commit's one assignment is done the round counts, and its commit is
-            # finished; where it is not, all is undone.
+            # If the commit's one assignment is done, the round counts and its commit is finished.
+            # If not, everything is undone.
             if not self.state.finish_commit(t):
                 undo()
             raise
-        # Writing to disk may fail, and comes last: the round is committed all the same.
+        # Writing to disk may fail, so it comes last: the round is committed in any case.
         self.state.rows.store.make_room()
         return metrics
 
     def begin(self, t: int) -> Ledger:
         """The ledger of round t, with its facts and those who take part, sampled or chosen."""
-        # `select` may read server states, so the ledger is bound before participants are known.
+        # `select` may read server states, so the ledger is bound before participants are chosen.
         ledger = Ledger(self.round_at(t))
         ledger.rows_elsewhere = self.rows_elsewhere
         ledger.base_weights = self.state.base
@@ -150,7 +150,7 @@ class FederatedLoop:
         if self.device_plan is not None:
             ledger.planned = self.device_plan.planned(t, None if select is None else ids)
             ids = list(ledger.planned.ids)
-        # Bring the rows of the clients that this process trains from the processes that own them.
+        # Fetch the rows of the clients that this process trains from the processes that own them.
         self.state.rows.fetch(ids)
         if ledger.planned is None:
             steps = self.cohort.steps_in(t, ids)
@@ -177,8 +177,8 @@ class FederatedLoop:
         trained = mask_of_round(self.methods, ledger.round)
         if trained is not None:
             ledger.round = replace(ledger.round, trained=trained)
-        # The last check that may refuse the round. A checkpoint that is saved from here on, until
-        # the commit, holds the model as it is now.
+        # This was the last check that may refuse the round. From here until the commit, a
+        # checkpoint holds the present model.
         self.model.hold(ledger.round.buffers)
         return ledger
 
@@ -189,7 +189,7 @@ class FederatedLoop:
         with ledger.server_hooks():
             choice = self.methods.call(select, Server(ledger.round, ledger), available, n)
         ids = checked_choice(select, choice, available, n)
-        # Processes that train different rounds would sum what does not belong together.
+        # Processes that train different rounds would add up unrelated updates.
         if any(other != ids for other in gathered(ids)):
             raise ValueError(
                 f"{getattr(select, '__qualname__', select)} chose other clients in another "
@@ -236,7 +236,7 @@ class FederatedLoop:
         if owner is None:
             return None
         given = checked_rows(owner, self.methods.call(owner, server), server.w)
-        # The method may hold what it returned, and w changes in place.
+        # The method may keep the tensor that it returned, and w changes in place.
         given = given.detach().to(server.w).clone()
         if not all_finite(given):
             raise Diverged(diverged_text(server.round, "the model that is sent to clients"))
@@ -244,7 +244,7 @@ class FederatedLoop:
 
     def train(self, round: Round, ledger: Ledger) -> tuple[Total, list[int]]:
         """Train this process's share, and return the sum over all participants and who diverged."""
-        # Every W-th client, so that a process's share is one subtree of the sum.
+        # Take every W-th client, so that a process's share is one subtree of the sum.
         clients = round.ids[self.rank :: self.world_size]
         contributions = Contributions(ledger, self.methods, len(clients), self.buffers)
         done = 0
@@ -282,8 +282,8 @@ class FederatedLoop:
                 v, decay_factor(self.settings.lr_decay, v), steps.values()
             )
             yield replace(round, t=v, w=w, buffers=buffers, rates=rates), group
-        # The sequential engine leaves the learner with the buffers of the last group's version.
-        # Put the present ones back.
+        # The sequential engine leaves the learner with the buffers of the last group's version. Put
+        # the present ones back.
         self.model.set_buffers(round.buffers)
 
     def versions(self, ledger: Ledger, server: Server) -> Versions:
@@ -340,8 +340,8 @@ class FederatedLoop:
         Raises:
             Diverged: w^{t+1} is not finite.
         """
-        # Lightning counts the step of every epoch, so it is taken also where nobody finished, and
-        # leaves every coordinate and the optimizer's state as they are.
+        # Lightning counts one step per epoch, so the step is taken even if no client finished. It
+        # then changes neither the coordinates nor the optimizer's state.
         moves = server.averaged
         if not self.server_steps(ledger):
             moves = torch.zeros_like(server.w, dtype=torch.bool)
@@ -368,7 +368,7 @@ class FederatedLoop:
             self.note(text)
         means: dict[str, float] = {}
         for name, total in ledger.total.logs.items():
-            # Clients may log a name or not, so each has its own number of values.
+            # A client need not log every name, so each name has its own number of values.
             means[name] = float(total / ledger.total.logged[name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}

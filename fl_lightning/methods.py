@@ -60,7 +60,7 @@ IN_STEPS = (
     *("precondition", "on_direction", "step_rate", "on_local_step_end"),
     *LOOKING,
 )
-# The hooks that change a step's gradient one after the other: before it is clipped, and after.
+# Hooks that change a step's gradient, in order: before it is clipped, and after.
 BEFORE_CLIPPING = ("on_loss_gradient", "on_local_gradient")
 AFTER_CLIPPING = ("precondition", "on_direction")
 CHANGING = (
@@ -84,7 +84,7 @@ class Methods:
         self, callbacks: Sequence[FederatedCallback], layout: Layout | None = None
     ) -> None:
         self.callbacks = list(callbacks)
-        # Calls a hook in our place: ``(hook, subject, *more)``.
+        # If set, it calls hooks for this object: ``(hook, subject, *more)``.
         self.watch: Callable[..., Any] | None = None
         self._ledger: Ledger | None = None
         names = [type(c).__name__ for c in self.callbacks]
@@ -98,10 +98,10 @@ class Methods:
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
             refuse_inference_mode(callback)
-        # What changes updates for the clients comes before what the server does to them, and what
-        # keeps coordinates at rest comes after all that moves them.
+        # Callbacks that change updates for the clients come before those that work at the server.
+        # Those that keep coordinates at rest come after all that move them.
         ordered = sorted(self.callbacks, key=lambda c: c.order)
-        # A loss is the same until all have ended that may ask for its gradient.
+        # `on_local_end` may still ask for a gradient, so callbacks that change the loss end last.
         ending = sorted(self.callbacks, key=looks)
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         for hook in SHARED:
@@ -169,7 +169,7 @@ class Methods:
                     )
         if "parts" not in self._owners:
             return
-        # Where parts are not averaged, the framework evaluates the clients' mean of them.
+        # If parts are not averaged, the run evaluates the mean of the clients' parts.
         if callback.has("evaluated"):
             parts = type(self._owned_by["parts"]).__name__
             raise UserError(
@@ -256,7 +256,7 @@ class Methods:
                 hook of clients.
         """
         subject._caller = type(getattr(hook, "__self__", hook)).__name__
-        # Vectors of the run are handed out as they are, since copies would cost as much as a step.
+        # Hooks get the run's own vectors, because copies would cost as much as a step.
         lent = subject._lent
         versions = [tensor._version for _, tensor in lent]
         try:
@@ -413,7 +413,7 @@ class Methods:
         sent anyway.
         """
         known = {self._sends}
-        # Where clients start at w, their model gives their displacement, and the other way round.
+        # If clients start at w, their model determines their displacement, and vice versa.
         if self._sends and not self.move_starts:
             known = {"x", "displacement"}
         return {key: each for key, each in self.declared.items() if each.goes_up(known)}
@@ -563,8 +563,8 @@ def _explained(
     """The error of a hook; a UserError where torch's message says neither cause nor remedy."""
     if "nference tensor" in str(error):
         return _in_inference_mode(call)
-    # Of several clients that start at w each row of `start` is w itself, which torch refuses to
-    # change.
+    # If several clients start at w, each row of `start` is w itself, and torch refuses to change
+    # it.
     starts = [tensor for name, tensor in lent if name == "clients.start"]
     if "single memory location" in str(error) and starts and starts[0].stride(0) == 0:
         return _changed_vector(call, "clients.start")

@@ -43,7 +43,7 @@ _APPENDED = re.compile(
 )  # by PerClientEvaluation
 _FORKED = re.compile(r"(_step|_epoch)?(/dataloader_idx_\d+)?$")  # by Lightning
 _STEP = re.compile(r"_step(/dataloader_idx_\d+)?$")
-# The words of a class's name begin at these places.
+# Places where the words of a class name begin.
 _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
@@ -165,7 +165,7 @@ class Directions:
     def __init__(self, ask: str, given: Mapping[str, str | None] | None = None) -> None:
         self.ask = ask
         self.given = dict(given or {})
-        # Metrics of which a value below 0 was seen, so that 0 is not the worst that one can have.
+        # Metrics with a value below 0 in some run, for which 0 is not the worst possible value.
         self.below_zero: set[str] = set()
         self._recorded: dict[str, set[str]] = {}
 
@@ -186,7 +186,7 @@ class Directions:
         if word is not None:
             return word == "max"
         recorded = self._recorded.get(metric, set())
-        # Runs whose learners disagree tell nothing, and the name must not decide between them.
+        # If the runs' learners disagree, there is no answer, and the name must not decide.
         if len(recorded) > 1:
             return None
         return "max" in recorded if recorded else _by_name(metric)
@@ -271,7 +271,7 @@ def read_rows(
     Raises:
         UserError: it is missing or no such file.
     """
-    # Reading a pipe would wait for ever.
+    # Reading a pipe would wait forever.
     if path.exists() and not path.is_file():
         raise UserError(f"Cannot read {path}: it is no file. It should be a run's metrics.csv.")
     try:
@@ -281,7 +281,7 @@ def read_rows(
         raise UserError(
             f"Cannot read {path}: {error}. It should be a run's metrics.csv."
         ) from error
-    # A crash of the machine may leave zero bytes, which the reader of CSV refuses as a whole.
+    # After a crash of the machine the file may contain zero bytes, which the CSV reader rejects.
     text = content.decode(errors="replace").replace("\0", "\ufffd")
     text = text if complete else text[: text.rfind("\n") + 1]
     try:
@@ -298,8 +298,8 @@ def read_rows(
         if columns[0] == "round" and len(values) == len(columns) and values[0].isdecimal():
             rows.append(dict(zip(columns, values, strict=True)))
             continue
-        # A line that is no row ends the table. It is an error unless it is the last one, which a
-        # kill tore, or belongs to rounds that a resumed run trains again.
+        # The table ends at a line that is not a row. That is an error, unless the line is the last
+        # one (a killed run was writing it) or belongs to rounds that a resumed run trains again.
         latest = int(rows[-1]["round"]) if rows else -1
         needed = before is None or latest < before - 1
         torn = not complete and number == len(lines)

@@ -143,8 +143,9 @@ class FederatedModule(LearnerHooks):
         self.run = FederatedRun(self.settings, self.global_model)
         self.logged = Logged()
         self.stop_requested = False
-        self._last_round = False  # whether a callback stopped the run as this round began
-        # Those of a checkpoint wait here until its settings are known to be this run's.
+        self._last_round = False  # whether a callback stopped the run at the start of this round
+        # Optimizer states of a checkpoint wait here until its settings have been compared with this
+        # run's.
         self._optimizer_states: Any = None
 
     # For users, callbacks and loggers
@@ -286,13 +287,13 @@ class FederatedModule(LearnerHooks):
     # Lightning's hooks, in the order of a fit
     # ------------------------------------------------------------------------
 
-    # The bar of a fit whose Trainer has Lightning's default one; None: that one stays.
+    # The progress bar that replaces Lightning's default bar in a fit; None: keep that one.
     own_bar: ClassVar[Any] = None
 
     def configure_callbacks(self) -> Any:
-        # A fit that ended with an exception called no teardown.
+        # A fit that ended with an exception did not call teardown.
         batch_callbacks.give_back(self.trainer)
-        # This is the first hook of a fit: we refuse before Lightning does, in terser words.
+        # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
             self._show_own_bar()
@@ -307,7 +308,7 @@ class FederatedModule(LearnerHooks):
 
     def setup(self, stage: str) -> None:
         if stage == "fit":
-            # The one batch of an epoch is a round, which is logged whatever the interval.
+            # The one batch of an epoch is a round, and is logged whatever the interval is.
             message = r"The number of training batches \(1\) is smaller than the logging interval"
             warnings.filterwarnings("ignore", message)
             batch_callbacks.take_over(self.trainer)
@@ -317,7 +318,7 @@ class FederatedModule(LearnerHooks):
 
     def configure_model(self) -> None:
         super().configure_model()
-        # Lightning converts a module after it has loaded a checkpoint, whose weights would pass
+        # Lightning converts a module after it has loaded a checkpoint, so the weights would pass
         # through float32.
         if self.trainer.precision == "64-true":
             self.learner.double()
@@ -327,7 +328,7 @@ class FederatedModule(LearnerHooks):
             self.run.load_start(self.trainer)
 
     def on_load_checkpoint(self, saved: dict[str, Any]) -> None:
-        # All of a checkpoint is checked before anything of it is restored.
+        # Check the whole checkpoint before restoring anything from it.
         self.global_model.build()
         check_readable(saved, self.learner, self.trainer)
         self.learner.on_load_checkpoint(saved)
@@ -338,13 +339,13 @@ class FederatedModule(LearnerHooks):
             self.run.take_up(held, self.trainer)
 
     def configure_optimizers(self) -> Optimizer:
-        # Lightning has moved the parameters to their device by now.
+        # Lightning has moved the parameters to their device before this.
         self.global_model.build(again=True)
         return self.run.make_optimizers(self.trainer)
 
     def on_fit_start(self) -> None:
         # Lightning has loaded a checkpoint's weights by now, and other callbacks may have changed
-        # them: w is what the learner has when its first round begins.
+        # them. So w is the learner's model at the start of its first round.
         checks.check_fixed_parameters(self.trainer)
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
@@ -367,7 +368,7 @@ class FederatedModule(LearnerHooks):
             self.run.note(said)
 
     def on_train_epoch_start(self) -> None:
-        # Lightning would count this round and not run it: it is the last one instead.
+        # Lightning would count this round without running it, so run it as the last one.
         self._last_round = bool(self.trainer.should_stop)
         self.trainer.should_stop = False
         seed_round(self.run_seed, self.current_epoch)
@@ -379,8 +380,8 @@ class FederatedModule(LearnerHooks):
         return self.run.outputs()
 
     def on_train_batch_end(self, *args: Any) -> None:
-        # A signal or a callback may stop only one process. Lightning is about to decide whether
-        # to validate, and after that whether to go on: all processes have to do the same.
+        # A signal or a callback may stop only one process. Lightning decides next whether to
+        # validate, and then whether to go on: all processes have to decide alike.
         self.trainer.should_stop = any(gathered(self._stops))
 
     @property
@@ -392,7 +393,8 @@ class FederatedModule(LearnerHooks):
         alike.check_model(self.current_epoch)
         self.trainer.should_stop = alike.stops
         self.learner.on_train_epoch_end()
-        # As Lightning resets what steps logged: a later validation or test begins with none of it.
+        # Lightning resets the metrics that steps logged, so that a later validation or test starts
+        # empty.
         self.run.reset_metrics()
 
     def on_validation_start(self) -> None:
@@ -402,7 +404,7 @@ class FederatedModule(LearnerHooks):
 
     def on_validation_batch_end(self, outputs: Any, batch: Any, index: int, *loader: int) -> None:
         self.learner.on_validation_batch_end(outputs, batch, index, *loader)
-        # Behind a loader's last batch Lightning brings together what steps logged.
+        # After a loader's last batch Lightning reduces the values that steps logged.
         if index + 1 == self.trainer.num_val_batches[loader[0] if loader else 0]:
             check_logged_alike(self.trainer)
 
@@ -420,7 +422,7 @@ class FederatedModule(LearnerHooks):
         self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
-        # The learner's hook comes last, as in plain training, and may change all of it.
+        # The learner's hook comes last, as in plain training, and may change every entry.
         self.run.save(saved, self.trainer)
         self.learner.on_save_checkpoint(saved)
 

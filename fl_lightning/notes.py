@@ -8,7 +8,7 @@ from typing import Any
 
 from fl_lightning.errors import UserError
 
-# Torch's optimizers whose step is their learning rate times something.
+# Torch's optimizers whose step is proportional to their learning rate.
 LINEAR = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam")
 
 
@@ -86,7 +86,7 @@ class Refusal(Note):
         self.settings = settings or {}
 
 
-# A note of methods that take batch[1] for class indices: the first steps refuse other batches.
+# For methods that take batch[1] for class indices: the first steps refuse other batches.
 CLASS_LABELS = Refusal("", when=lambda method, run: False)
 UNIFORM_OPTIMUM = Note(
     "its fixed point is the optimum of the uniform mean over clients, also with "

@@ -53,8 +53,8 @@ class _Adaptive(Optimizer):
             "bias_correction": bias_correction,
         }
         super().__init__(params, defaults)
-        # The state exists before the first step, since partial averaging puts it back where a part
-        # is not averaged.
+        # Create the state before the first step, because partial averaging restores it for parts
+        # that are not averaged.
         for group in self.param_groups:
             for p in group["params"]:
                 v = 0.0 if bias_correction else tau**2

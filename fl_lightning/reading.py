@@ -47,7 +47,7 @@ def _name(node: ast.Attribute) -> str:
 
 def _attributes(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[ast.Attribute, str]]:
     """The attributes in a hook and the methods that it calls, each with the name of ``self``."""
-    # A method may choose a hook of its own, so the one that it has is looked at.
+    # A method may choose its hook when it is built, so inspect the hook that it has.
     waiting = [hook]
     seen = set[str]()
     while waiting:

@@ -59,7 +59,7 @@ class FederatedRun:
     """
 
     optimizers: Optimizers  # from `make_optimizers` on
-    _random_state: RandomState  # of the process, before the first round
+    _random_state: RandomState  # the process's random state before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
         self.settings = settings
@@ -67,10 +67,10 @@ class FederatedRun:
         self.state = RunState(ClientRows(ClientStore()))
         self.notes: list[str] = []
         self.folder = CheckpointFolder()
-        # A private run's, from `make_optimizers` on. Copies and pickles leave it out.
+        # The secret of a private run, from `make_optimizers` on. Copies and pickles leave it out.
         self.secret = secret.NOT_YET
         self._drawn_seed: int | None = None
-        # Of a fit, from here on.
+        # The following belong to one fit.
         self.methods = Methods([])
         # Our part of the checkpoint that is resumed, until this fit has begun.
         self.resumed_from: Held | None = None
@@ -79,8 +79,8 @@ class FederatedRun:
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
         self.evaluate: Evaluate | None = None  # behind clients.evaluate
-        self.cores = 1  # that this process has for itself
-        # The modes of the module and its parts while training, which validation changes.
+        self.cores = 1  # number of cores that this process may use
+        # Training modes of the module and its parts, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find this fit's methods."""
-        self.resumed_from = None  # left by a fit that did not begin
+        self.resumed_from = None  # left over from a fit that did not begin
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -140,12 +140,12 @@ class FederatedRun:
         )
 
     def _cohort(self, data: Any, seed: int, methods: Methods, quick: bool | int) -> Cohort:
-        # Whoever knows the seed must not be able to compute who took part in a private run.
+        # The seed must not reveal who took part in a private run.
         key: Any = self.secret
         if methods.draws_from != "secret":
             key = methods.draws_from
         cohort = Cohort(data, seed, key=key, **self.settings.cohort(quick))
-        # How many steps there are is known outside of rounds, too.
+        # Methods may ask for the numbers of steps outside of rounds, too.
         methods.bind_run(RunBinding(cohort.seed, cohort.steps_of))
         cohort.own_steps = methods.steps
         if cohort.own_steps is not None:
@@ -205,8 +205,8 @@ class FederatedRun:
     def make_optimizers(self, trainer: Any) -> Optimizer:
         """Make the optimizers of clients and server, and return the server's."""
         earlier = self.optimizers.server if self.continues(trainer) else None
-        # A run has one secret, in all its fits and after a resume: another one would draw other
-        # noise onto what was shown already.
+        # A run has one secret, in all its fits and after a resume: a second one would draw other
+        # noise for results that were already published.
         if self.methods.draws_from == "secret" and (
             earlier is None or self.secret is secret.NOT_YET
         ):
@@ -234,13 +234,13 @@ class FederatedRun:
     def restore(self, trainer: Any) -> None:
         """Set the state from which rounds go on: this run's, a checkpoint's, or a new one."""
         prepare_process(self.model.w.device)
-        # An exception in validation left the modes as validation has them.
+        # An exception in validation left the modes as validation sets them.
         for part, training in self._modes:
             part.training = training
         if self.continues(trainer):
             self._keep_initial_model()
             self.state.keep_rows_for(trainer.datamodule)
-            # The loggers' axis, which an exception can leave one ahead of the rounds.
+            # The loggers' step counter, which an exception can leave one ahead of the rounds.
             fit = trainer.fit_loop
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
@@ -251,7 +251,7 @@ class FederatedRun:
         if held is None:
             self.state = RunState(rows)
         else:
-            # Refused before anything of the checkpoint is taken over.
+            # Refuse before restoring anything from the checkpoint.
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = held.restore(rows, self.model, trainer.ckpt_path)
@@ -282,7 +282,8 @@ class FederatedRun:
         """
         model = self.model
         cohort = self.cohort(trainer)
-        # Before a step is tried: a method may refuse what the learner cannot train, either.
+        # Check before a step is tried: a method may refuse a model that the learner cannot train,
+        # either.
         for callback in self.methods.callbacks:
             callback.check_layout(model.layout, cohort.m, model.w.detach())
         kept = self.settings.keep_optimizer_state
@@ -312,8 +313,8 @@ class FederatedRun:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        # Only now has this fit begun: one that was refused above leaves no trace of itself, and
-        # the next fit takes up the checkpoint anew.
+        # Only now has this fit begun. A fit that was refused above changes nothing, and the next
+        # fit reads the checkpoint again.
         self.resumed_from = None
         self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
@@ -368,7 +369,7 @@ class FederatedRun:
         keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
         situation = replace(situation, keeps_loss=keeps_loss, usable_cores=self.cores)
         earlier = self.plan if self.resumed_from is None else self.resumed_from.engine
-        # An engine that an earlier fit left has threads and memory that the trials need.
+        # An engine left by an earlier fit holds threads and memory that the trials need.
         self.close_engine()
         self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)
         self.model.as_buffers = self.plan.as_buffers
@@ -389,14 +390,15 @@ class FederatedRun:
         """Before round t, this fit's first: claim the folder, and tell loggers where it begins."""
         assert self.reporter is not None
         self.folder.claim(self.reporter.trainer, begins=True)
-        # An older checkpoint does not say how many rounds are committed, Lightning's epoch does.
+        # An older checkpoint does not store the number of committed rounds, but Lightning's epoch
+        # gives it.
         self.state.rounds = self.state.rounds or t
         self.reporter.begin(self)
         self._random_state = RandomState(self.model.w)
 
     def end(self) -> None:
         """Leave the disk tidy, and the process's random generators as they were before."""
-        # While the folder is still this run's own: later another process may go on there.
+        # Do this while the folder still belongs to this run: another process may use it later.
         self.folder.tidy(self.state.rows)
         self._random_state.restore()
 
@@ -404,18 +406,17 @@ class FederatedRun:
         """Run round t and return its metrics; a committed round is only reported once more."""
         assert self.loop is not None and self.reporter is not None
         self._modes = modes(self.reporter.trainer.lightning_module)
-        # After an interruption Lightning begins the epoch again, whose round may have been
-        # committed before: its validation is missing, but its training is not.
+        # After an interruption Lightning starts the epoch again, although its round may be
+        # committed. Then only its validation is missing.
         if t < self.state.rounds:
             self.reporter.log(self.state.logged, t)
             return self.state.logged
         try:
-            # The server computes in full precision and keeps no graph; steps have contexts of
-            # their own.
+            # The server computes in full precision without a graph; steps have their own contexts.
             with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
                 return self.loop.run_round(t)
         except BaseException:
-            # Lightning calls no teardown after an exception, and threads must not stay.
+            # After an exception Lightning does not call teardown, but the threads must end.
             self.close_engine()
             raise
         finally:
@@ -437,8 +438,8 @@ class FederatedRun:
         if self.loop is None or self.plan is None:
             return
         checkpoint.check_savable(trainer)
-        # A checkpoint within a round holds what the round found, unless it is committed: a commit
-        # that was interrupted is finished before.
+        # A checkpoint within a round holds the model from the start of the round, unless the round
+        # is committed. An interrupted commit is finished first.
         if self.state.finish_commit(self.loop.latest[0]):
             self.model.round_start = None
         server_update.save_round_start(saved, self.model)

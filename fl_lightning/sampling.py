@@ -46,8 +46,7 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
         raise ValueError(f"at most three counters, got {counters}")
     if type(seed) is not int or not 0 <= seed < 2**63:
         seed = check_seed("seed", seed)
-    # Philox counts the numbers that it draws in the first word of its counter, so ours are the
-    # other three.
+    # Philox uses the first word of its counter to count draws, so our counters use the other three.
     words: Any = np.array([0, *counters, *[0] * (3 - len(counters))], np.uint64)
     key: Any = _Key(seed, zlib.crc32(purpose.encode()))
     return np.random.Generator(np.random.Philox(key, counter=words))

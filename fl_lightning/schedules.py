@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 
 from fl_lightning.errors import UserError
 
-LARGEST = (2 - 2**-23) * 2.0**127  # that a number of single precision can be
+LARGEST = (2 - 2**-23) * 2.0**127  # the largest number in single precision
 
 
 class Schedule(ABC):
@@ -22,7 +22,7 @@ class Schedule(ABC):
     def __call__(self, round: int) -> float: ...
 
     def __repr__(self) -> str:
-        # Older checkpoints know no scale, and a resumed run compares this text.
+        # Older checkpoints have no scale, and a resumed run compares this text.
         shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}
         arguments = ", ".join(f"{k}={v!r}" for k, v in shown.items())
         return f"{type(self).__name__}({arguments})"
@@ -134,13 +134,13 @@ def arguments(of: object) -> str:
     """
     texts = []
     for name in inspect.signature(type(of)).parameters:
-        # An argument that is called like a method is kept with an underscore behind it.
+        # If an argument has the name of a method, it is stored with an underscore appended.
         kept = name if name in vars(of) else f"{name}_"
         if kept not in vars(of):
             continue
         value = vars(of)[kept]
-        # The text of a function, or of an object that has none but its address, is another one in
-        # every process.
+        # The repr of a function, or of an object without its own repr, contains its address and
+        # differs in every process.
         has_text = repr(value) != object.__repr__(value)
         if has_text and (isinstance(value, Schedule) or not callable(value)):
             texts.append(f"{name}={value!r}")

@@ -78,7 +78,7 @@ class SystemHeterogeneity(FederatedCallback):
     """
 
     neutral: ClassVar[dict[str, Any]] = {"dropout": 0.0, "min_work": 1.0}
-    # It decides who takes part and how much is done, which no method's state depends on.
+    # It decides who takes part and how much work is done. No method's state depends on that.
     role = "system"
     tolerates_staleness = True
 
@@ -192,7 +192,7 @@ def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Pla
             f"VirtualClock: sampling={settings.sampling!r} draws another number of clients in each "
             "round, and the clock accepts the first n. Use sampling='uniform'."
         )
-    # A trial of one client has nobody to wait for.
+    # A trial run with one client does not wait for others.
     if cohort.quick or (asynchronous is None and clock is None and cohort.heterogeneity is None):
         return None
     heterogeneity = cohort.heterogeneity or Heterogeneity(cohort.seed, cohort.m)
@@ -219,7 +219,7 @@ def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
     down = devices.down != math.inf
     found = []
     for callback in methods.callbacks:
-        # What a method gives in place of w is counted as its own states are.
+        # A vector that a method sends in place of w is counted as one of its states.
         less_down = callback.has("broadcast") and "clients.w" not in callback.cannot_run_with
         parts = callback.has("parts") or callback.has("trained")
         if (up and (parts or _sends_less(callback))) or (down and (parts or less_down)):

@@ -18,7 +18,7 @@ from fl_lightning.module import FederatedModule
 
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]
 
-# Every invariant by name; its function raises where it does not hold.
+# Every invariant by name; its function raises if the invariant does not hold.
 INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
     "neutral setting is FedAvg": runs.neutral,
     "order of clients": runs.order_of_clients,
@@ -96,6 +96,6 @@ def _checked(name: str, check: Callable[[runs.Method], None], method: runs.Metho
     except NotApplicable as reason:
         return Check(name, "n/a", str(reason))
     except Exception as error:
-        # The user's code may raise anything, and that is what the report is about.
+        # The user's code may raise anything, and the report shows it.
         return Check(name, "fails", where(error), "the run itself failed; mend this first")
     return Check(name, "holds")

@@ -23,9 +23,9 @@ from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.totals import Total
 
-# In runs with personal models a client's latest round is a row of it, under this name.
+# In runs with personal models, the client state of this name holds each client's latest round.
 FINISHED = "personal.round"
-# Of clients at sites: the row in which the server keeps their last round that counted.
+# The client state in which the server keeps, for clients at sites, their last round that counted.
 AT_SITES = "sites.round"
 
 
@@ -83,7 +83,7 @@ class Contributions:
         self.untold = [name for name, value in buffers.items() if policy.untold(name, value)]
         self.changed: set[str] = set()
         self.uniform = all(weight == 1 for weight in ledger.round.weights.values())
-        # A method may change the updates once all are gathered, so these are summed later then.
+        # A method that gathers all updates may change them, so they are summed after it.
         self.gathers = bool(methods.gathering)
         self.diverged: list[int] = []  # clients of this process whose update is not finite
         self._sum: TreeSum[Total] = TreeSum(leaves)
@@ -98,10 +98,10 @@ class Contributions:
         transmitted = None
         if home.finished:
             transmitted = self._finish(values, home, self.ledger.round.weights[client])
-        # A client that diverged has communicated all the same, so its traffic is summed.
+        # A client that diverged has communicated nevertheless, so its traffic is summed.
         if home.counts is not None:
             values.traffic = torch.tensor(home.counts)
-        # All above works on this client's own tensors, from here on threads share the ledger.
+        # Everything above uses only this client's tensors. From here on threads share the ledger.
         with self._lock:
             if home.counts is None:
                 self.ledger.dropped.append(client)
@@ -111,11 +111,12 @@ class Contributions:
                 self.ledger.metrics[client] = home.metrics
             if home.kept is not None:
                 self.ledger.kept[client] = home.kept
-            # Of several names the error gives the largest, whichever thread is first.
+            # If several methods read it, the error names the largest name, whichever thread was
+            # first.
             readers = (self.ledger.mean_gradient_read, home.mean_gradient_read)
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
-                # The method may still hold what it returned from `transmit`.
+                # The method may still hold the tensor that it returned from `transmit`.
                 if home.shared:
                     self.ledger.updates[client] = transmitted.clone()
                 else:
@@ -130,37 +131,40 @@ class Contributions:
         round = self.ledger.round
         counts = traffic.of_client(group, round.buffers, self.methods)
         home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
-        # Under a `broadcast`, and where it is asynchronous, that is what the client was given.
+        # After a `broadcast`, and in asynchronous runs, this is the model that the client was
+        # given.
         given = group.round.w
         base = self.ledger.base
         transmits = self.methods.owner("transmit") is not None
-        # FedAsync mixes with the present model, which a client that compresses does not know.
+        # FedAsync mixes with the server's present model, which a client that compresses does not
+        # have.
         update = group.x - (given if base is None or transmits else base)
-        # What a client did not train it does not send, wherever it stood.
+        # A client does not send coordinates that it did not train, whatever their values are.
         if group.resting is not None:
             update = update.masked_fill(group.resting, 0.0)
-        # A client counts only if all it would bring is finite: its update, the models that it
-        # keeps, then its buffers.
+        # A client counts only if everything that it contributes is finite: its update, the models
+        # that it keeps, and its buffers.
         kept = (row for _, row in group.written() if row.shape == update.shape)
         finite = all_finite(update) and all(map(all_finite, kept))
         if not finite or not self._take_buffers(home, group):
-            # What it would send is as long as what others do, so it is counted at a finite
-            # stand-in, of which nothing stays.
+            # Its message would have the usual size, so the traffic is counted with a finite
+            # stand-in, which is then dropped.
             Contributions.transmitted(self, group, torch.zeros_like(update))
             traffic.add_upload(counts, group, self.methods)
             return home
         home.finished = True
         if group.resting is not None and round.trained is None:
             home.holds = ~group.resting[0]
-        # What clients keep of parts that are not averaged is evaluated as trained, not as sent:
-        # so it is kept before `transmit` may compress or perturb the update.
+        # Parts that are not averaged are evaluated as the client trained them, not as it sent them.
+        # So they are saved before `transmit` may compress or perturb the update.
         if round.parts is not None:
             home.trained = update[0].to(round.wide, copy=True)
         sent = self.transmitted(group, update)
         home.shared = transmits
         if transmits and base is not None:
             sent = sent + (given - base)
-        # `transmit` was the last hook that may read scratch; its memory goes before the sum grows.
+        # `transmit` was the last hook that may read scratch, so its memory is released before the
+        # sum grows.
         group.drop_scratch()
         home.update = sent[0]
         home.uploads = {key: value[0] for key, value in group.uploads.items()}
@@ -257,14 +261,14 @@ class Contributions:
             buffer = buffer.to(at_server.dtype)
             if at_server.is_floating_point() or at_server.is_complex():
                 wide = torch.promote_types(at_server.dtype, torch.float32)
-                # A mask of -inf that no step changed has the change 0, not -inf + inf.
+                # If no step changed a mask of -inf, its change is 0, and not -inf + inf.
                 same = (buffer == at_server) | (buffer.isnan() & at_server.isnan())
                 change = torch.where(same, 0, buffer.to(wide) - at_server.to(wide))
                 if not bool(change.isfinite().all()):
                     return False
                 home.buffers[name] = change
             else:
-                # Gloo knows no bool, so that maxima over processes are taken of bytes.
+                # Gloo does not support bool, so maxima over processes are taken of bytes.
                 dtype = torch.uint8 if at_server.dtype == torch.bool else at_server.dtype
                 home.maxima[name] = buffer.to(dtype, copy=True)
         return True

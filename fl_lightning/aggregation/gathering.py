@@ -22,10 +22,11 @@ def gather(ledger: Ledger) -> Tensor:
     rows = round.w.new_empty(len(ledger.finished), round.w.numel(), dtype=round.wide)
     leaf = {client: j for j, client in enumerate(round.ids)}
     for row, client in zip(rows, ledger.finished, strict=True):
-        # An update leaves the ledger as it comes into its row, so that no two copies of all wait.
+        # An update is removed from the ledger when it is copied into its row, so that there are
+        # never two copies of all updates.
         if client in ledger.updates:
             row.copy_(ledger.updates.pop(client))
-        # The process that trained a client, leaf mod W, is the one that has its update.
+        # Process (leaf mod W) trained this client, so it has the client's update.
         if world > 1:
             dist.broadcast(row, src=leaf[client] % world)
     return rows
@@ -36,7 +37,7 @@ def add_up(ledger: Ledger, rows: Tensor) -> None:
     round = ledger.round
     uniform = all(weight == 1 for weight in round.weights.values())
     row_of = dict(zip(ledger.finished, rows, strict=True))
-    # The tree of the clients' sum gives the bits that the sum has where nothing is gathered.
+    # Summing in the same tree gives the same bits as a run that gathers nothing.
     tree: TreeSum[Total] = TreeSum(len(round.ids))
     for leaf in visiting_order(len(round.ids)):
         client = round.ids[leaf]

@@ -23,7 +23,7 @@ from fl_lightning.learner.layout import same_bits
 from fl_lightning.learner.modules import logged_of
 from fl_lightning.machine.processes import world_size
 
-# Every metric has these attributes, whatever it counts.
+# Every metric has these attributes, whatever it measures.
 OF_EVERY = frozenset(vars(SumMetric())) - {"sum_value"} | {"_computed", "_forward_cache"}
 Values = dict[str, Any]  # a metric's states by name: tensors, or lists of them
 
@@ -81,7 +81,7 @@ def by_value(value: Any) -> Any:
 
 def alike(one: Any, other: Any) -> bool:
     """Tell whether two values of an attribute, earlier and later, are the same."""
-    # Metrics set some attributes once, at the first update, such as their number of classes.
+    # Metrics set some attributes only at their first update, such as the number of classes.
     if one is None:
         return True
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -92,7 +92,7 @@ def alike(one: Any, other: Any) -> bool:
         return len(one) == len(other) and all(map(alike, one, other))
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(alike(one[k], other[k]) for k in one)
-    # NaN is unlike itself, but is no change.
+    # NaN does not equal itself, but two NaNs are not a change.
     return bool(one == other or one != one)
 
 
@@ -132,8 +132,8 @@ def taken(
     ``before``: the attributes that each had beside its states at first.
     """
     for module in learner.modules():
-        # A collection updates only the first of metrics with alike states; asking for all of them
-        # lets the others see these states.
+        # In a collection, metrics with equal states share those of the first. Asking for all
+        # metrics makes the others refer to these states.
         if isinstance(module, MetricCollection):
             list(module.values(copy_state=False))
     device = "cpu" if world_size() > 1 else None
@@ -145,7 +145,7 @@ def taken(
             values[name] = torch.as_tensor(value_of(metrics[j])).double()
         else:
             merged_names[name] = j
-    # This resets the metric, so its value is taken before.
+    # `check_reset` resets the metric, so its value is taken before.
     for j, name in apart.items():
         check_reset(learner, metrics[j], name, before[j])
     states: dict[int, tuple[int, Values]] = {}
@@ -174,7 +174,7 @@ def kept(metrics: list[Metric]) -> Iterator[None]:
     snapshots: list[dict[str, Any]] = []
     for metric in metrics:
         snapshot = {**outside(metric), **copied(metric)}
-        # These are torchmetrics' own, which `outside` leaves out.
+        # torchmetrics sets these itself, so `outside` does not include them.
         for name in ("_update_count", "_computed", "_forward_cache"):
             snapshot[name] = getattr(metric, name)
         snapshots.append(snapshot)
@@ -194,7 +194,8 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
     """
     metrics = metrics_of(learner)
     for j, metric in enumerate(metrics):
-        # In ascending order, so that neither engine nor processes decide the sum's order.
+        # Ascending order, so that the sum does not depend on the engine or on the number of
+        # processes.
         states = [own.states[j] for _, own in sorted(of_clients.items()) if j in own.states]
         if not states:
             continue
@@ -203,19 +204,20 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
         for name in metric._defaults:
             values = [(count, on_device(state[name], metric.device)) for count, state in states]
             setattr(metric, name, merged(metric._reductions[name], values))
-        # The metric's own compute would add up the processes, each of which has everything, so
-        # its value is computed here and kept. An error meets the learner again, if it asks.
+        # The metric's own `compute` would add up the processes, although each of them has all
+        # states. So its value is computed here and kept. If `compute` fails, the learner meets the
+        # error when it asks for the value.
         if world_size() > 1:
             with suppress(Exception):
                 value_of(metric)
     names: dict[str, int] = {}
     for own in of_clients.values():
         names.update(own.names)
-    # Where some client's states could not be merged, the metric's value is the clients' mean.
+    # If the states of one client cannot be merged, the metric's value is the mean over clients.
     for own in of_clients.values():
         for name in own.alone:
             names.pop(name, None)
-    # Every process has merged the same names, so all of them note the same ones here.
+    # Every process has merged the same names, so all processes make the same notes here.
     for name, j in names.items():
         logged_of(learner).note(name, metrics[j])
     return {name: float(value_of(metrics[j])) for name, j in names.items()}

@@ -31,7 +31,7 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     round = ledger.round
     total = ledger.total
     if methods.gathering:
-        # `on_updates` may change the gathered rows, so they are summed after it.
+        # `on_updates` may change the gathered updates, so they are summed after it.
         ledger.gathered = gathering.gather(ledger)
         if ledger.finished:
             methods.run("on_updates", server)
@@ -39,17 +39,17 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     server.update = torch.zeros_like(round.w)
     if ledger.finished:
         server.update = mean_of(total, methods, server, round).to(round.w.dtype)
-        # The mean divides by the discounted weights, which cancels a discount that all share. Old
-        # updates have to shrink the step, so it is brought back.
+        # The mean divides by the discounted weights, so a discount that all clients share would
+        # cancel. Old updates must shrink the step, so this applies the discount to the mean.
         if ledger.scale != 1:
             server.update *= ledger.scale
-    # A method that aggregates otherwise finds the mean in `server.update`, and may build on it.
+    # A method that overrides `aggregate` finds the mean in `server.update`, and may use it.
     aggregate = methods.owner("aggregate")
     if aggregate is None:
         return server.update
     update: Tensor = methods.call(aggregate, server)
-    # The method may still hold what it returned (a state, say), and others change the update in
-    # place.
+    # The method may still hold the tensor that it returned (a state, for example), and other
+    # methods change the update in place.
     return update.to(round.w.dtype, copy=True)
 
 
@@ -73,7 +73,7 @@ def masked(server: Server) -> Tensor:
     update = server.update
     if server.averaged is not None:
         update = torch.where(server.averaged, update, 0.0)
-    # What is masked may be anything, so only the rest has to be finite.
+    # Masked coordinates may have any value, so only the others have to be finite.
     if not all_finite(update):
         raise Diverged(diverged_text(server.round, "the server's update"))
     return update
@@ -111,7 +111,8 @@ class ServerStep:
             for name, value in self._state(w).items():
                 if isinstance(value, Tensor):
                     old_state[name] = value.clone()
-        # Where nothing may move, the optimizer gets no gradient, so that it counts no step either.
+        # If no coordinate may move, the optimizer gets no gradient, so that it does not count a
+        # step.
         w.grad = None if moves is not None and not bool(moves.any()) else update.neg()
         try:
             self.lightning_optimizer.step()
@@ -119,7 +120,7 @@ class ServerStep:
             w.grad = None
         if moves is None:
             return
-        # An optimizer with momentum moves coordinates whose gradient is 0, so they are put back.
+        # An optimizer with momentum moves coordinates whose gradient is 0, so these are restored.
         with torch.no_grad():
             w.copy_(torch.where(moves, w, old_w))
             for name, value in self._state(w).items():
@@ -170,8 +171,8 @@ def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
     if start is None:
         return
     evaluated = start.w if start.evaluated is None else start.evaluated
-    # WeightAveraging saves its averages as the state_dict, and beside them the present model:
-    # the averages do not change within a round, the present model does.
+    # WeightAveraging saves its averages under "state_dict", and the present model under a second
+    # key. Only the present model changes within a round.
     key = "current_model_state" if "current_model_state" in saved else "state_dict"
     saved[key] = model.export(model=(evaluated, start.buffers)).state_dict()
     if start.optimizer is not None and start.steps is not None and saved.get("optimizer_states"):
@@ -200,10 +201,10 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     parts stay as they were evaluated last.
     """
     round = ledger.round
-    # What all clients leave at rest stands at w.
+    # Coordinates that no client trained keep the value of w.
     if round.parts is None or server.averaged is None or bool(server.averaged.all()):
         return None
-    # Parts that stay at sites are not here: w is evaluated.
+    # The parts that stay at sites are not in this process, so w is evaluated.
     if ledger.rows_elsewhere:
         return None
     if not server.n:

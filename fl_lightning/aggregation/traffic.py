@@ -22,7 +22,7 @@ COUNTS = 8
 def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Methods) -> list[int]:
     """A client's counts, without what it uploads."""
     counts = [0] * COUNTS
-    # Coordinates of which the client has a valid copy are not sent to it.
+    # Coordinates of which the client has a valid copy are not sent.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
     counts[DOWN_PARAMETERS] = group.round.layout.size - kept
     owner = methods.resting
@@ -59,7 +59,7 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     if averaged is None and group.resting is not None:
         everywhere = int((~group.resting).sum())
     parameters, number = group.transmitted
-    # The client has been collected by now, so reading a tensor waits for nothing.
+    # The client's results have been collected by now, so reading this tensor does not wait.
     up = everywhere if parameters is None else float(parameters)
     up_bytes = up * size if number is None else float(number)
     for key, value in chain(group.uploads.items(), group.written()):
@@ -129,7 +129,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         if declared.goes_down == "known":
             continue
         value = ledger.written_server(key)
-        if value is None:  # never written: nothing to send
+        if value is None:  # never written, so there is nothing to send
             continue
         numbers = count[CLIENTS] * value.numel()
         if declared.by_coordinate:

@@ -52,8 +52,8 @@ class TreeSum(Generic[Some]):
 
         ``shared``: fields whose tensors somebody else may still change: these are copied.
         """
-        # The node (residue, stride) sums the leaves j ≡ residue (mod stride). The leaf is a node
-        # by itself under a stride that no two leaves share.
+        # The node (residue, stride) sums the leaves j ≡ residue (mod stride). Find the stride at
+        # which this leaf is alone in its node.
         stride = 1
         while leaf >= stride or leaf + stride < self.n:
             stride *= 2
@@ -62,7 +62,8 @@ class TreeSum(Generic[Some]):
             half = stride // 2
             sibling = residue ^ half
             if sibling < self.n:
-                # Whoever of two siblings comes first waits; the second carries their sum upwards.
+                # Of two siblings, the first to come waits; the second adds both and goes on
+                # upwards.
                 if (sibling, stride) not in self._waiting:
                     self._waiting[residue, stride] = values and values.kept(shared)
                     return
@@ -107,8 +108,8 @@ def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
         return None
     device = next(iter(here.values())).device if here else collective_device()
     leaves = [kind() for _ in range(world)]
-    # One vector per dtype travels, not one message per place: a process that has no tensor at a
-    # place, since none of its clients gave one, sends zeros for it, which the others leave out.
+    # Send one vector per dtype, and not one message per tensor. A process whose clients gave no
+    # tensor for a place sends zeros, which the others ignore.
     for dtype in sorted({dtype for _, dtype in kind_of.values()}, key=str):
         places = sorted(place for place in kind_of if kind_of[place][1] == dtype)
         parts = []
@@ -125,12 +126,13 @@ def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
             for place, part in zip(places, torch.split(vectors[rank], sizes), strict=True):
                 if place in kinds[rank]:
                     leaves[rank].put(place, part.view(kind_of[place][0]).clone())
-    # Process r's sum is the node of the leaves j ≡ r, so the processes are the leaves of the rest
-    # of the same tree.
+    # Process r's sum is the node of the leaves j ≡ r (mod W), so the processes are the leaves of
+    # the upper part of the same tree.
     tree: TreeSum[Some] = TreeSum(world)
     for rank in range(world):
         tree.add(rank, leaves[rank] if kinds[rank] else None)
-    # What travelled is sorted; the order is to be that of one process, in which logs are written.
+    # The vectors were sent in sorted order. Restore the order of one process, because logs are
+    # written in it.
     ordered = kind()
     for place in kind_of:
         value = None if tree.total is None else tree.total.get(place)

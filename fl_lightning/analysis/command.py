@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
             f"analyse {options.what}: {len(options.runs)} runs were given, and it takes {most} at "
             "most."
         )
-    # It brings torch, which --help need not wait for.
+    # This imports torch, which --help should not wait for.
     from fl_lightning.cli.commands import quiet
 
     quiet()
@@ -103,7 +103,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-# What goes into .json, the rows of .csv, .png, and what is printed.
+# The content of .json, the rows of .csv, the bytes of .png, and the lines that are printed.
 Result = tuple[dict[str, Any], list[list[Any]], bytes, list[str]]
 
 
@@ -116,7 +116,7 @@ def _hessian(options: Namespace, samples: int | None) -> Result:
     from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
 
     run = opened(options.runs[0])
-    # Second derivatives in half precision would be noise.
+    # Second derivatives in half precision would be mostly rounding error.
     evaluator = run.evaluator(exact=True)
     subset = run.samples(samples, "hessian")
     hessian = Hessian(evaluator, run.vector, subset)
@@ -161,11 +161,11 @@ def _landscape(options: Namespace, samples: int | None) -> Result:
     from fl_lightning.analysis.landscape import landscape
     from fl_lightning.analysis.opened import opened
 
-    # All are opened before the first is measured: a mistake in the second costs no wait.
+    # Open all runs before measuring the first, so that a mistake in the second is reported at once.
     runs = [opened(path) for path in options.runs]
     landscapes = [landscape(run, points, reach, samples, seed) for run in runs]
     steps = landscapes[0].steps.tolist()
-    # A row of the table is a point of the plane.
+    # Each row of the table is one point of the plane.
     rows: list[list[Any]] = [["run", "a", "b", "loss"]]
     described = []
     lines = []

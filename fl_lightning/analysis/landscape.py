@@ -50,7 +50,7 @@ def _normalised(layout: Layout, w: Tensor, draw: np.random.Generator) -> Tensor:
     direction = torch.zeros_like(w)
     for where, shape in layout.values():
         drawn = torch.from_numpy(draw.standard_normal(tuple(shape))).to(w)
-        # Each filter of the direction gets the norm of the model's; biases and norms stay 0.
+        # Give each filter of the direction the norm of the model's filter; biases and norms stay 0.
         if len(shape) > 1:
             filters = drawn.flatten(1)
             norms = w[where].view(shape).flatten(1).norm(dim=1, keepdim=True)
@@ -72,9 +72,9 @@ def landscape(run: Opened, points: int, reach: float, samples: int | None, seed:
     chosen = run.samples(samples, "landscape")
     first, second = directions(run.layout, w, seed)
     steps = np.linspace(-reach, reach, points)
-    # The middle is the model itself, and not beside it by a rounding.
+    # The middle has to be exactly the model, without a rounding error.
     steps[points // 2] = 0.0
-    # The batches are made once, and kept for all points.
+    # Make the batches once and keep them for all points.
     shares = evaluator.shares(chosen, evaluator.size(w, chosen), keep=True)
     losses = np.empty((points, points))
     for i, a in enumerate(steps):

@@ -95,14 +95,15 @@ def opened(path: Path) -> Opened:
     built = run.built
     device = built.trainer.strategy.root_device
     learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
-    # Converting came after the weights: only now they have room for all their digits.
+    # The network was converted to float64 after its weights were loaded. Load them again, in full
+    # precision.
     if built.trainer.precision == "64-true":
         learner.load_state_dict(run.checkpoint["state_dict"])
-    # A state_dict leaves out the buffers that are not persistent.
+    # A state_dict does not include buffers that are not persistent.
     for name, buffer in learner.named_buffers():
         if name in buffers:
             buffer.copy_(buffers[name])
-    # Its hooks may ask for their Trainer.
+    # The learner's hooks may read their Trainer.
     for part in lightning_modules(learner):
         part._trainer = built.trainer
     return Opened(

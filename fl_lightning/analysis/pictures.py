@@ -26,7 +26,7 @@ def along_eigenvector(
     axes = drawn.add_subplot()
     s = np.array(steps)
     values = np.array(losses)
-    # The parabola touches the curve: its slope is that of the five points in the middle.
+    # The parabola has the slope of the curve at the middle, estimated from five points.
     middle = slice(18, 23)
     slope = 0.0
     if np.isfinite(values[middle]).all():
@@ -55,7 +55,7 @@ def landscapes(found: Sequence[Landscape]) -> bytes:
     """Draw each run's surface above its contours, on one scale of losses."""
     n = len(found)
     drawn = figure(5.0 * n + 0.6, 8.4)
-    # One scale for all runs: otherwise a flat and a steep landscape would look alike.
+    # All runs share one scale: otherwise a flat and a steep landscape would look the same.
     lowest, highest = _limits([one.losses for one in found])
     levels = _levels(lowest, highest)
     colours: dict[str, Any] = {"cmap": COLOURMAP, "vmin": lowest, "vmax": highest}

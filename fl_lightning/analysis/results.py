@@ -42,7 +42,7 @@ class Indices(Sequence[Any]):
         return self._datamodule.client_indices(range(len(self))[client])
 
 
-# Any of these is in a run's folder; the last one in a site's.
+# A run's folder has at least one of these; the last one is in the folder of a site's run.
 OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", "checkpoints", site_journal.JOURNAL)
 
 
@@ -170,7 +170,7 @@ class Run:
             self._check_known("data", "data")
             data = self.built.datamodule
         held = held_in(self.checkpoint, "seed", "partition")
-        # A run without a seed of its own split its data by the seed that it drew.
+        # If the data module had no seed of its own, it split the data by the run's seed.
         if getattr(data, "seed", None) is None:
             data.seed = held.get("seed")
         data.setup("fit")
@@ -204,9 +204,10 @@ class Run:
     @cached_property
     def built(self) -> CommandCLI:
         """Learner and data as config.yaml describes them."""
-        # The command line seeds the process, which a notebook must not notice.
+        # The command line seeds the process. Restore these variables, so that a notebook keeps its
+        # own.
         seeds = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
-        # Nor is it to read of seeds and devices that serve nothing here.
+        # Hide the messages about seeds and devices, which do not matter here.
         loggers = [logging.getLogger(name) for name in LOGGERS]
         levels = [logger.level for logger in loggers]
         with isolate_rng():

@@ -23,17 +23,17 @@ def along_top(
     They go as far as the parabola rises by the loss itself, or ‖w‖ at most.
     """
     w = run.vector
-    # The batches are made once, and kept for all steps.
+    # Make the batches once and keep them for all steps.
     shares = evaluator.shares(samples, evaluator.size(w, samples), keep=True)
     loss = evaluator.mean_of(w, shares).loss
     norm = float(w.norm())
     rise = norm
     if eigenvalue and math.isfinite(eigenvalue):
         rise = math.sqrt(2 * max(loss, 1e-6) / abs(eigenvalue))
-    # Farther than ‖w‖ nothing of the model is left.
+    # A step longer than ‖w‖ leaves nothing of the model.
     reach = min(rise, norm) if norm > 0 else rise
     direction = torch.from_numpy(vector).to(w)
-    # The middle is the model itself, and not beside it by a rounding.
+    # The middle has to be exactly the model, without a rounding error.
     steps = np.linspace(-reach, reach, POINTS)
     steps[POINTS // 2] = 0.0
     losses = [evaluator.mean_of(w + float(s) * direction, shares).loss for s in steps]

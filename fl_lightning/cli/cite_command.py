@@ -18,7 +18,7 @@ from fl_lightning.papers import Paper, declared
 
 DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
 
-# The same as CITATION.cff, which is not installed.
+# The same text as CITATION.cff, which an installed package does not have.
 _OURS = """\
 @software{{fl_lightning,
   author = {{{{The fl-lightning developers}}}},
@@ -44,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
         text = cited(config if isinstance(config, dict) else {})
-    # A file that is no config fails in ways of its own: as text, as YAML, or in what it holds.
+    # If the file is not a config, it may fail as text, as YAML, or because of its content.
     except (YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"cite {run}: config.yaml is not that of a run ({reason}).") from None
@@ -116,7 +116,7 @@ def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> l
 
 def _is_method(method: Any) -> bool:
     """Whether a run is named after a callback, which its class says."""
-    # It imports torch, so only what has no reference is asked.
+    # This imports torch, so it is used only for methods without a known reference.
     from fl_lightning.cli.method_options import method_class
 
     try:

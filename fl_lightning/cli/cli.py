@@ -139,7 +139,7 @@ class Parser(LightningArgumentParser):
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         command = self.command
-        # A parser for a class within another has no command: the outer one words the message.
+        # A parser for a nested class has no command; the outer parser words the message.
         if command is None:
             raise ValueError(message) from ex
         refusal = Refusal(message, self, command.config, command.options, _BASES)
@@ -179,13 +179,13 @@ class CommandCLI(LightningCLI):
         self.added = added
         self.without = without
         self.stop = GracefulStop()
-        # The file to start from.
+        # The checkpoint that the run starts from.
         self.checkpoint: str | None = None
         super().__init__(
             model_class=FederatedModule,
             datamodule_class=FederatedDataModule,
             subclass_mode_data=True,
-            # RunFolder writes it, once everything is known to work.
+            # RunFolder writes the config after every check has passed.
             save_config_callback=None,
             trainer_defaults=_TRAINER_DEFAULTS,
             parser_class=Parser,
@@ -297,7 +297,7 @@ class CommandCLI(LightningCLI):
         else:
             stem = f"runs/{self._name()}"
             existing = numbered(stem)
-            # The last run of this name goes on; any other is the next one.
+            # A resumed run uses the last folder of this name; any other run gets the next number.
             self.folder = existing[-1][1] if existing and going_on else next_free(stem)
             self.stem = None if going_on else stem
         check_name(self.folder)
@@ -349,10 +349,10 @@ class CommandCLI(LightningCLI):
         methods = [name.removeprefix("method/") for name in configs]
         if not methods:
             paths = [item.class_path for item in self.config.method]
-            # What only measures or simulates is no part of the method.
+            # Callbacks that only measure or simulate are not part of the method.
             whole_paths = [path for path in paths if method_class(path).is_method()]
             methods = [class_name(path).lower() for path in whole_paths] or ["fedavg"]
-        # The name is of the last whole method, and of what was added to it.
+        # The run is named after the last complete method and the additions to it.
         whole = [place for place, method in enumerate(methods) if method not in ("ri", "sam")]
         if configs and whole:
             methods = methods[whole[-1] :]
@@ -392,7 +392,7 @@ class CommandCLI(LightningCLI):
         saved.pop("config", None)
         saved.pop("weights_only", None)
         saved.ckpt_path = None
-        # It is of one command: a later resume is to be compared again.
+        # strict_resume holds for one command only: a later resume is compared again.
         if "model" in saved and "strict_resume" in saved.model:
             saved.model.strict_resume = True
         _name_enums(saved)
@@ -409,7 +409,7 @@ class CommandCLI(LightningCLI):
         settings["callbacks"] = self._callbacks(settings, writes)
         if not writes:
             settings["enable_checkpointing"] = False
-        # RunFolder adds the run's own loggers, once it has claimed the folder.
+        # RunFolder adds the run's loggers after it has claimed the folder.
         settings["logger"] = False
         if self.command == "fit":
             settings["logger"] = [each for each in _own(logger) if not isinstance(each, RunEvents)]
@@ -436,7 +436,7 @@ class CommandCLI(LightningCLI):
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
-            # The record is last: what is refused before training leaves none.
+            # The record comes last: a run that is refused before training leaves no record.
             typed = ["fl-lightning", *self.prepared.argv]
             callbacks.append(RunRecord(config, typed, **self.prepared.record))
         if self.command == "fit":
@@ -452,7 +452,7 @@ def _merge_loggers(prepared: Command) -> None:
     events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
     merged = as_loggers(trainer.get("logger"), events)
     added = any(option.startswith("--trainer.logger+") for option in prepared.options)
-    # The parser adds only to lists; true, or no logger at all, means TensorBoard's events.
+    # The parser can add only to a list. `true`, or no logger at all, stands for TensorBoard's.
     if added and merged in (None, True):
         merged = [{"class_path": events}]
     if merged != trainer.get("logger"):
@@ -487,7 +487,7 @@ def _own(logger: Any) -> list[Any]:
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:
     """The Trainer of these settings, or a paragraph about what keeps it from being built."""
-    # On a CPU Lightning would quietly take another precision.
+    # On a CPU Lightning would silently use another precision.
     if str(settings["precision"]) in ("16", "16-mixed"):
         raise UserError(
             f"--trainer.precision {settings['precision']}: gradients in half precision would need "
@@ -498,7 +498,7 @@ def _built(settings: dict[str, Any]) -> pl.Trainer:
     except (ValueError, TypeError, OverflowError) as error:
         raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
     except ImportError as error:
-        # A package is missing that an accelerator, a strategy or a precision needs.
+        # An accelerator, a strategy or a precision needs a package that is not installed.
         options = ("accelerator", "strategy", "precision")
         chosen = ", ".join(f"{option} {settings[option]}" for option in options)
         raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error

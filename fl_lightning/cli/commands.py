@@ -39,7 +39,7 @@ _NOISE = (
     ".*callbacks used to create.*",
 )
 
-# What a checkpoint holds of the run, and an exported model does not.
+# Entries of a checkpoint that belong to the run; an exported model does not have them.
 _OF_A_RUN = (
     "epoch",
     "global_step",
@@ -100,7 +100,7 @@ def _export(cli: CommandCLI) -> None:
         cli.checkpoint, weights_only=cli.config.weights_only
     )
     cli.model.learner.configure_model()
-    # Loading refuses the checkpoint of another learner.
+    # Loading fails if the checkpoint belongs to another learner.
     cli.model.load_state_dict(checkpoint["state_dict"])
     if client is not None:
         checkpoint["state_dict"] = _personal_weights(cli, checkpoint, client)
@@ -111,7 +111,7 @@ def _export(cli: CommandCLI) -> None:
         pretrained.save(cli.model.learner, folder, bool(cli.config.merged), changed)
         print(f"→ {folder}")
         return
-    # The rest is the learner's: its on_save_checkpoint ran.
+    # The remaining entries are the learner's own, from its on_save_checkpoint.
     of_run = (*_OF_A_RUN, KEY, type(cli.datamodule).__qualname__)
     kept = {key: value for key, value in checkpoint.items() if key not in of_run}
     AtomicCheckpointIO().save_checkpoint(kept, path)
@@ -156,7 +156,7 @@ def _fit(cli: CommandCLI) -> None:
     try:
         trainer.fit(cli.model, cli.datamodule, **cli.starts_from())
     except MisconfigurationException as error:
-        # That there is nothing left to do is no mistake: it is said below.
+        # A run with no rounds left is not an error; the message follows below.
         if "You restored a checkpoint with current_epoch" not in str(error):
             raise
     if not trainer.is_global_zero:
@@ -164,7 +164,7 @@ def _fit(cli: CommandCLI) -> None:
     _say_stopped(cli)
     ended = read_record(Path(cli.folder)).get("status") == "done"
     if killed and ended and cli.stop.first == trainer.current_epoch:
-        # EarlyStopping had ended it. One that is out of time is stopped, and has rounds left.
+        # EarlyStopping had ended the run. A run that stopped for lack of time has rounds left.
         print(f"It was killed after its last round. {_AT_THE_END}")
     if cli.stop.first is None:
         progress: Any = trainer.fit_loop.epoch_progress.current
@@ -216,14 +216,14 @@ def _execute(cli: CommandCLI) -> int:
         _export(cli)
     else:
         getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, **cli.starts_from())
-    # As a shell tells of a process that a signal has ended.
+    # The exit status that a shell gives to a process that was ended by a signal.
     return 0 if cli.stop.received is None else 128 + cli.stop.received
 
 
 def quiet() -> None:
     """Silence Lightning's tips, and warnings that say nothing here."""
     for name in LOGGERS:
-        # Below are tips, lines about devices, and "fit stopped".
+        # Below this level Lightning logs tips, lines about devices, and "fit stopped".
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message)

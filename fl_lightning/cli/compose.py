@@ -25,7 +25,7 @@ from fl_lightning.errors import UserError, suggest
 if TYPE_CHECKING:
     from importlib.abc import Traversable
 
-# Mappings and lists within each other.
+# The deepest nesting of mappings and lists.
 _DEEPEST = 50
 
 TOP_LEVEL = (
@@ -40,9 +40,9 @@ TOP_LEVEL = (
 )
 
 
-# The key <<, by which a mapping takes in another.
+# The YAML key <<, which merges another mapping into this one.
 _MERGE = "tag:yaml.org,2002:merge"
-# What the parser finds → what to do about it.
+# What the YAML parser reports → what to do about it.
 _MENDED_BY = {
     "'\\t'": "that is a tab: YAML takes spaces",
     "expected <block end>": "indent it as the lines that it belongs to",
@@ -99,7 +99,7 @@ def plain_yaml(text: str, where: str) -> Any:
     except RecursionError:
         raise UserError(f"{where}: not valid YAML: it is nested too deeply.") from None
     except ValueError as error:
-        # Such as a number of thousands of digits, or the date 2020-99-99.
+        # For example a number of thousands of digits, or the date 2020-99-99.
         raise UserError(f"{where}: not valid YAML: {str(error)[:100]}.") from None
     _check_plain(document, where, ())
     return document
@@ -110,7 +110,7 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
         place = ".".join(keys)[:80]
         return UserError(" ".join(part for part in (f"{where}:", place, f"{problem}.") if part))
 
-    # An anchor may name what it stands in.
+    # An anchor may refer to a node that contains it.
     if id(node) in above:
         raise refuse("contains itself")
     if len(above) > _DEEPEST:
@@ -235,7 +235,7 @@ def read(name: str) -> dict[str, Any]:
             raise UserError(
                 f"-c {name}: {key} is {value}: give a mapping of its options, one a line."
             )
-    # A section of which all is commented out is none.
+    # A section with all its lines commented out counts as missing.
     empty = [key for key in ("trainer", "model") if key in document and document[key] is None]
     return {key: value for key, value in document.items() if key not in empty}
 
@@ -264,7 +264,7 @@ def merge(base: Any, update: Any) -> Any:
         base = {"class_path": base}
     if not isinstance(base, dict):
         base = {}
-    # Another class: the arguments of the one before are none of its.
+    # The class changed, so the arguments of the former class do not apply.
     if update.get("class_path", base.get("class_path")) != base.get("class_path"):
         base = {}
     merged = dict(base)
@@ -356,7 +356,7 @@ class Command:
             rest = {key: value for key, value in model.items() if key != "learner"}
             document = {**document, "model": rest}
         self.config = merge(self.config, document)
-        # Fallbacks come first, so that what was asked for overrides them.
+        # Defaults come first, so that the options that you give override them.
         if self.learners:
             self.config["model"] = dict(self.config.get("model") or {})
             ordered = sorted(self.learners, key=lambda item: not item[0])
@@ -421,7 +421,7 @@ def prepare(command: str, argv: list[str]) -> Command:
     for argument in arguments:
         flag, equals, value = argument.partition("=")
         if re.match(r"-[co][^=]", argument):
-            # The value follows at once, as in -cbase.
+            # The value follows the flag without a space, as in -cbase.
             flag = argument[:2]
             equals = "="
             value = argument[2:]
@@ -447,7 +447,7 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
     """Refuse the folder of a run from Python where this command needs what its config lacks."""
     if prepared.run is None:
         return
-    # It brings numpy, which a typing error need not wait for.
+    # This imports numpy, which the report of a typing error should not wait for.
     from fl_lightning.metrics import read_record
 
     unknown = read_record(prepared.run).get("unknown")
@@ -469,7 +469,7 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
         checkpoint = prepared.run / "checkpoints" / "last.ckpt"
         instead = f"trainer.{command}(module, data, ckpt_path={str(checkpoint)!r})"
         if command == "export":
-            # A Trainer has no such method.
+            # The Trainer has no such method.
             instead = (
                 f"load({str(prepared.run)!r}).learner has the global weights, and after "
                 "trainer.fit module.export(client=3) has what client 3 uses"

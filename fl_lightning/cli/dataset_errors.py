@@ -64,7 +64,7 @@ def _imported(path: str) -> Any:
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
-    except Exception:  # a module of a user's may raise anything
+    except Exception:  # a user's module may raise anything
         return None
 
 
@@ -73,7 +73,7 @@ def _gives_a_dataset(made: Any) -> bool:
         return issubclass(made, Dataset)
     try:
         said = typing.get_type_hints(made).get("return")
-    except Exception:  # annotations may name what is not there
+    except Exception:  # annotations may name a class that does not exist
         return True
     said = typing.get_origin(said) or said
     return inspect.isclass(said) and issubclass(said, Dataset)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-# The short names of packaged methods are then known to the parser.
+# This import makes the short names of packaged methods known to the parser.
 import fl_lightning.callbacks  # noqa: F401
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FederatedDataModule, FromDataModule
@@ -45,7 +45,7 @@ class FederatedCLI(LightningCLI):
         try:
             super().__init__(*args, **kwargs)
         except UserError as error:
-            # A program that gives arguments itself can catch the error itself.
+            # A program that passes `args` itself can also catch the error itself.
             if kwargs.get("args") is not None or debugging():
                 raise
             print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
@@ -53,7 +53,7 @@ class FederatedCLI(LightningCLI):
 
     def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         super().add_core_arguments_to_parser(parser)
-        # Neither class is built by the parser: each takes an object that is built before it.
+        # The parser builds neither class: each needs an object that is built before it.
         parser.add_class_arguments(
             FederatedModule, "federated", skip={"learner"}, instantiate=False
         )

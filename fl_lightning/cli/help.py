@@ -104,7 +104,7 @@ _MORE = {
     ),
 }
 
-# Option → the class that it takes arguments of, or the base class of what it takes.
+# Option → the class whose arguments it takes, or the base class of its values.
 _FIXED = {
     "model": "fl_lightning.module.FederatedModule",
     "trainer": "fl_lightning.lightning.pl.Trainer",
@@ -184,7 +184,7 @@ def _of_option(key: str, name: str | None) -> str:
 
 def _choices(key: str) -> dict[str, type]:
     """The classes of ours, and torch's optimizers, that may stand in an option, by short name."""
-    # What follows brings torch, which the short help need not wait for.
+    # The following lines import torch, which the short help should not wait for.
     import torch
 
     from fl_lightning.cli.method_options import names_of_ours
@@ -204,7 +204,7 @@ def _choices(key: str) -> dict[str, type]:
 def _imported(path: str) -> type:
     module, _, name = path.rpartition(".")
     if module == "fl_lightning.lightning.pl":
-        # Which of the two Lightnings it is, this module knows.
+        # This module knows which of the two Lightning packages is in use.
         from fl_lightning.lightning import pl
 
         found: type = getattr(pl, name)
@@ -228,12 +228,12 @@ def _of_choices(key: str, choices: dict[str, type]) -> str:
 
 def _of_class(cls: type, key: str) -> str:
     """What a class is, and its arguments as options."""
-    # jsonargparse brings it, with what else it imports.
+    # jsonargparse requires this package, and importing it is slow.
     from docstring_parser import parse
 
     from fl_lightning.cli.parsing_errors import parameters
 
-    # Lightning's Trainer is described where it is made.
+    # The arguments of Lightning's Trainer are described in the docstring of `__init__`.
     text = cls.__doc__ or getattr(vars(cls).get("__init__"), "__doc__", None)
     described = parse(inspect.cleandoc(text or ""))
     option = f"--{key}" if key in _FIXED else f"--{key} {cls.__name__}"
@@ -243,7 +243,7 @@ def _of_class(cls: type, key: str) -> str:
     notes = dict(_notes(cls))
     kinds = dict(_kinds(cls))
     lines.append("")
-    # An optimizer's first argument is not the user's to give.
+    # You do not give an optimizer's first argument, its parameters.
     for name in [name for name in parameters(cls) if name != "params"]:
         lines.append(f"  --{key}.{name}  {kinds.get(name, '')}".rstrip())
         text = " ".join(notes.get(name, "").split())

@@ -32,7 +32,7 @@ def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> di
     if not any(map(is_object, arguments)):
         return arguments
     config = {"_instantiator": f"{NAMESPACE}.cli.instantiate_module"}
-    # Where its arguments came by dict_kwargs, the instantiator needs the class itself.
+    # If arguments were given in dict_kwargs, the instantiator needs the class itself.
     if "dict_kwargs" in written:
         config["_class_path"] = written["class_path"]
     return {**config, **arguments}

@@ -30,7 +30,7 @@ def names_of_ours() -> dict[str, str]:
     )
     names = dict(classes())
     for module in modules:
-        # Some of its names are imported when they are asked for, so `vars` would lack them.
+        # Some names are imported only when they are read, so `vars` would not list them.
         for name in dir(module):
             value = getattr(module, name)
             if isinstance(value, type) and value.__module__.startswith("fl_lightning."):
@@ -77,10 +77,10 @@ def method_class(item: Any) -> type[FederatedCallback]:
         UserError: it cannot be found; says what is accepted.
     """
     path = item.get("class_path") if isinstance(item, dict) else item
-    # Plugins are imported by it, so that their methods are known too.
+    # This imports plugins, so that their methods are known too.
     names_of_ours()
     known = subclasses(FederatedCallback)
-    # What only measures or simulates is no method, though the list takes it.
+    # A callback that only measures or simulates is not a method, although the list accepts it.
     methods = [c for c in known.values() if issubclass(c, FederatedCallback) and c.is_method()]
     names = listed(sorted(c.__name__ for c in methods))
     accepted = f"Accepted: {names}, or my_module.MyClass of a file my_module.py here."

@@ -23,7 +23,7 @@ from fl_lightning.models.text import TextLearner
 
 _AT = "model.learner.network"
 _SIZES = ("num_classes", "in_channels", "input_size", "sizes")
-# What a packaged CNN is built for where the data do not tell.
+# A packaged CNN is built for these sizes if the data do not give theirs.
 _PUBLISHED_SHAPE = (3, 32, 32)
 _PUBLISHED_CLASSES = 10
 
@@ -58,7 +58,7 @@ def fit_network_to_data(command: Command) -> None:
     facts = _facts(chosen.get("data"))
     learner = chosen["model"]["learner"]
     _check_texts(learner, facts)
-    # Options may name another class, but the config has to parse, too.
+    # An option may name another class, but the config has to parse as well.
     built = _class(learner) is ImageClassifier
     if not built:
         learner = model.get("learner")
@@ -121,7 +121,7 @@ def _read(option: str, following: str) -> tuple[list[str], Any]:
     try:
         return path, plain_yaml(text if equals else following, option)
     except UserError:
-        # The parser will say what is wrong.
+        # The parser will report the error.
         return path, text if equals else following
 
 
@@ -156,7 +156,7 @@ def _put(node: Any, path: list[str], value: Any) -> Any:
     key, *rest = path
     if key == "class_path":
         return merge(node, {key: value})
-    # An argument of a class may be given without its init_args.
+    # You may give a class's argument without writing its init_args.
     if {"class_path", "init_args"} & set(node) and key not in ("init_args", "dict_kwargs"):
         return {**node, "init_args": _put(node.get("init_args") or {}, path, value)}
     return {**node, key: _put(node.get(key), rest, value)}
@@ -197,7 +197,7 @@ def _facts(data: Any) -> SampleFacts:
     arguments = _arguments(deepcopy(data)) if isinstance(data, dict) else {}
     shape = cls.shape_of_samples(**arguments)
     classes = cls.classes_of_samples(**arguments)
-    # Of a table whose values are named they are known before it is read.
+    # If the config names a table's classes, their number is known before the table is read.
     if isinstance(arguments.get("classes"), list):
         classes = len(arguments["classes"])
     return SampleFacts(cls.__name__, shape, classes, getattr(cls, "texts", False))
@@ -215,7 +215,7 @@ def _complete(node: Any, classes: Any, facts: SampleFacts, guessed: list[str]) -
     if cls is MLP:
         ends = _ends(cls, arguments.setdefault("sizes", [None, 200, 200, None]))
         outputs = ends[-1] if ends else 0
-    # The learner decides, then the network, and then the data.
+    # The learner's number takes precedence, then the network's, and then the data's.
     known = [number for number in (classes, outputs, facts.classes) if number is not None]
     if not known:
         guessed.append(f"{_PUBLISHED_CLASSES} classes")
@@ -300,7 +300,7 @@ def _check_classes(
         outputs = ends[-1]
         way_out = "null for what the data have"
     counts = [(option, outputs), ("model.learner.num_classes", classes)]
-    # What was given is named first, not what was filled in after it.
+    # The error names the option that you gave first, and not a value that was filled in.
     for where, count in reversed(counts) if learners else counts:
         if isinstance(count, int) and count < (facts.classes or 0):
             problem = f"it is {count}"

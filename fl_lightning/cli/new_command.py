@@ -179,7 +179,7 @@ def _check(name: str, module: str, title: str, folder: Path) -> None:
         raise refuse(f"{folder.resolve()} exists already, and is left as it is")
     if find_spec(module) is not None:
         raise refuse(f"Python has a module {module} here already. Give another name")
-    # It is slow to import, and what is mistyped need not wait for it.
+    # This import is slow, and a typing error should be reported before it.
     from fl_lightning.cli.method_options import names_of_ours
 
     if title in names_of_ours():

@@ -150,7 +150,7 @@ class Refusal:
         self.bases = bases
         flags = [flag for flag in parser._option_string_actions if flag.startswith("--")]
         self.keys = [flag.removeprefix("--") for flag in flags]
-        # Every class that an option may name, by its bare name.
+        # The bare name of every class that an option may name → the class.
         self.known: dict[str, type] = {}
         for base in bases.values():
             self.known |= subclasses(base)
@@ -165,7 +165,8 @@ class Refusal:
         self.subtypes = ""
         for line in self.message.splitlines():
             text = line.strip().removeprefix("- ")
-            # After a leaf, keys are about another subtype's attempt: the first one tells.
+            # Keys after the first error text belong to the next subtype that jsonargparse tried.
+            # Skip them.
             if self.leaves and re.match(_KEY, text):
                 continue
             while match := re.match(_KEY, text):
@@ -202,7 +203,8 @@ class Refusal:
             r"Import path.* not correspond to a subclass of FederatedD": self._not_federated,
             r"Import path.* not correspond to a subclass of (\w+)": self._no_subclass,
         }
-        # The first that matches and has something to say does; all else is shown as it is.
+        # The first pattern that matches and gives a text decides. Without one, the message is shown
+        # as it is.
         for pattern, say in of_options.items():
             if match := re.match(pattern, self.message):
                 return say(*match.groups())
@@ -221,7 +223,7 @@ class Refusal:
         flag = typed.split("=")[0]
         hint = ""
         if flag.startswith("--"):
-            # The hint quotes a key; an option is quoted as it is typed.
+            # The hint quotes a key; quote the option as you would type it.
             hint = suggest(flag.removeprefix("--"), self.keys)
             hint = hint.replace("'", "`--", 1).replace("'", "`")
             hint = self._meant(flag.removeprefix("--")) or hint
@@ -319,7 +321,7 @@ class Refusal:
         return f": {owner} needs {names}. Give {wanted}, or init_args in a config."
 
     def _no_class(self, name: str) -> str:
-        # A schedule or a number is wanted, and text that is neither was given.
+        # The option expects a schedule or a number, and the text given is neither.
         if re.search(r"'(float|int)'", self.subtypes):
             return self._wrong_value(name, self.subtypes)
         base = self.bases.get(self.option) or self.bases.get(class_name(self.option))
@@ -355,7 +357,7 @@ class Refusal:
             spaced = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", typed)
             if option == self.option and typed.startswith("{") and spaced != typed:
                 return f": {typed!r} lacks a blank after each colon. Give {spaced!r}."
-        # Of an argument of a class, jsonargparse may give the whole class as the value.
+        # For an argument of a class, jsonargparse may give the whole class as the value.
         name = re.escape(self.option.rpartition(".")[2])
         inner = re.search(rf"'{name}': '([^']*)'", value)
         if inner is not None and value.startswith("{'class_path': "):
@@ -372,7 +374,7 @@ class Refusal:
 
     def _no_subclass(self, base: str) -> str:
         path = r"(?:.*'class_path': ')?([\w.]+)(?:'.*)?"
-        # Of a longer value the whole message tells which class is meant.
+        # If the value is longer, the whole message tells which class is meant.
         found = re.fullmatch(path, self.innermost)
         if found is None:
             return ""
@@ -400,12 +402,12 @@ def why_not_built(error: BaseException) -> str | None:
         message = why_not_built(inner)
     union = "Does not validate against any of the Union subtypes"
     if message is None and str(error).startswith(union):
-        # Of a list that was given, what is wrong with one of its items tells more.
+        # An error about one item of a list says more than an error about the whole list.
         noise = ("Expected a", "Not a valid subclass of", "Subclass types expect", *_NOISE)
         attempts = [line.strip().removeprefix("- ") for line in str(error).splitlines()[2:]]
         telling = [text for text in attempts if not text.startswith(noise)]
         if telling:
-            # A line that ends in a colon announces the next one.
+            # A line that ends in a colon only introduces the next line.
             message = telling[0]
             if message.endswith(":"):
                 message = " ".join(telling[:2])
@@ -462,7 +464,7 @@ def _choices(base: type) -> list[str]:
     """The names to offer where a ``base`` is wanted."""
     names = []
     for name, cls in subclasses(base).items():
-        # Torch has hundreds of networks, so only ours are offered.
+        # Torch has hundreds of networks, so the message offers only those of this package.
         hidden = issubclass(base, torch.nn.Module) and not cls.__module__.startswith(
             "fl_lightning.models"
         )

@@ -28,7 +28,7 @@ def packages() -> tuple[str, ...]:
 def config_folders() -> Iterator[Path]:
     """Each package's folder ``configs``, where it has one; a package is not imported for it."""
     for name in packages():
-        # Of a package within another the parents are imported, else nothing is.
+        # find_spec imports the parents of a nested package, and nothing else.
         try:
             found = find_spec(name)
         except ImportError:
@@ -53,7 +53,7 @@ def classes() -> dict[str, str]:
                     own = isinstance(each, type) and each.__module__ == module.__name__
                     if own and not each.__name__.startswith("_"):
                         found.setdefault(each.__name__, f"{each.__module__}.{each.__name__}")
-        # It is others' code: whatever is wrong with it, runs without it go on.
+        # Plugins are other people's code: if one fails, runs without it go on.
         except Exception as error:
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             print(f"the plugin {name} is left out: {reason}", file=sys.stderr)
@@ -63,7 +63,7 @@ def classes() -> dict[str, str]:
 def _modules(name: str) -> Iterator[ModuleType]:
     package = importlib.import_module(name)
     yield package
-    # Tests that a package brings are no part of a run.
+    # Do not import tests that a package contains.
     for found in pkgutil.walk_packages(getattr(package, "__path__", []), f"{name}."):
         if not {"tests", "__main__"} & set(found.name.split(".")):
             yield importlib.import_module(found.name)

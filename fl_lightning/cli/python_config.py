@@ -12,7 +12,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.given import NotKnown, described, described_object, path_of
 from fl_lightning.lightning import pl
 
-# Every run from the command line has them, and Lightning adds its own.
+# Every run from the command line has these callbacks, and Lightning adds its own.
 _NO_SETTING = (
     "FederatedProgressBar",
     "ModelCheckpoint",

@@ -40,7 +40,7 @@ class RunFolder(Checkpoint):
         True
     """
 
-    # The module asks for it, and then claims no folder itself.
+    # The module reads this attribute, and then does not claim a folder itself.
     claims_folder = True
 
     def __init__(
@@ -66,10 +66,11 @@ class RunFolder(Checkpoint):
         path = self.folder / "checkpoints" / "last.ckpt"
         return str(path) if path.is_file() else None
 
-    # The checkpoint's, under the names by which others ask for them.
+    # Use the checkpoint callback's key: other code looks it up under that name.
     @property
     def state_key(self) -> str:
-        # Lightning refuses two equal keys as it makes a Trainer; `setup` says it of two folders.
+        # Lightning refuses two equal keys when the Trainer is built. `setup` gives the better
+        # message for two folders.
         return self._checkpoint.state_key if self._in_run else f"RunFolder {id(self)}"
 
     @property
@@ -97,7 +98,7 @@ class RunFolder(Checkpoint):
             return
         run_folder.check_name(self.folder)
         run_folder.check_writable(self.folder, "RunFolder")
-        # Whoever asks the Trainer from now on gets this folder.
+        # Every later reader of the Trainer's root directory gets this folder.
         vars(trainer)["_default_root_dir"] = str(self.folder)
         self._run.setup(trainer, pl_module, stage)
 
@@ -116,7 +117,8 @@ class RunFolder(Checkpoint):
         goes_on = begun is trainer and module is pl_module
         goes_on = goes_on or (given is not None and Path(given).resolve() in own)
         if run_folder.holds_run(self.folder) and not goes_on:
-            self._card = self._record = None  # the error is none of the run that is there
+            # an error in another run must not be recorded in this folder
+            self._card = self._record = None
             where = repr(str(self.folder))
             raise UserError(
                 f"RunFolder({where}): this folder already holds a run, which is left as it is. Go "
@@ -129,7 +131,7 @@ class RunFolder(Checkpoint):
             return
         config = PythonConfig(trainer, pl_module, str(self.folder))
         self._run.config = config.text()
-        # Of an earlier fit by the same Trainer.
+        # Remove the logger of an earlier fit by the same Trainer.
         path = self.folder / "metrics.csv"
         trainer.loggers = [each for each in trainer.loggers if getattr(each, "path", 0) != path]
         self._run.on_train_start(trainer, pl_module)
@@ -138,7 +140,7 @@ class RunFolder(Checkpoint):
         if not any(isinstance(callback, RunCard) for callback in callbacks):
             self._card = RunCard()
             self._card.on_train_start(trainer, pl_module)
-        # A notebook's own arguments are nothing that a user typed.
+        # The arguments of a notebook's process were not typed by the user.
         typed = ["python", *sys.argv] if sys.argv[0].endswith(".py") else []
         self._record = RunRecord(self._run.config, typed, self.arm, unknown=config.unknown)
         self._record.on_train_start(trainer, pl_module)
@@ -173,7 +175,7 @@ class RunFolder(Checkpoint):
         if self._record is not None:
             self._record.on_exception(trainer, pl_module, exception)
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self.last:
-            # Lightning ends the program, and says no more than that it was interrupted.
+            # Lightning ends the program, and reports only that it was interrupted.
             print(
                 f"stopped after {trainer.current_epoch} of {trainer.max_epochs} rounds; this goes "
                 "on: trainer.fit(module, data, "

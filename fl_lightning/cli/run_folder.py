@@ -45,7 +45,7 @@ def checkpoints(folder: Path) -> list[Path]:
     order = {"last.ckpt": 0, "best.ckpt": 1}
     times: dict[Path, float] = {}
     for path in (folder / "checkpoints").glob("*.ckpt"):
-        # It may be a link to nothing, or have been removed just now.
+        # The path may be a dangling link, or may just have been removed.
         with suppress(OSError):
             if stat.S_ISREG((status := path.stat()).st_mode):
                 times[path] = status.st_mtime
@@ -57,10 +57,11 @@ def holds_run(folder: Path) -> bool:
 
     One that stopped in round 0 leaves it free for another.
     """
-    # A finished run may be kept without its checkpoints.
+    # You may delete the checkpoints of a finished run.
     if (folder / "metrics.csv.gz").is_file() or checkpoints(folder):
         return True
-    # Without checkpoints (enable_checkpointing=false), the row of round 1 shows that round 0 ended.
+    # Without checkpoints (enable_checkpointing=false), the row of round 1 in metrics.csv shows that
+    # round 0 ended.
     metrics = folder / "metrics.csv"
     return metrics.is_file() and metrics.read_bytes().count(b"\n") > 2
 
@@ -107,7 +108,7 @@ def _not_writable(folder: Path, error: OSError) -> UserError:
     )
 
 
-# Charts of TensorBoard's tab "Custom scalars", side by side; there, metrics are named by patterns.
+# Charts for TensorBoard's tab "Custom scalars", where patterns select the metrics.
 _CHARTS = {
     "accuracy": ["Multiline", ["val/acc$", "test/acc$", "clients/acc$"]],
     "loss": ["Multiline", ["train/loss$", "val/loss$", "global/train_loss$"]],
@@ -116,7 +117,7 @@ _CHARTS = {
     "communication, bytes": ["Multiline", ["communication/(up|down|total)_bytes$"]],
 }
 
-# The hyper-parameters that TensorBoard's tab of them shows first.
+# The hyper-parameters that TensorBoard's HPARAMS tab shows first.
 _COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "participation")
 
 
@@ -156,7 +157,7 @@ class RunEvents(TensorBoardLogger):
         plugin = experiment.value[0].metadata.plugin_data
         content = HParamsPluginData.FromString(plugin.content)
         for info in content.experiment.hparam_infos:
-            # Those that differ come first; the tab shows five, by name unless told.
+            # The tab shows five settings by default, so those that differ between runs come first.
             info.differs = info.name in _COLUMNS
         plugin.content = content.SerializeToString()
         for summary in (experiment, begun, ended):
@@ -192,7 +193,7 @@ class RunFolder(pl.Callback):
         tensorboard: whether to write TensorBoard events.
     """
 
-    # The module asks for it, and then claims no folder itself.
+    # The module reads this attribute, and then does not claim a folder itself.
     claims_folder = True
 
     def __init__(self, folder: Path, stem: str | None, config: str, tensorboard: bool) -> None:
@@ -205,7 +206,7 @@ class RunFolder(pl.Callback):
         self._lock: RunLock | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        # It is held before the checkpoint in it is read.
+        # Lock the folder before reading the checkpoint in it.
         if self.stem is None and self.folder.is_dir():
             self._lock = held_by_all(self.folder, trainer)
 
@@ -229,7 +230,7 @@ class RunFolder(pl.Callback):
         self.folder = Path(trainer.strategy.broadcast(str(folder)))
         self._lock = self._lock or held_by_all(self.folder, trainer)
         self._lock.use()
-        # Everyone who asks the Trainer from now on gets this folder.
+        # Every later reader of the Trainer's root directory gets this folder.
         vars(trainer)["_default_root_dir"] = str(self.folder)
         first_round = trainer.current_epoch
         fresh = first_round == 0 or not (self.folder / "config.yaml").exists()
@@ -247,7 +248,7 @@ class RunFolder(pl.Callback):
             print(line, flush=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # After the first validation it is known what the learner logs.
+        # The metrics that the learner logs are known only after the first validation.
         validated = trainer.fit_loop.epoch_loop.val_loop._has_run
         if validated or not trainer.enable_validation:
             self._lay_out(trainer)
@@ -301,12 +302,12 @@ class RunCheckpoint(Checkpoint):
         self.given = monitor is not None
         self.monitor = monitor or "val/acc"
         self.directions = Directions("Give --monitor_mode", {self.monitor: mode})
-        # The mode by which the best was found.
+        # The mode ("min" or "max") by which the best value was found.
         self.mode: str | None = None
         self.best: float | None = None
         self.best_round = -1
         self.explained = False
-        self._followed = False  # whether best.ckpt was looked at in this fit
+        self._followed = False  # whether best.ckpt has been read in this fit
 
     @property
     def state_key(self) -> str:
@@ -324,7 +325,7 @@ class RunCheckpoint(Checkpoint):
         if state_dict["monitor"] == self.monitor:
             self.best = state_dict["best"]
             self.best_round = state_dict["best_round"]
-            # Older runs saved no mode, and had it by this rule.
+            # Older versions did not save the mode, and used this rule.
             self.mode = state_dict.get("mode") or ("min" if "loss" in self.monitor else "max")
 
     @property
@@ -348,8 +349,8 @@ class RunCheckpoint(Checkpoint):
         self._follow(trainer)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # Where no round was left to do, `on_train_start` did not come. A folder that a run did not
-        # begin in stays without a checkpoint.
+        # If no round was left, Lightning did not call `on_train_start`. A folder in which no run
+        # began gets no checkpoint.
         resumed = trainer.ckpt_path
         own = resumed and Path(resumed).resolve().parent == self.folder.resolve()
         if own and not self._followed:
@@ -357,7 +358,7 @@ class RunCheckpoint(Checkpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         improved = self._improved(trainer)
-        # As by default; what is not said, Lightning logs in every round.
+        # Do what Lightning does by default in every round.
         trainer.save_checkpoint(self.folder / "last.ckpt", weights_only=False)
         if trainer.is_global_zero:
             self.run.write_config()
@@ -408,13 +409,13 @@ class RunCheckpoint(Checkpoint):
         if self.directions.known(self.monitor) is None:
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
         mode = MODES[not self.directions.greater(self.monitor)]
-        # What was the best by the other mode is none.
+        # The best value under the other mode is not the best under this one.
         if mode != self.mode:
             self.mode = mode
             self.best = None
         value = float(trainer.callback_metrics[self.monitor])
         better = self.best is None or (value > self.best if mode == "max" else value < self.best)
-        # A NaN is no best: it would never be beaten.
+        # NaN cannot be the best value: no value would ever beat it.
         if not better or math.isnan(value):
             return False
         self.best = value
@@ -434,10 +435,10 @@ class RunCheckpoint(Checkpoint):
         try:
             os.link(source.resolve(), aside)
         except OSError:
-            # The file system has no links.
+            # The file system does not support hard links.
             with written_aside(best) as file, open(source, "rb") as whole:
                 shutil.copyfileobj(whole, file)
             return
         aside.replace(best)
-        # rename(2) does nothing where both are links to one file.
+        # rename(2) does nothing if both names are links to one file.
         aside.unlink(missing_ok=True)

@@ -37,7 +37,7 @@ def config_hash(config: Mapping[str, Any]) -> str:
     trainer = dict(config.get("trainer") or {})
     trainer.pop("default_root_dir", None)
     kept = {**config, "trainer": trainer}
-    # A run from Python has the module's seed in both places.
+    # In a run from Python both places hold the module's seed.
     model = config.get("model") or {}
     if model.get("seed") is not None and model["seed"] == config.get("seed_everything"):
         kept["model"] = {**model, "seed": None}
@@ -55,7 +55,8 @@ def checkout() -> str | None:
     here = Path(__file__).resolve()
     described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        # The first command fails in a checkout that this code only lies in, as in site-packages.
+        # This fails if the code is not tracked by the checkout that it lies in, as in
+        # site-packages.
         _git(here.parent, "ls-files", "--error-unmatch", here.name)
         return _git(here.parent, *described).strip() or None
     except (OSError, subprocess.SubprocessError):
@@ -89,7 +90,7 @@ def _processor() -> str | None:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
-        # Elsewhere than on Linux the platform knows the name.
+        # On systems other than Linux the platform module has the name.
         return platform.processor() or None
     named = re.search(r"^model name\s*:\s*(.+)$", lines, re.MULTILINE)
     return " ".join(named[1].split()) if named else None
@@ -130,7 +131,7 @@ class RunRecord(pl.Callback):
         self.unknown = unknown
         self.command = list(command)
         self.given = {"arm": arm, "claims_hash": claims_hash, "axes": dict(axes or {})}
-        # It is known, and ours to write, once training starts.
+        # The folder is known, and this callback may write to it, once training starts.
         self._folder: Path | None = None
         self._kept: dict[str, Any] = {}
         self._modes: dict[str, str] = {}
@@ -145,7 +146,7 @@ class RunRecord(pl.Callback):
         self._kept = {key: value or earlier.get(key) for key, value in self.given.items()}
         self._kept["axes"] = self._kept["axes"] or {}
         self._kept["config_hash"] = config_hash(parse_yaml(self.config) or {})
-        # A run that starts anew in a folder has no more of the one before.
+        # A run that starts again in a folder keeps nothing of the earlier run's record.
         earlier = earlier if trainer.current_epoch else {}
         self._kept["started"] = earlier.get("started") or _now()
         self._modes = read_modes(earlier.get("modes"))
@@ -153,7 +154,7 @@ class RunRecord(pl.Callback):
         self._kept["commit"] = checkout() if trainer.is_global_zero else None
         self._kept["machine"] = machine(trainer)
         on_test = getattr(getattr(trainer, "datamodule", None), "validates_on_test", None)
-        # None where the data cannot tell.
+        # None if the data module does not say.
         self._kept["validated_on"] = None
         if on_test is not None:
             self._kept["validated_on"] = "test" if on_test else "validation"
@@ -161,7 +162,7 @@ class RunRecord(pl.Callback):
         self._write("running", trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # It is written now, as a run that is killed has names too.
+        # Write it now, so that a run that is killed also has its names.
         if self._folder is not None and self._take_names(trainer):
             self._write("running", trainer)
 
@@ -180,8 +181,8 @@ class RunRecord(pl.Callback):
             status = "diverged"
         elif isinstance(exception, KeyboardInterrupt | SystemExit):
             status = "stopped"
-        # Names are those of the last round: to ask for metrics is to ask the other processes, which
-        # may be lost.
+        # Use the names of the last round: asking for metrics would involve the other processes,
+        # which may be lost.
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
@@ -214,7 +215,7 @@ class RunRecord(pl.Callback):
             "seed": int(getattr(module, "run_seed", 0)),
             "arm": self._kept["arm"],
             "title": title,
-            # None where the data cannot tell.
+            # None if the data module does not say.
             "partition_hash": getattr(data, "partition_hash", None),
             "validated_on": self._kept["validated_on"],
             "config_hash": self._kept["config_hash"],
@@ -264,7 +265,8 @@ def killed_before(folder: Path, rounds: int) -> int | None:
 
 def was_killed(record: Mapping[str, Any]) -> bool:
     """Whether a run.json is of a run that could not write how it ended."""
-    # One that an error ended has the time of it; a sweep calls a killed one failed, without.
+    # A run that ended by an error has the time of its end. If it was killed, a sweep marks it as
+    # failed, without a time.
     return record.get("status") in ("running", "failed") and record.get("ended") is None
 
 

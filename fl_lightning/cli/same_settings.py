@@ -12,14 +12,14 @@ import yaml
 from fl_lightning.checkpoint import other_settings
 from fl_lightning.cli.compose import parse_yaml
 
-# Of the data: where they lie and how they are read decides nothing.
+# Settings of the data that may change at a resume: where files lie and how they are read.
 _FREE = ("root", "download", "num_workers", "pin_memory", "eval_batch_size", "cache_dir")
-# Files that may have moved: another name is another file.
+# Files may move to another folder, but another file name means another file.
 _FILES = ("path", "file", "test", "val", "folder", "data_dir", "tokenizer")
-# What the run's own seed and the partition's hash, which is compared elsewhere, decide where no
-# value is given.
+# If no value is given, the run's seed and the partition's hash decide these. The hash is compared
+# elsewhere.
 _BY_HASH = ("partition", "seed")
-# What the parser writes in place of an object that has no text.
+# The parser writes this for an object that has no text form.
 UNREADABLE = "Unable to serialize"
 
 
@@ -40,7 +40,7 @@ def check_same_settings(checkpoint: Path, config: Mapping[str, Any], strict: boo
     if not strict:
         return
     run = checkpoint.resolve().parent.parent
-    # A file config.yaml elsewhere is somebody's own.
+    # Without run.json, config.yaml is a user's own file.
     if not (run / "run.json").is_file():
         return
     try:
@@ -78,11 +78,11 @@ def _differing(then: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]
     """(key, then, now) of each value that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         keys = list(then)
-        # An argument that a config lacks came to its class since, with a default.
+        # An argument that the config does not have was added to its class later, with a default.
         if path.rpartition(".")[2] != "init_args":
             keys += [key for key in now if key not in then]
         for key in keys:
-            # The hash decides where one of the two is not given.
+            # If only one of the two configs has the key, the partition's hash decides.
             if key in now or key not in _BY_HASH:
                 yield from _differing(then.get(key), now.get(key), f"{path}.{key}")
     elif isinstance(then, list) and isinstance(now, list) and len(then) == len(now):

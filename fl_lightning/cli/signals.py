@@ -29,10 +29,10 @@ class GracefulStop(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.first = trainer.current_epoch
-        # It comes no earlier: it replaces Lightning's own handlers, which would lose the round.
+        # Install our handlers only now: they replace Lightning's, which would lose the round.
         self._module = pl_module
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            # What nohup has told this process to ignore stays ignored.
+            # A signal that nohup has made this process ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._on_signal)
 

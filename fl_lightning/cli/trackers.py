@@ -17,7 +17,7 @@ from fl_lightning.cli.compose import class_name
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_record
 
-# Logger → its argument that takes the id of a run to go on with.
+# Logger → the argument that takes the id of the run to continue.
 _IDS = {"MLFlowLogger": "run_id", "WandbLogger": "id"}
 _PACKAGES = {"MLFlowLogger": "mlflow", "WandbLogger": "wandb"}
 
@@ -27,7 +27,7 @@ def ids_of(loggers: Iterable[Any]) -> dict[str, str]:
     found = {}
     for logger in loggers:
         name = type(logger).__name__
-        # Lightning's loggers say by their version which run is theirs, once there is one.
+        # The `version` of one of Lightning's loggers is the id of its run, once there is a run.
         if name in _IDS and logger.version is not None:
             found[name] = str(logger.version)
     return found
@@ -49,7 +49,7 @@ def completed(config: Namespace, ids: dict[str, str]) -> Namespace:
         arguments = logger.init_args
         if name in ids and arguments.get("version") is None and arguments.get(_IDS[name]) is None:
             arguments[_IDS[name]] = ids[name]
-        # Lightning's default, a folder of files, is refused by MLflow of late.
+        # New versions of MLflow refuse Lightning's default, a folder of files.
         if name == "MLFlowLogger" and arguments.get("save_dir") == "./mlruns":
             uri = os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
             arguments["tracking_uri"] = arguments.get("tracking_uri") or uri
@@ -77,7 +77,7 @@ def check_goes_on(loggers: Any, ids: dict[str, str], folder: Path) -> None:
         own = ids.get("MLFlowLogger")
         if type(logger).__name__ != "MLFlowLogger" or own is None or logger._run_id != own:
             continue
-        # A store says in errors of its own that it cannot be reached or lacks the run.
+        # Each tracker raises its own errors if it cannot be reached or does not have the run.
         try:
             stage = logger.experiment.get_run(own).info.lifecycle_stage
             reason = "" if stage == "active" else f"it is {stage}"

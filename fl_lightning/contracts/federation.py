@@ -24,7 +24,8 @@ from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.machine.processes import place
 from fl_lightning.module import FederatedModule
 
-# In batches of 4 these give a client with one sample, short last batches, and different K_i.
+# With batches of 4 these sizes give a client with one sample, short last batches, and different
+# K_i.
 SIZES = [1, 5, 9, 4, 12, 7]
 ROUNDS = 3
 Outcome = dict[str, Tensor]
@@ -87,7 +88,8 @@ class Learner(pl.LightningModule):
         if frozen:
             self.first.bias.requires_grad_(False)
         if self.has_buffers:
-            # Both depend only on the batches, so every method has to leave them as FedAvg does.
+            # Both buffers depend only on the batches, so every method must leave them as FedAvg
+            # does.
             self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
             self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
 
@@ -109,7 +111,7 @@ def data(
 ) -> InMemoryDataModule:
     """Heterogeneous clients; ``order`` registers them in another order."""
     rng = np.random.default_rng(3)
-    # The draws come in this order: all inputs, and then all labels.
+    # Draw all inputs first, and then all labels.
     inputs = [rng.normal(size=(size, 3)) + rng.normal(size=3) for size in SIZES]
     labels = []
     for client, size in enumerate(SIZES):
@@ -138,7 +140,7 @@ def quiet() -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
     threads = torch.get_num_threads()
-    # The bits that are compared depend on the number of threads.
+    # The compared bits depend on the number of threads.
     torch.set_num_threads(1)
     for logger in loggers:
         logger.setLevel(logging.ERROR)
@@ -199,7 +201,8 @@ def fit(
     required: dict[str, Any] = {}
     for callback in callbacks:
         required |= required_by(type(callback))
-    # The defaults come first, over them what the methods need, and over that what a check varies.
+    # Start with the defaults, apply the settings that the methods need, and then those that a check
+    # varies.
     arguments = {
         "participation": 3,
         "local_epochs": 2,
@@ -242,7 +245,7 @@ def outcome(module: FederatedModule) -> Outcome:
 
     That is models, buffers, server states, this process's client rows, and what was logged.
     """
-    # These names are what a failed check tells the reader.
+    # A failed check shows these names to the reader.
     left = {
         "the server's model": module.global_vector,
         "the evaluated model": module.evaluated_vector,
@@ -258,11 +261,11 @@ def outcome(module: FederatedModule) -> Outcome:
     if module.run.methods.owner("personal") is not None:
         models = personal.of_run(module.run, module.trainer)
         world, rank = place()
-        # As client rows do, a client's model belongs to one process.
+        # A client's model is stored in one process, as its rows of state are.
         for i in range(rank, len(SIZES), world):
             left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
-        # Seconds differ from run to run.
+        # Times differ from run to run.
         if not name.startswith("time/"):
             left[f"log {name}"] = value
     return {name: value.detach().cpu().clone() for name, value in left.items()}
@@ -279,7 +282,7 @@ def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hi
     for name in ours:
         if name in theirs:
             away = distance(ours[name], theirs[name])
-            # Said so that NaN differs from everything.
+            # Written with `not`, so that NaN counts as a difference.
             if not away <= tolerance:
                 differing.append(f"{name} by {away:.1e}")
     if differing:
@@ -310,7 +313,7 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
     Raises:
         Failed: one of them did not finish.
     """
-    # Another process may take the port after it is closed here, which is unlikely.
+    # Another process may take the port after it is closed here, but that is unlikely.
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -326,7 +329,7 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
                 "needs of all clients goes through Upload or staged()",
             )
         together: Outcome = {}
-        # What several processes have is the first one's.
+        # If several processes have an entry, use that of the first process.
         for rank in reversed(range(world)):
             together |= torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
     return together
@@ -347,7 +350,7 @@ def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder
             "GROUP_RANK": 0,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": port,
-            # By this Lightning knows that its processes exist already.
+            # This variable makes Lightning believe that its processes exist already.
             "TORCHELASTIC_RUN_ID": "contracts",
         }
         os.environ.update({name: str(value) for name, value in variables.items()})
@@ -356,5 +359,5 @@ def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder
     except BaseException as error:
         (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}", "utf-8")
     finally:
-        # No exit hook of the parent runs in its fork.
+        # The fork must not run the parent's exit hooks.
         os._exit(status)

@@ -51,7 +51,7 @@ class Stage:
         self.methods = Methods([callback], layout)
         self.curvature = 0.5 + self._random(1, m, w.numel())
         self.centre = self._random(2, m, w.numel()) - 0.5
-        # State is filled, as hooks that see nothing but zeros would show little.
+        # Fill states with numbers: a hook that sees only zeros would show little.
         self.rows: dict[str, Tensor] = {}
         server_states: dict[str, Tensor] = {}
         for key, declared in self.methods.declared.items():
@@ -104,9 +104,10 @@ class Stage:
             self.gradient,
             self.evaluate,
         )
-        # Of three classes, as many as a client's size; client 0 has none of the last.
+        # Three classes, with as many samples as the client has; client 0 has none of the last
+        # class.
         group.label_counts = lambda client: [1, 1, client]
-        # A column is made when it is first asked for.
+        # Each column is made when it is first read, so read all of them now.
         clients = Clients(group)
         _ = clients.ids, clients.steps, clients.sizes, clients.weights, clients.label_counts
         return group
@@ -208,7 +209,7 @@ def groups(method: Method) -> None:
         "a hook sees (n, D): per-client numbers are columns (n, 1), norms are clients.norm(v), "
         "sums over coordinates are .sum(1, keepdim=True), and no client's row enters another's"
     )
-    # With n = D, a sum over the wrong axis has the right shape: only the numbers tell.
+    # If n = D, a sum over the wrong axis still has the right shape: only its numbers are wrong.
     for n in (1, 3, size):
         stage = Stage(callback, module.global_vector.detach(), module.layout, size)
         single = [stage.rehearse(stage.group([i]), _plainly) for i in range(n)]
@@ -326,7 +327,7 @@ def traceable(method: Method) -> None:
             return guard(hook, call)
 
     in_a_round(method, reading)
-    # A fake tensor has a shape and no numbers.
+    # A fake tensor has a shape but no numbers.
     with mode:
         for _ in stage.rehearse(group, guard):
             pass

@@ -70,7 +70,7 @@ class Method:
             self.looks.append(snapshots.take(callback))
 
         module = fit([callback], started=look, ended=look)
-        # Hooks that are called on it afterwards do not change what the run left.
+        # Hooks that are called later on it do not change the results of the run.
         return callback, module, outcome(module)
 
     @property
@@ -104,14 +104,14 @@ def fedavg(**settings: Any) -> Outcome:
     return _once(**settings) if simple else outcome(fit([], **settings))
 
 
-# 1 and 1.0 are different settings of the participation.
+# A participation of 1 and one of 1.0 are different settings.
 @lru_cache(typed=True)
 def _once(**settings: Any) -> Outcome:
     return outcome(fit([], **settings))
 
 
 def neutral(method: Method) -> None:
-    # The arguments of the one under check may leave it no neutral setting.
+    # With the arguments under check the method may have no neutral setting.
     arguments = method.factory().neutral
     if arguments is None:
         raise NotApplicable("neutral is None")
@@ -123,14 +123,15 @@ def neutral(method: Method) -> None:
             "let __init__ take what `neutral` names, with defaults for the rest",
         ) from None
     named = ", ".join(f"{name}={value!r}" for name, value in arguments.items()) or "no arguments"
-    # Plainly, and with weights and clipping, which act on what the method adds.
+    # Run once without further settings, and once with weights and clipping, which act on what the
+    # method adds.
     settings: list[dict[str, Any]] = [{}, {"weighting": "samples", "clip_norm": 0.5}]
     for callback, setting in zip(callbacks, settings, strict=True):
         ours = outcome(fit([callback], **{**required_by(method.cls), **setting}))
         average = method.average
         if setting:
             average = method.fedavg(**setting)
-        # A perturbation of length 0 costs a gradient nevertheless.
+        # A perturbation of length 0 still costs a gradient.
         theirs = {n: value for n, value in average.items() if not n.startswith("log cost/")}
         require_same(
             {name: ours[name] for name in theirs if name in ours},
@@ -146,7 +147,7 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
     try:
         return method.factory(**arguments)
     except TypeError:
-        # The class needs other arguments too: they are those of the method under check.
+        # The class may need more arguments: take those of the method under check.
         accepted = inspect.signature(method.cls).parameters
         attributes = vars(method.factory())
         others = {name: value for name, value in attributes.items() if name in accepted}
@@ -182,7 +183,8 @@ def order_of_clients(method: Method) -> None:
 
 def order_of_training(method: Method) -> None:
     def reverse(module: Any) -> None:
-        # The results are the round's, whatever the order: only what passes between clients differs.
+        # Results are collected by position, whatever the order. So a difference shows that
+        # something passed between clients.
         train = module.run.engine.train
         module.run.engine.train = lambda round, leaves, *rest: train(round, leaves[::-1], *rest)
 
@@ -198,7 +200,8 @@ def order_of_training(method: Method) -> None:
 
 def engines(method: Method) -> None:
     refused = []
-    # Side by side has the bits of one after the other, stacked agrees to rounding.
+    # Parallel clients give the same bits as clients one after another; stacked clients agree up to
+    # rounding.
     for name, together, tolerance in (
         ("concurrent", {"workers": 2}, 0.0),
         ("stacked", {"clients_at_once": 2}, 1e-9),
@@ -276,7 +279,7 @@ def declared(method: Method) -> None:
 
     Where that changes the result, they were state.
     """
-    # What the callback saves itself is known to a checkpoint.
+    # A checkpoint includes the attributes that the callback saves itself.
     saved = method.used[0].state_dict()
     before, *after = method.looks
     touched: set[str] = set().union(*(snapshots.changes(before, look) for look in after))
@@ -322,7 +325,7 @@ def small_clients(method: Method) -> None:
     try:
         finite(method, "with one client a round", hint, participation=1)
     except UserError as error:
-        # A method may need more clients, and say so.
+        # The method may need more clients, and report that.
         if "participation" not in str(error):
             raise
 
@@ -350,7 +353,7 @@ def unequal_rates(method: Method) -> None:
     try:
         finite(method, "with two learning rates in one optimizer", "", client_optimizer=two)
     except UserError as error:
-        # A method may need one learning rate, and say so.
+        # The method may need a single learning rate, and report that.
         if "lr" not in str(error):
             raise
 
@@ -371,7 +374,7 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
     try:
         left = method.run(**arguments)
     except Diverged as diverged:
-        # Its first sentence, without the name of what diverged.
+        # Use the first sentence, without the name of the object that diverged.
         sentence = str(diverged).split(": ")[1].split(". ")[0]
         raise Failed(f"{what} {sentence}", hint) from None
     require_finite(left, what, hint)
@@ -381,7 +384,7 @@ def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
 def buffers(method: Method) -> None:
     if method.factory().has("steps"):
         raise NotApplicable("it decides how many batches clients see")
-    # A method that selects clients itself would give buffers of others than FedAvg's.
+    # A method that selects clients itself would give other buffers than FedAvg.
     who: dict[str, Any] = {}
     if method.factory().has("select"):
         who = {"participation": "all"}
@@ -403,7 +406,8 @@ def buffers(method: Method) -> None:
 
 def beside_another(method: Method) -> None:
     refused = []
-    # One changes where clients start, the other their gradients and the server's state.
+    # One partner changes where clients start. The other changes their gradients and the server's
+    # state.
     for partner in (RelaxedInitialization, ControlVariates):
         if partner.__name__ == method.cls.__name__:
             continue

@@ -24,7 +24,7 @@ def take(callback: FederatedCallback) -> dict[str, Any]:
         if cls is FederatedCallback:
             break
         for name, value in vars(cls).items():
-            # Declarations and methods are the same for all instances, whatever a run does.
+            # Declarations and methods belong to the class, and no run changes them.
             code = name.startswith("__") or callable(value)
             if not code and not isinstance(value, Declaration | property):
                 values[f"{cls.__name__}.{name}"] = value
@@ -74,14 +74,14 @@ def _copied(value: Any, depth: int = 0) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    # Deeper down lie the framework's objects rather than the method's data.
+    # Deeper levels hold objects of the framework, and not the method's data.
     if depth > 5:
         return value
     if isinstance(value, dict):
         return {k: _copied(v, depth + 1) for k, v in value.items()}
     if isinstance(value, list | tuple | set | frozenset):
         return (type(value).__name__, [_copied(v, depth + 1) for v in value])
-    # An object of the method's own is copied as its attributes.
+    # Copy an object of the method's own as its attributes.
     if hasattr(value, "__dict__") and not callable(value) and not isinstance(value, type):
         return (type(value).__name__, _copied(vars(value), depth + 1))
     return value
@@ -96,5 +96,5 @@ def _equal(a: Any, b: Any) -> bool:
         return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
     if isinstance(a, list | tuple) and isinstance(b, list | tuple):
         return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    # Objects without an equality of their own are the same where they are identical.
+    # Objects that define no equality are equal only if they are identical.
     return a is b or (type(a) is type(b) and bool(a == b))

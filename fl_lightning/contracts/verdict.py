@@ -63,7 +63,7 @@ class CheckReport:
         outcome = "all contracts hold" if self.ok else f"{failed} of {len(self.checks)} fail"
         lines = [f"{self.method}: {outcome}", ""]
         width = max(len(check.name) for check in self.checks)
-        # A reason is told once, where the first check fails by it.
+        # Print a reason only once, at the first check that fails for it.
         first: dict[str, str] = {}
         for check in self.checks:
             fails = check.verdict == "fails"
@@ -99,12 +99,12 @@ def where(error: BaseException) -> str:
     As in ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``.
     """
     ours = Path(__file__).parents[1]
-    # Frames of the frameworks say little to the author of a method.
+    # Stack frames of the frameworks do not help the author of a method.
     theirs = [Path(str(module.__file__)).parent for module in (torch, pl, FABRIC)]
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         path = Path(frame.filename)
-        # A packaged method is a callback like any other; the rest of the package is not.
+        # A packaged method counts as a user's callback; other code of this package does not.
         core = ours in path.parents and ours / "callbacks" not in path.parents
         if path.is_file() and not core and not any(root in path.parents for root in theirs):
             place = f" ({path.name}, line {frame.lineno}, {frame.name})"

@@ -17,7 +17,7 @@ from fl_lightning.deploy import travel
 from fl_lightning.deploy.transport import Message
 from fl_lightning.round.base import Addition, BaseWeights
 
-ANY = -1  # base_from, where the message has all weights
+ANY = -1  # value of base_from if the message has all frozen weights
 
 
 class SentBase:
@@ -30,10 +30,11 @@ class SentBase:
     def __init__(self, weights: BaseWeights) -> None:
         weights.history = {}
         self.weights = weights
-        # An earlier server of the run may have gone on differently, so its marks are others.
+        # An earlier server process of the run may have continued differently, so each server draws
+        # its own marks.
         self._server = 1 + secrets.randbelow(2**50)
         self._first = len(weights.costs)
-        # site → the number of rounds whose additions it has; None: unknown. A new site has W^0.
+        # site → the number of rounds whose additions it has (0 for a new site, None if unknown)
         self._has: dict[str, int | None] = {}
 
     def forget(self, site: str) -> None:

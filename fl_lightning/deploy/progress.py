@@ -15,8 +15,8 @@ from fl_lightning.deploy.transport import Number
 from fl_lightning.engines.attributes import Attributes
 from fl_lightning.errors import UserError
 
-ATTRIBUTE = "learner/"  # before an attribute's name in the numbers of a message
-BOOL = ":bool"  # behind the name of an attribute that is True or False
+ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
+BOOL = ":bool"  # suffix of the name of an attribute that is True or False
 FOREVER = -1  # for max_epochs=None
 
 
@@ -35,7 +35,8 @@ class ServerProgress:
         self.note = note
         self.first = Attributes(learner)
         self.frozen = _versions(learner)
-        # A value may come back to the first one, so what changed once is sent from then on.
+        # A value may return to its first one, so every value that changed once is sent from then
+        # on.
         self.changed: dict[str, None] = {}
 
     def numbers(self, epoch: int, steps: int) -> dict[str, Number]:
@@ -56,7 +57,7 @@ class ServerProgress:
         modules = dict(self.learner.named_modules())
         for full in self.changed:
             part, _, name = full.rpartition(".")
-            # A class's attribute stands under the name of the class.
+            # An attribute of a class is stored under the name of the class.
             if name.startswith("_") or part not in modules:
                 continue
             value = getattr(modules[part], name, None)
@@ -95,7 +96,8 @@ class SiteProgress:
     def __init__(self, trainer: Any, learner: nn.Module) -> None:
         self.trainer = trainer
         self.learner = learner
-        self.first: dict[str, Any] = {}  # its own values of attributes that may be set
+        # this site's first values of the attributes that a message may set
+        self.first: dict[str, Any] = {}
         for part, module in learner.named_modules():
             for name, value in vars(module).items():
                 if isinstance(value, bool | int | float):
@@ -117,7 +119,8 @@ class SiteProgress:
                 full = key.removeprefix(ATTRIBUTE)
                 flag = full.endswith(BOOL)
                 came[full.removesuffix(BOOL)] = bool(value) if flag else value
-        # A server that was started again has them as they were at first.
+        # After a restart the server has the first values again, so reset the attributes that its
+        # message does not name.
         own = {full: self.first[full] for full in self.set if full in self.first}
         for full, value in {**own, **came}.items():
             part, _, name = full.rpartition(".")

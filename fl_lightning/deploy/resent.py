@@ -25,7 +25,7 @@ class SentModel:
 
     def __init__(self, methods: Methods) -> None:
         self.methods = methods
-        self._given: dict[str, Tensor] = {}  # by site; sites that have the same share its memory
+        self._given: dict[str, Tensor] = {}  # by site; sites with equal vectors share the memory
         self._latest: Tensor | None = None
 
     def put(self, message: Message, round: Round, since: int | None) -> None:

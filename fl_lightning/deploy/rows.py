@@ -130,7 +130,7 @@ class SiteRows:
         rows: dict[str, dict[int, Tensor]] = {}
         for name in names:
             row = self.store.read(STAGED + name, client)
-            assert row is not None  # the journal names only rows that were flushed before
+            assert row is not None  # the journal names only rows that have been flushed
             rows[name] = {client: row.clone()}
         self.store.commit(rows)
         self.committed[client] = t
@@ -158,8 +158,8 @@ class SiteRows:
             "staged": [[client, staged] for client, staged in self.staged.items()],
             "rows": rows,
         }
-        # The journal names segments that are on the disk already; those it no longer names go
-        # after it.
+        # The journal names only segments that are on disk. Segments that it no longer names are
+        # deleted after it is written.
         with written_aside(self.folder / JOURNAL) as file:
             file.write(json.dumps(held).encode())
         self.store.collect(self.folder, [index])

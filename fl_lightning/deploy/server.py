@@ -23,7 +23,7 @@ from fl_lightning.machine.processes import world_size
 from fl_lightning.storage.files import written_aside
 
 NUMBER = "sites.json"
-TOLD = "told by sites"  # in checkpoints: samples and batches of clients
+TOLD = "told by sites"  # key in checkpoints: the clients' numbers of samples and batches
 
 
 class AtServer(pl.Callback):
@@ -39,7 +39,7 @@ class AtServer(pl.Callback):
     """
 
     measures_clients = True
-    sites: Sites  # from the fit's start on
+    sites: Sites  # set when the fit starts
     progress: ServerProgress
 
     def __init__(
@@ -84,7 +84,7 @@ class AtServer(pl.Callback):
         sites.counts_tests = any(isinstance(c, PerClientEvaluation) for c in trainer.callbacks)
         sites.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):
-            # The server's own data have a partition too, but no site trains on it.
+            # The server's own data have a partition too, but no site trains on them.
             vars(trainer.datamodule)["card"] = loop.cohort.data.card
             vars(trainer.datamodule)["plot_partition"] = None
         loop.engine = sites

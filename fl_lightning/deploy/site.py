@@ -49,9 +49,9 @@ class AtSite(pl.Callback):
         own: whether the data are the site's own; the server then knows only what the site sends.
     """
 
-    # The server asks for it where the run's callbacks want it.
+    # The server asks a site to measure its clients if the run's callbacks need it.
     measures_clients = True
-    progress: SiteProgress  # from the fit's start on
+    progress: SiteProgress  # set when the fit starts
 
     def __init__(self, post: Post, clients: Sequence[int], folder: Path, own: bool = False) -> None:
         self.post = post
@@ -98,7 +98,7 @@ class Site(FederatedLoop):
         progress: SiteProgress,
     ) -> None:
         vars(self).update(vars(loop))
-        # What a client sends is packed here, where its codes are, and not in processes of its own.
+        # A client's message is packed here, where its codes are, and not in forked processes.
         if isinstance(self.engine, Forked):
             self.engine = self.engine.one_after_the_other()
         self.trainer = trainer
@@ -108,7 +108,7 @@ class Site(FederatedLoop):
         self.clients = clients
         self.rows = rows
         self.own_data = own_data
-        self.given: Tensor | None = None  # w as it came last, whole
+        self.given: Tensor | None = None  # the last complete w that the server sent
         self.question = -1  # with which it came
         self.w0: Tensor | None = None
         self.base = None if self.state.base is None else BaseAtSite(self.state.base)
@@ -203,7 +203,7 @@ class Site(FederatedLoop):
 
         def collect(leaf: int, group: ClientGroup) -> None:
             home = contributions.brought(group)
-            # Engines may train clients side by side.
+            # The engine may train clients in parallel.
             with lock:
                 if home.finished:
                     finished.append(home.client)
@@ -211,7 +211,7 @@ class Site(FederatedLoop):
                 for key, row in home.rows.items():
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
-                # By value, before the engine uses the client's memory again.
+                # Copy the values before the engine reuses the client's memory.
                 travel.packed_client(answer, home, round, code, reported)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
@@ -252,8 +252,8 @@ class Site(FederatedLoop):
 
     def lacks_model(self, message: Message) -> bool:
         """Tell whether the message builds on a model that the site does not have."""
-        # A site that was started again since the last message has neither, and the server, which
-        # may not know it yet, sends them once more by themselves.
+        # A restarted site has neither w nor w^0. The server may not know of the restart, so the
+        # site asks for them.
         numbers = message.numbers
         lacks = not numbers["whole"] and self.given is None
         lacks |= numbers.get("since", self.question) != self.question
@@ -308,7 +308,8 @@ class Site(FederatedLoop):
             expected = size
             self.given = came
         else:
-            # What the site's clients have a valid copy of did not travel, nor did it change.
+            # Coordinates of which the site's clients have a valid copy were not sent, and did not
+            # change.
             where = self.parts_sent(message)
             expected = int(where.sum())
             self.given = self.given.clone()

@@ -32,8 +32,8 @@ from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.ledger import Ledger
 
-ASK_AGAIN = 1.0  # seconds, where a client's site is not there
-OTHERS = 30.0  # seconds, for other sites to say what is wrong there, too
+ASK_AGAIN = 1.0  # seconds between questions, while a client's site is missing
+OTHERS = 30.0  # seconds to wait for other sites' reports of an error
 
 
 class Sites:
@@ -55,7 +55,7 @@ class Sites:
         self.transport = transport
         self.loop = loop
         self.progress = progress
-        self.facts: dict[str, Number] = {}  # of the present round's progress
+        self.facts: dict[str, Number] = {}  # the present round's numbers of `progress`
         self.run = run
         self.timeout = timeout
         self.counts_tests = False
@@ -63,15 +63,15 @@ class Sites:
         self.modes: dict[str, str] = {}
         self.holder: dict[int, str] = {}  # client → its site
         self.known: dict[str, list[int]] = {}  # site → its clients
-        self.places: dict[int, str] = {}  # number of a site's folder → the site
+        self.places: dict[int, str] = {}  # number of a site's folder → name of the site
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
-        # Else all of w changes in each round.
+        # Otherwise all of w changes in each round.
         foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
         partly = loop.methods.resting is not None or foresees
         self.sent = SentModel(loop.methods) if partly else None
         self._asked: set[str] = set()
-        # Of a site's last question; an earlier server's are others.
+        # The number of each site's last question. Another server process starts at another number.
         self._questions = count(secrets.randbelow(2**50))
         self._last: dict[str, int] = {}
         codec = loop.methods.owner("transmit")
@@ -185,7 +185,8 @@ class Sites:
             )
         self._check_shapes(site, answer)
         clients = [int(i) for i in answer.arrays["clients"]]
-        # A site that was started again may have another name, and the one before not be gone yet.
+        # A restarted site may come back under another name while the server still lists the old
+        # one.
         folder = int(answer.numbers["place"])
         if self.places.get(folder, site) != site:
             self.forget(self.places[folder])
@@ -258,7 +259,7 @@ class Sites:
         sizes = self.loop.cohort.sizes
 
         def fits(client: int) -> bool:
-            # The round's weights were made of what was known when it began.
+            # The round's weights were computed from the sizes that were known when it began.
             return sizes([client])[client] == round.sizes[client]
 
         ask = partial(self.message, round)
@@ -300,7 +301,7 @@ class Sites:
         """
         until = time.monotonic() + self.timeout
         waiting: dict[str, list[int]] = {}  # site → clients asked for
-        missing = set(clients)  # clients for which no site has been asked
+        missing = set(clients)  # clients that no site has been asked for
         while (waiting or missing) and time.monotonic() < until:
             self.find()
             for site in set(waiting) - set(self.known):
@@ -391,8 +392,8 @@ class Sites:
             self.sent.put(message, round, self._last.get(site) if site in self.told else None)
         if site not in self.told and self.loop.methods.start_from_w0:
             travel.put(arrays, "w0", round.initial_model)
-        # Clients' own ones too: a client without any starts from these, and each sends its change
-        # from them, of which the server's next are made.
+        # Send buffers that clients own, too. A client without its own starts from these; each sends
+        # its change, and the server makes the next ones from the changes.
         for name, value in round.buffers.items():
             travel.put(arrays, "buffer/" + name, value)
         for key, value in self._states(self.loop.methods).items():
@@ -435,7 +436,7 @@ class Sites:
         are evaluated.
         """
         rounds = self.loop.state.rounds
-        # Kept parts are those with which the next round would begin.
+        # The parts that clients keep are those with which the next round would begin.
         self.facts = self.progress.numbers(max(rounds - 1, 0), rounds)
         vector, buffers = model
         facts = self.loop.round_at(max(rounds - 1, 0))
@@ -495,12 +496,12 @@ class Sites:
                 f"fit the server's config ({type(error).__name__}: {str(error)[:100]}). Both need "
                 "the same config and version."
             ) from error
-        # A site's word for it is not enough.
+        # Do not rely on the site's report: check the update here.
         if home.update is not None and not all_finite(home.update):
             home.finished = False
             home.rows = {}
         if home.counts is not None:
-            # When a client was sent the model last only the server knows.
+            # Only the server knows when it last sent the model to a client.
             traffic.count_down(home.counts, round, client, self.loop.methods)
         if home.finished:
             home.rows[AT_SITES] = torch.tensor(round.t)

@@ -46,7 +46,7 @@ def as_one_client(data: Any, m: int) -> None:
 class Told:
     """The server's data, but for the clients' numbers of samples and batches, which sites tell."""
 
-    client_names = ()  # names in the server's own data belong to no site
+    client_names = ()  # names in the server's own data do not belong to sites
 
     def __init__(self, data: Any) -> None:
         self._data = data

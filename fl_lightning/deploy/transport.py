@@ -23,7 +23,7 @@ from fl_lightning.errors import UserError
 Array = NDArray[Any]
 Number = int | float
 MAGIC = b"fl-site1"
-# An object's bytes would be pointers, and a text's need no array.
+# Accept only these NumPy kinds: an object array would hold pointers, and text needs no array.
 KINDS = "biufc"
 
 
@@ -161,7 +161,7 @@ class InMemoryTransport:
                 self._waiting.append((message.site, packed(message)))
 
     def receive(self, timeout: float) -> list[Message]:
-        # A site takes its message only when the one before has answered.
+        # A site gets its next message only after it has answered the last one.
         if self._busy is None and self._waiting:
             site, data = self._waiting.pop(0)
             self._post(site).inbox.put(data)
@@ -177,7 +177,7 @@ class InMemoryTransport:
         self._busy = None
         if isinstance(answer, BaseException):
             del self._posts[site]
-            # A site that was killed is started again by its next message.
+            # A site that was killed starts again at its next message.
             if isinstance(answer, Killed):
                 return [Message("lost", site)]
             raise answer

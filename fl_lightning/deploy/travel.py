@@ -21,7 +21,7 @@ from fl_lightning.deploy.transport import Array, Message, said, words
 from fl_lightning.errors import UserError
 from fl_lightning.round.context import Round
 
-BFLOAT = ":bfloat16"  # behind the name of an array whose bits are of that dtype
+BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
 
 
 def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
@@ -149,7 +149,7 @@ def packed_client(
     for name, value in home.rows.items():
         if name in reported:
             put(arrays, at + "row/" + name, value)
-    # Logs are summed in float64, which holds every float of theirs.
+    # Logs are summed in float64, which represents each of their values.
     for name, value in home.logs.items():
         numbers[at + "log/" + name] = float(value)
     if home.kept is not None:
@@ -248,7 +248,7 @@ def got_mask(array: Array, size: int) -> Tensor:
         ValueError: it is damaged.
     """
     try:
-        # No message may make more of itself than a mask has.
+        # A compressed message must not expand to more than the mask's size.
         bits = zlib.decompressobj().decompress(array.tobytes(), (size + 7) // 8 + 1)
         return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
     except zlib.error as error:

@@ -74,7 +74,7 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
         count = torch.as_tensor(count, device=device).detach().double().reshape(())
     except (TypeError, ValueError, RuntimeError):
         count = torch.tensor(float("nan"))
-    # On a GPU reading it would wait for the device.
+    # On a GPU reading the value would wait for the device.
     if count.device.type == "cpu" and not 0 <= float(count) < float("inf"):
         raise UserError(
             f"model.accumulate: training_step of {learner} returned count={output['count']!r}. It "

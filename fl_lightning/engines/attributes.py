@@ -23,9 +23,9 @@ from fl_lightning.learner.modules import IN_STEPS
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
-# Objects of these are the run's, and their inside is their own affair.
+# Objects of these packages belong to the run: do not look inside them.
 OF_THE_RUN = {"fl_lightning", "lightning", "lightning_fabric", "pytorch_lightning"}
-# Classes and functions of these keep nothing that belongs to a learner.
+# Classes and functions of these packages hold nothing that belongs to a learner.
 LIBRARIES = {*OF_THE_RUN, *sys.stdlib_module_names, "numpy", "torch", "torchmetrics", "torchvision"}
 
 
@@ -41,7 +41,8 @@ class Attributes:
     """
 
     def __init__(self, learner: nn.Module, metrics: bool = False, values: bool = True) -> None:
-        self.kept: list[Any] = []  # so that no other object gets the id of one of them
+        # keeps these objects alive, so that no other object gets the same id
+        self.kept: list[Any] = []
         self.found: dict[str, Any] = {}
         modules = dict(learner.named_modules())
         self.places = {id(module): name or "learner" for name, module in modules.items()}
@@ -78,7 +79,7 @@ class Attributes:
                     self.found[f"{kind.__name__}.{name}"] = self._written(value, True)
 
     def _written(self, value: Any, values: bool) -> Any:
-        # Most attributes of a module are plain or empty, which need no pickle.
+        # Most attributes of a module are plain or empty, and need no pickle.
         if isinstance(value, PLAIN):
             return value, type(value)
         if isinstance(value, dict | list | tuple | set) and not value:
@@ -86,7 +87,7 @@ class Attributes:
         written = io.BytesIO()
         try:
             Writer(written, self, values).dump(value)
-        except Exception:  # a lock, an open file
+        except Exception:  # for example a lock or an open file
             self.kept.append(value)
             return id(value)
         return written.getvalue()
@@ -120,7 +121,7 @@ class Writer(pickle.Pickler):
         """Tensors, generators, functions and cells in a form that shows what they hold."""
         if isinstance(value, Tensor):
             return str, (self._of_tensor(value),)
-        # Its state is a new tensor each time, so it is compared by its values.
+        # get_state returns a new tensor each time, so compare its values.
         if isinstance(value, torch.Generator):
             return str, (value.get_state().numpy().tobytes(),)
         if isinstance(value, CellType):

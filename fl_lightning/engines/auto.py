@@ -20,11 +20,12 @@ from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
 from fl_lightning.engines.situation import LearnerCopies
 
-# A round's local work that is not worth threads.
+# Seconds of local work per round below which threads do not pay.
 TINY_SECONDS = 0.02
-# A round's local work that is not worth forking processes.
+# Seconds of local work per round below which forked processes do not pay.
 FORK_SECONDS = 0.2
-# A step that is not captured and takes less is mostly Python, which one thread runs at a time.
+# A step that is not captured and is shorter than this is mostly Python, which one thread runs at a
+# time.
 PYTHON_SECONDS = 0.002
 
 
@@ -244,7 +245,7 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
     known = Known(copies, first_steps)
     try:
         row = next(row for row in TABLE if row.holds(known))
-    except Exception as error:  # The first round will meet it, and say where.
+    except Exception as error:  # If it fails here, the first round will fail too, and report where.
         why = f"a trial before round 0 failed ({type(error).__name__}: {error})"
         plan = EnginePlan("sequential", why, threads=torch.get_num_threads())
         return plan, known.shown_by_first_steps
@@ -253,7 +254,8 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
         f"{row.when}: {row.reason.format(known=known)}",
         threads=torch.get_num_threads() if row.threads == "all" else 1,
     )
-    # Reading the property would train copies now: take it only if a row has computed it already.
+    # Reading the property would train copies now, so use it only if a log line has computed it
+    # already.
     found = vars(known).get("shown_by_two_copies")
     one_by_one = None if known.untried else known.shown_by_first_steps or found
     if row.engine == "sequential":

@@ -16,13 +16,15 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.engines.client_trainer import View
 from fl_lightning.errors import UserError
 
-OWN = ("pytorch_lightning", "lightning", "fl_lightning")  # these callbacks know what they get
+# packages whose callbacks expect the round's token as the batch
+OWN = ("pytorch_lightning", "lightning", "fl_lightning")
 # Others derive their own from these.
 BASES = {"Callback", "Given", "Resting", "LambdaCallback", "FederatedCallback"}
 START = "on_train_batch_start"
 END = "on_train_batch_end"
-BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}  # which argument it is, behind self
-LOGS = ("log", "log_dict")  # which Lightning lends to callbacks
+# position of the batch among the hook's arguments, after self
+BATCH = {START: 2, END: 3, "on_validation_batch_start": 2}
+LOGS = ("log", "log_dict")  # names that Lightning lends to callbacks
 Change = Callable[[Any, Any], Any]
 
 
@@ -37,7 +39,7 @@ def looks(callback: Any, hook: str) -> bool:
     }
     if getattr(callback, hook, None) is None or made_from - BASES:
         return False
-    # Down the classes, as long as each only passes the batch on to the next.
+    # Follow the classes down, as long as each only passes the batch on to the next.
     of_object = vars(callback).get(hook)
     of_classes = (vars(kind).get(hook) for kind in type(callback).__mro__)
     for function in (of_object, *of_classes):
@@ -59,7 +61,7 @@ def reads(called: Any, place: int, hook: str) -> tuple[bool, bool]:
         return False, False
     function = inspect.unwrap(called)
     code = getattr(function, "__code__", None)
-    # A function without bytecode cannot be read, so it counts as a reader of batches.
+    # A function without bytecode cannot be read, so assume that it reads batches.
     if code is None:
         return True, False
     positional = code.co_argcount
@@ -179,7 +181,7 @@ def changed(trainer: Any, hook: str = START) -> Change | None:
         return None
 
     def change(learner: Any, batch: Any) -> Any:
-        # Callbacks change a batch in place, and the data may hand it out again.
+        # Callbacks change a batch in place, and the data module may return the same batch again.
         batch = copy.deepcopy(batch)
         shown_trainer = learner._trainer or trainer
         for callback in callbacks:

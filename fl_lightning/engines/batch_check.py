@@ -18,9 +18,10 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.errors import UserError
 
-# Samples of a batch, or twice the usual: a step on them shows whether their number is what fails.
+# A trial batch has at most this many samples, or twice the usual: a step on it shows whether the
+# size is what fails.
 ENOUGH = 32
-# So many rounds are looked through for a client.
+# Number of rounds that are searched for a client with a small batch.
 MOST_ROUNDS = 10_000
 
 
@@ -51,12 +52,12 @@ def check_batch_sizes(copies: LearnerCopies, failed: bool = False) -> str:
         works = (largest, min(int(sizes[largest]), max(2 * usual, ENOUGH)))
     if smallest[0] >= works[1]:
         return ""
-    # Only where a step works on a usual batch is it the size that the small one fails by.
+    # The size is the reason only if a step on a usual batch works.
     says = failure(copies, first, smallest[0])
     if not says or failure(copies, *works):
         return ""
     met = first_met(situation, smallest[0])
-    # No client of these rounds has the smallest batch, but one may have another that is too small.
+    # No client of these rounds has the smallest batch, but another one may also be too small.
     if met.samples > smallest[0]:
         said = failure(copies, first, met.samples) if met.samples < usual else ""
         if not said:
@@ -100,7 +101,7 @@ def failure(copies: LearnerCopies, client: int, samples: int) -> str:
     situation = copies.situation
     try:
         batch = situation.work.data.one_batch(client, samples, device=situation.w.device)
-    except Exception:  # of the data: the round that reads them will say where
+    except Exception:  # an error of the data: the round that reads them will report where
         return ""
     before = RandomState(situation.w)
     trial = DryRun(copies)
@@ -110,7 +111,7 @@ def failure(copies: LearnerCopies, client: int, samples: int) -> str:
         finite = situation.skips_nonfinite or bool(end.isfinite().all())
         return "" if finite else "the weights are not finite after it"
     except Exception as error:
-        copies.forget_trials()  # a learner may be half-way through its step
+        copies.forget_trials()  # a trial may have stopped in the middle of a step
         return first_line(error).rstrip(".") or type(error).__name__
     finally:
         before.restore()

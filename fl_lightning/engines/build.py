@@ -176,7 +176,7 @@ def check_looks(copies: LearnerCopies) -> None:
     if not methods.look:
         return
     looks = Looks(methods, copies.original, draws=False)
-    # Hooks that run later may bring modules.
+    # A hook that runs later may add modules.
     for tap in () if situation.hooks_first else looks.every:
         tap.module(situation.learner)
     copy = None
@@ -189,7 +189,7 @@ def check_looks(copies: LearnerCopies) -> None:
     except UserError:
         raise
     except Exception:
-        # What cannot be tried on a copy meets this in round 0, where it says so.
+        # If a step cannot be tried on a copy, round 0 meets the error and reports it.
         return
     finally:
         if copy is not None:
@@ -207,7 +207,7 @@ def plan_fits(situation: Situation, held: EnginePlan) -> bool:
     streams = held.engine == "concurrent" and situation.w.is_cuda
     if why_closed() and (streams or held.engine == "stacked"):
         return False
-    # These came since: side by side they would not be called.
+    # Such callbacks and hooks were added later; with parallel clients they would not be called.
     alone = bool(situation.looking) or bool(gradient_hook(situation.learner))
     return held.engine == "sequential" or not alone
 
@@ -229,8 +229,8 @@ def decided(copies: LearnerCopies, as_buffers: tuple[str, ...]) -> Decision:
     failure: Exception | None = None
     decision: Decision | None = None
     copies.treat_as_buffers(as_buffers)
-    # Only the network and the optimizer decide: with a measured choice two runs of one command had
-    # other bits.
+    # Only the network and the optimizer decide this. A choice by measured time would give two runs
+    # of one command different bits.
     channels_last = situation.prefers_channels_last and situation.engine != "stacked"
     fused = situation.fuses
     copies.prepare(EnginePlan("", channels_last=channels_last, fused=fused))
@@ -280,7 +280,7 @@ def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
     if situation.engine == "auto":
         plan, one_by_one = decide(copies, first_steps)
     else:
-        # To debug is to train one after the other, watched.
+        # The engine "debug" trains clients one after another and watches them.
         asked = "sequential" if situation.engine == "debug" else situation.engine
         plan = EnginePlan(asked, "asked for", threads=torch.get_num_threads())
         if one_by_one is None and "cannot be copied" in first_steps.untried:
@@ -374,7 +374,7 @@ def is_proven(copies: LearnerCopies) -> bool:
     """Tell whether steps on two copies show that clients may train side by side, as auto asks."""
     try:
         return compare_two_copies(copies) is None
-    except Exception:  # no step can be tried yet; round 0 will say where it fails
+    except Exception:  # no step can be tried yet; round 0 will report where it fails
         return False
 
 
@@ -391,7 +391,7 @@ def stackable(
         at_once = plan.at_once
         if situation.clients_at_once != "auto":
             at_once = int(situation.clients_at_once)
-        # Eight vectors of D a client.
+        # A client takes about eight vectors of D numbers.
         gigabyte = max(1, 2**30 // (8 * situation.w.nbytes))
         number = min(at_once or gigabyte, situation.most_at_once)
         return replace(plan, at_once=number, threads=torch.get_num_threads())

@@ -63,13 +63,14 @@ class ClientOptimizer:
     ) -> None:
         self.x = x
         self.gradient = gradient
-        self.by_step = False  # whether rates change within a client's round
-        self.by_parameter: dict[int, nn.Parameter] = {}  # by place; empty: on the flat vector
+        self.by_step = False  # whether learning rates change within a client's round
+        # place of a parameter → the parameter; empty if the optimizer steps the flat vector
+        self.by_parameter: dict[int, nn.Parameter] = {}
         self._places = [where for where, _ in layout.values()]
         self.shown: Optimizer | None = None
         self._resting: Tensor | None = None
         self._whole_at_rest: list[nn.Parameter] = []
-        self._of_groups = list(range(len(optimizer.param_groups)))  # which of them are stepped
+        self._of_groups = list(range(len(optimizer.param_groups)))  # the groups that are stepped
         group = optimizer.param_groups[0]
         flat = is_flat(optimizer, learner)
         self.plain = flat and is_plain_sgd(optimizer) and x.is_floating_point()
@@ -84,7 +85,7 @@ class ClientOptimizer:
         else:
             self._build_by_parameter(optimizer, learner, gradient, layout)
         self.base = [float(g["lr"]) for g in self.optimizer.param_groups]
-        # Groups and attributes as they were built: a step may change and add to them.
+        # Options and attributes as they were built: a step may change them and add to them.
         self._options = [copied_values(o, self._replaced) for o in options_of(self.optimizer)]
         self._attributes = copied_values(own_attributes(self.optimizer), self._replaced)
         self._loaded: set[str] = set()
@@ -93,7 +94,7 @@ class ClientOptimizer:
         """The user's optimizer once more, over the flat vector."""
         parameter = nn.Parameter(self.x.view(-1), requires_grad=False)
         parameter.grad = gradient.view(-1)
-        # A scheduler's note of the first rate is no option of the optimizer.
+        # The first rate that a scheduler notes is not an option of the optimizer.
         options = {k: v for k, v in options_of(optimizer)[0].items() if k != "initial_lr"}
         if fused:
             options["fused"] = True
@@ -132,7 +133,7 @@ class ClientOptimizer:
                 self._of_groups.append(j)
         self.optimizer = shallow(optimizer)
         self.optimizer.state = type(optimizer.state)(dict)
-        # Lists of parameters, say, are lists of these parameters here.
+        # An attribute that lists parameters, for example, lists this client's parameters here.
         replaced[id(optimizer)] = self.optimizer
         vars(self.optimizer).update(copied_values(own_attributes(optimizer), replaced))
         self.optimizer.param_groups = groups
@@ -158,7 +159,8 @@ class ClientOptimizer:
         if self.plain:
             self.rates = [base * rates.factor for base in self.base]
         else:
-            # Some optimizers are made with state, such as Adagrad, and start each client with it.
+            # Some optimizers, such as Adagrad, are built with a state, and each client starts with
+            # it.
             self.optimizer.state.clear()
             for parameter, state_made in self._fresh.items():
                 self.optimizer.state[parameter] = {
@@ -227,7 +229,7 @@ class ClientOptimizer:
         for parameter, gradient in zip(self._whole_at_rest, gradients, strict=True):
             parameter.grad = gradient
         for name, (value, rests) in self._state_by_coordinate().items():
-            # State that this step made begins with zeros.
+            # State that this step created starts at zero.
             earlier = before.get(name, torch.zeros_like(value))
             value.copy_(torch.where(rests, earlier, value))
 
@@ -272,7 +274,7 @@ class ClientOptimizer:
     @contextmanager
     def _left_out(self, missing: Sequence[int]) -> Iterator[None]:
         """Within, a step leaves these parameters and their state as they are."""
-        # Without weight decay plain SGD moves nothing by zeros.
+        # Plain SGD without weight decay does not move a coordinate whose gradient is zero.
         if self.plain and not self.weight_decay:
             yield
         elif self.by_parameter:
@@ -289,7 +291,7 @@ class ClientOptimizer:
             before["x"] = x.clone()
             yield
             for name, value in {**self._of_coordinates(), "x": x}.items():
-                # State that this step made begins with zeros.
+                # State that this step created starts at zero.
                 earlier = before.get(name, torch.zeros_like(value))
                 for j in missing:
                     value[self._places[j]] = earlier[self._places[j]]
@@ -338,7 +340,7 @@ class ClientOptimizer:
             for name in {**made, **present}:
                 value = present.get(name)
                 key = f"optimizer.{place}.{name}"
-                # What was a row once stays one, or its old value would come back.
+                # An entry that was saved once is always saved, or its old value would return.
                 known = any(row.partition(":")[0] == key for row in self._loaded)
                 if known or not alike(value, made.get(name, MISSING)):
                     key, row = as_row(self.optimizer, key, value)
@@ -355,7 +357,8 @@ class ClientOptimizer:
         """Each parameter group's options and the optimizer's attributes: now, and as built."""
         scheduled = () if self._rates.schedule is None else MOVED
         for j, options in enumerate(options_of(self.optimizer)):
-            # The run sets the rate, and a schedule what schedulers move.
+            # The run sets the learning rate, and a schedule sets the options that schedulers
+            # change.
             made = self._options[j]
             of_run = {"lr", *scheduled}
             yield (

@@ -26,7 +26,7 @@ class View:
     def __init__(self, of: Any, **own: Callable[[], Any]) -> None:
         vars(self).update(_of=of, _own=own)
 
-    # `isinstance` asks for this, and so says of a view what it says of the object.
+    # `isinstance` reads this, so a view counts as an instance of its object's class.
     @property
     def __class__(self) -> Any:
         return type(self._of)
@@ -36,7 +36,7 @@ class View:
         raise TypeError("a view's class is that of its object")
 
     def __getattr__(self, name: str) -> Any:
-        # A copy or a pickle asks for these before the view has any attribute.
+        # copy and pickle read such names before the view has any attribute.
         if name.startswith("__") or "_own" not in vars(self):
             raise AttributeError(name)
         own = self._own.get(name)
@@ -91,7 +91,7 @@ class Present:
         self.model = model
 
     def __deepcopy__(self, memo: Any) -> Present:
-        # A copy of the learner is in no step, and has no share in the data.
+        # A copy of the learner is not in a step, and has no batches.
         return Present()
 
     def loader(self) -> ClientLoader:
@@ -126,7 +126,7 @@ class Present:
         """
         if trainer is not None and trainer is self.view:
             return trainer
-        # A copy of the learner may come with the view of the worker that it was copied from.
+        # A copied learner may carry the view of the worker that it was copied from.
         while type(trainer) is View:
             trainer = trainer._of
         if trainer is None:

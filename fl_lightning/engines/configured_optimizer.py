@@ -25,7 +25,7 @@ from fl_lightning.round.context import ClientRates
 from fl_lightning.round.settings import OptimizerFactory, Settings
 from fl_lightning.schedules import Schedule, decay_text
 
-# A scheduler writes its own notes under these names into a parameter group.
+# A scheduler writes its own values under these names into a parameter group.
 OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum")
 
 
@@ -98,7 +98,7 @@ def of_run(
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
     if schedule is not None:
         accounts["client_scheduler"] = schedule.account
-        # A scheduler that ends before the last round is refused now, and not in that round.
+        # Refuse a scheduler that ends before the last round now, and not in that round.
         if unit == "rounds" and rounds > 0:
             schedule.reach(min(rounds, 10_000))
             note_rest(schedule, min(rounds, 10_000), "rounds", note)
@@ -128,7 +128,7 @@ def account(optimizer: Optimizer) -> str:
     """An optimizer's class and settings as text."""
     groups = []
     for group in optimizer.param_groups:
-        # A scheduler's note of the first rate stands there only once a scheduler was made.
+        # "initial_lr" is in a group only after a scheduler was built.
         groups.append({k: v for k, v in group.items() if k not in ("params", "initial_lr")})
     return f"{type(optimizer).__name__} {groups}"
 
@@ -154,7 +154,7 @@ def differing(key: str, then: str, now: str) -> list[str]:
                     found.append(f"{where}.{name}: {a} then, {b} now")
         return found
     except (ValueError, TypeError, AttributeError, SyntaxError, MemoryError, RecursionError):
-        # A tensor has no literal, and a checkpoint may hold anything.
+        # A tensor cannot be shown as a literal, and a checkpoint may hold any object.
         return [] if then == now else [f"{key}: {then} then, {now} now"]
 
 
@@ -183,7 +183,7 @@ def of_clients(
     elif unit == "local_steps":
         with steps_shown(learner, most_steps) as asked:
             optimizer, schedulers, given = from_learner(learner)
-        # A scheduler that is as long as a client's round is made for each length of a round.
+        # If the scheduler depends on the length of a client's round, build one for each length.
         if asked:
             another = partial(schedule_of, learner)
     else:
@@ -276,7 +276,7 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     """
     with groups_made() as made:
         configured = learner.configure_optimizers()
-    # Lightning accepts two lists, one list, a dict with both, or the optimizer alone.
+    # Lightning accepts two lists, one list, a dict with both, or only the optimizer.
     optimizers: list[Any] = []
     configured_schedulers: list[Any] = []
     several = isinstance(configured, Sequence)

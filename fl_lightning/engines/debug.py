@@ -48,7 +48,7 @@ class Debug(Sequential):
     def __init__(self, worker: Worker, threads: int) -> None:
         super().__init__(worker, threads)
         worker.recorder = StepByStep()
-        # Server hooks are watched too, which are called between one `train` and the next.
+        # Watch server hooks too, which are called between two calls of `train`.
         worker.work.methods.watch = watched
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ def watched(hook: Callable[..., Any], subject: Clients | Server, *more: Any) -> 
     name = getattr(hook, "__qualname__", repr(hook))
     if hasattr(hook, "__self__"):
         name = f"{type(hook.__self__).__name__}.{hook.__name__}"
-    # A hook may change what it is given, so it is kept as it was.
+    # A hook may change its arguments, so keep a copy of them.
     names = list(inspect.signature(hook).parameters)
     arguments = dict(zip(names, [seen(subject), *map(copied, more)], strict=False))
     try:

@@ -22,7 +22,8 @@ from fl_lightning.learner.modules import IN_STEPS, lightning_modules
 if sys.platform == "linux":
     import resource
 
-# So many times of a step are taken, of which the least counts: others can only add to a time.
+# Each step is timed this many times, and the shortest time counts: other work can only add to a
+# time.
 TIMED = 3
 
 
@@ -107,7 +108,8 @@ def tried_apart(situation: Situation) -> ExitStack:
         for name, value in own.items():
             try:
                 vars(callback)[name] = copy.deepcopy(value, {id(one): one for one in apart})
-            except Exception:  # what cannot be copied stays, and keeps what the steps do to it
+            # an object that cannot be copied is shared, and keeps the changes of the steps
+            except Exception:
                 continue
     return stack
 

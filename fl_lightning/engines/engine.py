@@ -11,7 +11,7 @@ import torch
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 
-# Position in the sum, and the client as a group of one.
+# Takes the client's position in the sum, and the client as a group of one.
 Collect = Callable[[int, ClientGroup], None]
 
 
@@ -48,7 +48,7 @@ class Engine(Protocol):
 def intra_op_threads(number: int) -> Iterator[None]:
     """Within, PyTorch's kernels use that many threads."""
     usual = torch.get_num_threads()
-    # Setting the number costs time, even where it stays what it is.
+    # Setting the number of threads costs time, even if it does not change.
     if number != usual:
         torch.set_num_threads(number)
     try:

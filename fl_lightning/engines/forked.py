@@ -43,10 +43,11 @@ from fl_lightning.machine.devices import end_with_parent
 from fl_lightning.machine.processes import opened_in_each
 from fl_lightning.round.context import Round
 
-# A worker that uses no processor for so many seconds, while a client is its task, does not go on.
+# A worker that has a client but uses no processor time for so many seconds is considered stuck.
 STUCK = 300.0
-LOOK = 5.0  # seconds between two looks at what workers use
-# So many clients are a worker's at a time: the next one begins while the last one's is received.
+LOOK = 5.0  # seconds between two checks of the workers' processor time
+# Number of clients assigned to a worker at a time: it begins the next while the last result is
+# received.
 AHEAD = 2
 
 Leaf = tuple[int, int]  # position in the sum, client
@@ -63,8 +64,8 @@ class Child:
     pid: int
     connection: Connection
     tasks: deque[Leaf] = field(default_factory=deque)
-    used: float = 0.0  # seconds of the processor, when it was looked at last
-    since: float = 0.0  # when that was another number
+    used: float = 0.0  # processor seconds at the last check
+    since: float = 0.0  # time of the last check at which `used` had grown
 
 
 class Forked:
@@ -82,9 +83,9 @@ class Forked:
         self._note = note
         self._children: list[Child] = []
         self._alone = False  # whether a method keeps something that a worker would lose
-        self._fork_seconds = 0.0  # the least that a fork took
-        self._client_seconds = 0.0  # a mean over the latest clients
-        self._told = False  # of a client that failed in a worker and not in the run itself
+        self._fork_seconds = 0.0  # the shortest time that a fork took
+        self._client_seconds = 0.0  # mean seconds over the latest clients
+        self._told = False  # whether a client has failed in a worker but not in the run itself
 
     def train(
         self,
@@ -93,7 +94,7 @@ class Forked:
         collect: Collect,
         tell: Callable[[], None],
     ) -> None:
-        # A data set may have opened a file since the engine was chosen, in validation, say.
+        # A data set may have opened a file after the engine was chosen, for example in validation.
         if not self._alone and (files := open_files()):
             self._alone = True
             self._note(
@@ -103,14 +104,14 @@ class Forked:
         if self._alone:
             self.one_after_the_other().train(round, leaves, collect, tell)
             return
-        # It also says what a client brings home, without adding it.
+        # `collect` also gives a client's results, without adding them to the sum.
         assert isinstance(collect, Contributions)
         waiting = deque(largest_first(round, leaves))
         try:
             for _ in range(self._worth(len(leaves))):
                 child = self._forked(round, collect)
                 self._children.append(child)
-                # It begins while the next one is forked.
+                # The worker begins while the next one is forked.
                 self._give(child, waiting)
             self._hand_out(waiting)
             while busy := [child for child in self._children if child.tasks]:
@@ -152,11 +153,12 @@ class Forked:
     def _forked(self, round: Round, collect: Contributions) -> Child:
         ours, theirs = Pipe()
         parent = os.getpid()
-        # What is still in these buffers would be written by each process.
+        # Otherwise every process would write the content of these buffers.
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # Python warns of threads that the fork does not have, which a client does not need.
+            # Python warns that the fork does not have the parent's threads. A client does not need
+            # them.
             warnings.simplefilter("ignore", DeprecationWarning)
             began = time.perf_counter()
             pid = os.fork()
@@ -165,7 +167,7 @@ class Forked:
             self._fork_seconds = min(self._fork_seconds or took, took)
             theirs.close()
             return Child(pid, ours, since=time.monotonic())
-        # Nothing of this process may run on in the worker: neither an exception nor an exit hook.
+        # No code of the parent may run on in the worker: neither an exception nor an exit hook.
         try:
             ours.close()
             for other in self._children:
@@ -179,10 +181,10 @@ class Forked:
 
     def _serve(self, round: Round, connection: Connection, collect: Contributions) -> None:
         """In a worker: train the clients that are handed out, until there are no more."""
-        # A Ctrl-C or a job's end is for the run, which lets its workers finish or ends them.
+        # The run handles Ctrl-C and the end of a job: it lets its workers finish, or ends them.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
-        # The collector would copy the memory of every object that it visits.
+        # The garbage collector would copy the memory of every object that it visits.
         gc.freeze()
         torch.set_num_threads(1)
         methods = self.worker.work.methods.callbacks
@@ -217,7 +219,8 @@ class Forked:
     def _give(self, child: Child, waiting: deque[Leaf]) -> None:
         leaf = waiting.popleft()
         child.tasks.append(leaf)
-        with suppress(BrokenPipeError):  # it has ended; reading from it will say so
+        # the worker has ended; reading from its pipe will report that
+        with suppress(BrokenPipeError):
             child.connection.send(leaf[1])
 
     def _worth(self, clients: int) -> int:
@@ -282,7 +285,8 @@ class Forked:
             warnings.warn_explicit(text, category, file, line, registry=registry)
         if isinstance(answer, Failed):
             self._train_here(round, leaf, client, collect)
-            # It went well here: something of the learner or the data cannot be used after a fork.
+            # The client trained well in this process, so the learner or the data hold something
+            # that cannot be used after a fork.
             if not self._told:
                 self._told = True
                 self._note(
@@ -337,8 +341,8 @@ def open_files() -> list[str]:
             flags = fcntl.fcntl(int(descriptor), fcntl.F_GETFL)
             name = os.readlink(f"/proc/self/fd/{descriptor}")
         except OSError:
-            continue  # the listing's own descriptor, which is closed again
-        # What is written too is a log or a lock.
+            continue  # this descriptor was the listing's own, and is closed again
+        # A file that is also written is a log or a lock.
         only_read = flags & os.O_ACCMODE == os.O_RDONLY
         if name in opened_in_each:
             continue
@@ -363,7 +367,7 @@ def _inherited(descriptor: int, name: str) -> bool:
 
 def _of_a_program(name: str) -> bool:
     """Tell whether an open file is the system's, of an installed package, a font, or deleted."""
-    if name.startswith(("/proc/", "/sys/")):  # a thread that watches memory, say
+    if name.startswith(("/proc/", "/sys/")):  # for example a thread that watches memory
         return True
     python = tuple(os.path.join(prefix, "lib", "") for prefix in (sys.prefix, sys.base_prefix))
     installed = "-packages/" in name or name.startswith(python)

@@ -40,7 +40,7 @@ Convert = Callable[[Any, Any], Any]
 class Changes(Protocol):
     """What methods make of a client's passes: see :class:`~fl_lightning.engines.looks.Looks`."""
 
-    latest: Any  # the pass whose batch and random numbers are the step's
+    latest: Any  # the pass whose batch and random numbers belong to the present step
 
     def begin(self, group: ClientGroup) -> None: ...
 
@@ -76,19 +76,21 @@ class LearnerCopy:
         self._views = layout.views(x.view(-1))
         self._perturbed_gradient: tuple[Tensor, list[Tensor]] | None = None
         self._other_point: tuple[Tensor, ...] | None = None
-        # The model of a pass beside the present one, and buffers for it.
+        # The model of a pass at another point, and the buffers for it.
         self._aside: tuple[Tensor, list[Tensor]] | None = None
         self._buffers_aside: dict[str, Tensor] = {}
         self.looks: Changes | None = None
-        self._count: Tensor | None = None  # what the latest batch of an accumulated step counts
+        self._count: Tensor | None = None  # the weight of the latest batch in an accumulated step
         self.parameters = [p for _, p in trainable(learner)]
-        # Which of them the clients' optimizer does not hold, by place: they have no gradient.
+        # Places of the parameters that the clients' optimizer does not hold: they have no gradient.
         self.unheld: frozenset[int] = frozenset()
-        # Which of them the latest loss gave no gradient to: no optimizer of torch's steps these.
+        # Places of the parameters that got no gradient from the latest loss: torch's optimizers do
+        # not step these.
         self.missing: Sequence[int] = ()
         self._slots, self._own_buffers = buffer_slots(learner)
         self.slots_of_parameters = slots_of_parameters(learner)
-        # A frozen parameter that steps write may get new data, so where it lay is kept beside it.
+        # Steps may assign new data to a frozen parameter that they write, so its first memory is
+        # kept too.
         self._as_buffers: dict[str, tuple[nn.Parameter, Tensor]] = {}
         self.forward_context = forward_context
         self.convert = convert
@@ -106,15 +108,15 @@ class LearnerCopy:
         self._own_metrics = metric_states.metrics_of(learner)
         self._metric_attributes = [outside(metric) for metric in self._own_metrics]
         self._metric_index = {id(metric): j for j, metric in enumerate(self._own_metrics)}
-        # Logged name -> the metric's place in _own_metrics.
+        # Logged name → the metric's index in _own_metrics.
         self._logged_metrics: dict[str, int] = {}
         self._told_of_metrics = logged_of(learner)
-        # These are for the learner's hooks to look at: the clients' optimizer over this learner's
+        # Only for the learner's hooks to read: the clients' optimizer over this learner's
         # parameters, and its scheduler.
         self.optimizer: Optimizer | None = None
         self.scheduler: Any = None
         self.present = Present()
-        # A walk over all modules takes its time, so it is done once a round, not once a client.
+        # Walking over all modules is slow, so it is done once per round, and not once per client.
         self._parts = lightning_modules(learner)
         self.hooks = StepHooks.of(learner, self.parameters, layout, lambda: self.optimizer)
 
@@ -122,7 +124,7 @@ class LearnerCopy:
     def buffers(self) -> dict[str, Tensor]:
         """The learner's buffers as they are now."""
         buffers: dict[str, Tensor] = {}
-        # Each is looked up in its module, since `training_step` may assign a new tensor to it.
+        # Look each buffer up in its module, because `training_step` may assign a new tensor to it.
         for name, places in self._slots.items():
             module, leaf = places[0]
             buffer = at(module._buffers, leaf)
@@ -148,8 +150,8 @@ class LearnerCopy:
         ``aliased``: frozen parameters that are no buffers, and plain tensors, stay the learner's.
         """
         learner = self.learner
-        # What deepcopy finds in its memo is not copied: frozen weights are shared by all workers,
-        # the Trainer is the run's, and shims of this copy are put back below by `attach`.
+        # deepcopy does not copy the objects in its memo: all workers share the frozen weights, the
+        # Trainer belongs to the run, and `attach` restores this copy's shims below.
         memo: dict[int, Any] = {}
         for parameter in learner.parameters() if aliased else ():
             if type(parameter) is nn.Parameter and not parameter.requires_grad:
@@ -208,7 +210,8 @@ class LearnerCopy:
         if self._perturbed_gradient is None:
             second = torch.empty_like(self.g)
             self._perturbed_gradient = second, self.layout.views(second.view(-1))
-        # g's storage holds x + e: the method is done with the gradient once it has made e of it.
+        # g's storage holds x + e: the method has computed e from the gradient and no longer needs
+        # it.
         torch.add(self.x, e, out=self.g)
         return self._elsewhere(self._views_of_g, *self._perturbed_gradient)
 
@@ -313,7 +316,8 @@ class LearnerCopy:
         try:
             yield
         finally:
-            # An attribute that the part did not have before has to go: it would hide the class's.
+            # An attribute that the module did not have before is deleted: it would hide the
+            # class's.
             for part, attributes in own_attributes:
                 for name in IN_STEPS:
                     part.__dict__.pop(name, None)
@@ -338,7 +342,7 @@ class LearnerCopy:
         check_trainable(learner, self.layout)
         written = {id(parameter) for parameter, _ in self._as_buffers.values()}
         for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
-            # A metric is the client's own, which counts what this copy's steps see.
+            # A metric belongs to the client: it counts the batches of this copy's steps.
             if isinstance(own, (Metric, MetricCollection)):
                 continue
             for name, value in theirs.__dict__.items():
@@ -383,7 +387,7 @@ class LearnerCopy:
         self.missing = sorted(missing)
         self.logs.step_done()
         number = torch.stack(counts).sum()
-        # Without anything that counts there is nothing to learn, as in a large batch.
+        # If no batch has anything that counts, the gradient is zero, as in a large batch.
         number = number + (number == 0)
         return tuple(total.div_(number) for total in totals)
 
@@ -444,7 +448,7 @@ class LearnerCopy:
             name = type(self.learner).__name__
             self._count = self.logs.count = count_of(name, output, batch, self.x.device)
         self._flush()
-        # With log=False the step itself logs nothing; hooks that come after it may.
+        # With log=False the step itself logs nothing, but hooks that come after it may.
         self.logging = True
         if self.unheld:
             gradients = tuple(None if j in self.unheld else g for j, g in enumerate(gradients))
@@ -471,7 +475,8 @@ class LearnerCopy:
 
     def take_logs(self) -> dict[str, Tensor]:
         """Numbers over the steps since the last call, float64 scalars; metrics are apart."""
-        # Hooks may have logged after the last gradient, at whose end the step's logs were taken.
+        # Hooks may have logged after the last gradient, when the step's logs had already been
+        # taken.
         self._flush()
         self.logged = {}
         self._logged_metrics = {}
@@ -494,7 +499,7 @@ class LearnerCopy:
             if value is None:
                 buffer = None
             elif buffer is None or buffer.shape != value.shape:
-                # A hook gave the learner another buffer between rounds.
+                # A hook assigned another buffer to the learner between rounds.
                 buffer = value.clone()
             else:
                 buffer.copy_(value)
@@ -522,7 +527,7 @@ class LearnerCopy:
         self._told_of_metrics.note(name, value, prog_bar)
         forked = self.forks and on_epoch and on_step is not False
         if isinstance(value, Metric):
-            # The learner's own metric is merged over clients, so its place is kept and no number.
+            # The learner's own metric is merged over clients, so store its index and not a number.
             if id(value) in self._metric_index:
                 self._logged_metrics[name] = self._metric_index[id(value)]
                 if forked:

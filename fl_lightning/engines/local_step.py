@@ -137,16 +137,16 @@ class LocalStep:
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
-        # Mixing takes the loss gradient alone; corrections add to whatever came of that.
+        # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = [call for _, call in methods.on_gradient(BEFORE_CLIPPING)]
         self.directions = [call for _, call in methods.on_gradient(AFTER_CLIPPING)]
         self.rate = methods.owner("step_rate")
         self.step_ends = methods["on_local_step_end"]
-        self.limit: Any = work.clip_norm  # a number, or one a client (n, 1)
+        self.limit: Any = work.clip_norm  # a number, or one number per client (n, 1)
         if self.limit is not None:
             group.clipped = torch.zeros(len(model.x), dtype=torch.int64, device=model.x.device)
-        # Copying gradients into one vector costs as much as the step of a small network, so it is
-        # left out where nobody asks for the gradient as (n, D).
+        # Copying gradients into one vector takes as long as the step of a small network. So it is
+        # skipped if nothing needs the gradient as (n, D).
         self.changed = bool(self.changes or self.directions)
         self.resting = group.resting
         optimizer.rest(self.resting)
@@ -154,13 +154,13 @@ class LocalStep:
         as_vector |= self.resting is not None
         self.per_parameter = None if as_vector else model.per_parameter
         self.all_generators = True
-        # Any hook may call `gradient_at`, and the first step shows whether one does: until then a
-        # step's beginning is remembered, afterwards only where it is needed.
+        # Any hook may call `gradient_at`, and the first step shows whether one does. Until then the
+        # state before the step is kept; afterwards only if it is needed.
         hooked = self.perturb is not None or self.changed or self.rate is not None
         self.first = True
         self.remembers = bool(hooked or self.step_ends)
         self.before: RandomState | None = None
-        # Clients that are stacked have the same buffers, those of the first.
+        # Stacked clients share the buffers of the first client.
         self.buffers: Mapping[str, Tensor] = group.round.buffers_of(group.ids[0])
         self.batch: Any = None
         self.changes_batch = False  # whether training_step changes its batch in place
@@ -182,7 +182,7 @@ class LocalStep:
         if self.remembers:
             self.remember()
         gradient = self.loss_gradient()
-        # The learner's own hooks see the gradient of its loss, before any method changes it.
+        # The learner's hooks get the gradient of its loss, before any method changes it.
         if self.hooks is not None:
             gradient = self.hooks.before_optimizer_step(gradient)
         if self.per_parameter is None:
@@ -196,7 +196,7 @@ class LocalStep:
             self.methods.call(end, self.clients)
         if self.step_ends:
             self.group.hold()
-        # `on_train_batch_end` finds the model after the step, as in plain training.
+        # `on_train_batch_end` sees the model after the step, as in plain training.
         if self.hooks is not None:
             self.hooks.batch_end(self.model.missing)
         self.group.step_done()
@@ -209,7 +209,7 @@ class LocalStep:
         clips = self.limit is not None
         gradient = self.after(self.changes, gradient, kept=bool(self.directions) and not clips)
         gradient = self.trained_part(gradient)
-        # Clipping limits the gradient, corrections included, and not the direction.
+        # Clipping limits the gradient including corrections, and not the direction.
         if clips:
             gradient = self.clip(gradient)
         return self.trained_part(self.after(self.directions, gradient))
@@ -221,7 +221,8 @@ class LocalStep:
         for hook in hooks:
             given = gradient
             gradient = self.methods.gradient(hook, self.clients, given)
-            # What a hook returns may be rows that it keeps, and the next may change what it gets.
+            # A hook may return rows that it keeps, and the next hook may change its argument in
+            # place.
             if gradient is not given and (kept or hook is not hooks[-1]):
                 gradient = gradient.clone()
         return gradient
@@ -231,19 +232,21 @@ class LocalStep:
         if self.per_parameter is not None:
             self.optimizer.step_each(gradient, self.model.missing)
         else:
-            # What a method gives a gradient to is stepped, whatever the loss depends on.
+            # If a method changes gradients, all parameters are stepped, whatever the loss depends
+            # on.
             self.optimizer.step(gradient, () if self.changed else self.model.missing)
 
     def step_at(self, gradient: Any, rate: Callable[..., Any]) -> None:
         """Take the step at the rate times what a method gives, for each client."""
         x = self.model.x
-        # The rates are columns, and optimizers take one: of a whole step, that share is taken.
+        # Rates are one per client, but an optimizer takes one rate. So take a full step, and then
+        # that share of it.
         given = checked_rows(rate, self.methods.call(rate, self.clients), x[:, :1])
         assert self.group.rates_used is not None
         self.group.rates_used.add_(given)
         before = x.clone()
         self.step(gradient)
-        # At 1 its bits are those of the step.
+        # At a rate of 1 the bits are those of the full step.
         x.copy_(before.lerp_(x, given.to(x.dtype)))
 
     def trained_part(self, gradient: Tensor) -> Tensor:
@@ -254,7 +257,7 @@ class LocalStep:
         """Remember generators and buffers as the step begins, for gradients at other points."""
         if self.draws:
             self.before = RandomState(self.model.x, not self.all_generators)
-        # The first step begins with the round's buffers, which nobody changes.
+        # The first step starts with the round's buffers, which no code changes.
         if not self.first:
             self.buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
 
@@ -266,8 +269,8 @@ class LocalStep:
             )
         present_state: RandomState | None = None
         present_buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
-        # The gradient is that of the step's own pass at another point, so it draws the same
-        # numbers and starts from the same buffers; afterwards the step goes on where it was.
+        # The gradient at another point uses the same random numbers and buffers as the step's own
+        # pass. Afterwards the step continues where it was.
         if self.before is not None:
             present_state = RandomState(self.model.x, self.before.torch_alone)
             self.before.restore()
@@ -300,7 +303,7 @@ class LocalStep:
         if self.perturb is None:
             return self.passed(gradient_of)
         if self.blind:
-            # The step's only pass: it is logged, and buffers and generators go on after it.
+            # The step's only pass: it logs, and buffers and generators continue after it.
             e = self.methods.call(self.perturb, self.clients, None)
             e = self.trained_part(checked_rows(self.perturb, e, self.model.x))
             with self.model.shifted(e):
@@ -308,8 +311,8 @@ class LocalStep:
         before = self.before
         with self.perturbed(self.perturb, before):
             gradient = self.passed(gradient_of, log=False)
-        # Reading NumPy's and Python's generators is slow. A learner draws from them in its first
-        # step, or never, so after a step without draws only torch's are read.
+        # Reading the generators of NumPy and Python is slow. A learner draws from them in its first
+        # step or never, so if it did not, only torch's are read afterwards.
         if self.all_generators and before is not None:
             self.all_generators = before.drawn_since()
         return gradient
@@ -318,7 +321,8 @@ class LocalStep:
     def perturbed(self, perturb: Callable[..., Any], before: RandomState | None) -> Iterator[None]:
         """Within, gradients are at x + e, with the first pass's random numbers."""
         gradient = self.passed(self.model.gradient)
-        # The second pass is no other look at the samples: running statistics stay the first's.
+        # The second pass does not count as another batch: running statistics stay those of the
+        # first.
         buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
         e = checked_rows(perturb, self.methods.call(perturb, self.clients, gradient), gradient)
         if before is not None:

@@ -31,7 +31,7 @@ class Looks:
 
     clients: Clients
     buffers: Mapping[str, Tensor]
-    latest: Any  # batch, step and random state with which the latest pass began; None: no step
+    latest: Any  # batch, step and random state at the start of the latest pass; None: not in a step
     changes_batch: bool | None  # whether training_step changes its batch in place; None: unknown
 
     def __init__(self, methods: Methods, copy: LearnerCopy, draws: bool) -> None:
@@ -85,7 +85,8 @@ class Looks:
             output, loss = copy.loss(batch, step)
         if versions is not None:
             self.changes_batch = versions_in(batch) != versions
-        # Reading NumPy's and Python's generators is slow; who draws from them does at once.
+        # Reading the generators of NumPy and Python is slow; a learner draws from them in its first
+        # step or never.
         if self.all_generators and before is not None:
             self.all_generators = before.drawn_since()
         changed = loss
@@ -109,7 +110,8 @@ class Looks:
             raise RuntimeError(f"{method} calls clients.seen_at, and its class declares no `taps`")
         group = self.clients._group
         group.count_pass(method)
-        # A client's own buffers are no other's, for whom this step might be replayed.
+        # A client's own buffers differ from other clients', so this step must not be replayed for
+        # others.
         group.looked_up = group.looked_up or bool(group.round.own_buffers)
         copy = self.copy
         batch, step, before = self.latest

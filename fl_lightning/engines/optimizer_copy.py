@@ -18,8 +18,8 @@ from fl_lightning.learner.layout import same_bits
 
 # Attributes that torch gives every optimizer.
 OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
-# What a copy cannot have as its own: another optimizer or module would act on the original's
-# parameters, and what a generator draws would run on from client to client.
+# Objects that a copy of an optimizer cannot own: another optimizer or module would act on the
+# original's parameters, and a generator's draws would continue from one client to the next.
 FOREIGN: dict[str, tuple[type, ...]] = {
     "another optimizer": (Optimizer,),
     "a module": (nn.Module,),
@@ -30,7 +30,7 @@ FOREIGN: dict[str, tuple[type, ...]] = {
         random.Random,
     ),
 }
-DEPTH = 3  # of containers in an attribute
+DEPTH = 3  # nesting of containers in an attribute that are searched
 MISSING = object()
 
 
@@ -59,7 +59,7 @@ def copied_values(values: Mapping[str, Any], replaced: Mapping[int, Any]) -> dic
     for name, value in values.items():
         try:
             copies[name] = copy.deepcopy(value, dict(replaced))
-        except Exception:  # what cannot be copied is shared
+        except Exception:  # an object that cannot be copied is shared
             copies[name] = value
     return copies
 
@@ -127,7 +127,7 @@ def alike(one: Any, other: Any) -> bool:
         return True
     try:
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # such as of arrays: they count as changed
+    except Exception:  # comparing arrays, for example, fails: count them as changed
         return False
 
 

@@ -39,8 +39,8 @@ class EnginePlan:
         as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
     """
 
-    # A resumed run goes on with what has a kind. Whether steps are captured is tried again: that
-    # depends on the machine.
+    # A resumed run keeps the entries that have a kind. Whether steps are captured is tried again,
+    # because that depends on the machine.
     engine: str = entry(_ENGINE)
     why: str = ""
     workers: int = entry(_size, 0)

@@ -31,11 +31,11 @@ from fl_lightning.learner.modules import gradient_hook, lightning_modules
 SIZES = re.compile(
     r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE
 )
-# So many of a client's steps are looked at, where frozen parameters may be written; and where
-# clients are to train side by side. By number and not by time: what they find decides over bits.
+# Number of a client's steps that are tried if frozen parameters may be written, and if clients are
+# to train in parallel. It is a number and not a time, because the result decides about bits.
 FROZEN_STEPS = 20
 PROOF_STEPS = 30
-# Beginnings of names of hooks that run on the global model, between clients' steps.
+# Prefixes of the names of hooks that run on the global model, between clients' steps.
 BETWEEN = (
     *("on_train_epoch_", "on_train_start", "on_train_end", "on_fit_", "on_save_checkpoint"),
     *("on_validation_", "on_test_", "on_predict_", "validation_", "test_", "predict_"),
@@ -107,7 +107,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
     before = RandomState(situation.w)
     batch = first_batch(copies, client)
     drawn = READS if before.drawn_since() else ""
-    # What is read again is the same batch if it draws from the same state.
+    # Reading again gives the same batch if the generators start from the same state.
     before.restore()
     if not same_batch(batch, first_batch(copies, client)):
         text = "its data set gives another batch when the same one is read again"
@@ -148,7 +148,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
 
 def first_batch(copies: LearnerCopies, client: int) -> Any:
     situation = copies.situation
-    # The list reads to the end, so that what reads ahead has nothing left to read.
+    # `list` reads to the end, so that a loader that reads ahead has nothing left to read.
     batches = situation.work.data.client_batches(client, 0, 1, device=situation.w.device)
     return next(iter(list(batches)))
 
@@ -173,7 +173,7 @@ def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Rea
     kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
     if kept:
         return carried_over(kept[0])
-    # On a GPU kernels need not repeat, so other bits prove nothing against the learner.
+    # GPU kernels need not repeat their bits, so other bits there say nothing about the learner.
     if not trial.situation.w.is_cuda and not same(bits, bits_again):
         return Reason("a client's step leaves other bits when another client comes first", True)
     return Reason(drawn, draws=True) if drawn else None
@@ -199,11 +199,12 @@ def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
             late = set(frozen_that_changed(situation.learner, one.copy.learner))
             if late := late - set(copies.as_buffers):
                 return Reason(f"its training_step changes {min(late)}, but not from the start")
-            # The second copy shares frozen parameters with the learner, so it comes after that.
+            # The second copy shares the frozen parameters with the learner, so it runs after that
+            # check.
             two = DryRun(copies, 1, draws=bool(drawn))
             trials.append(two)
             two.run(ids[-1], 1)
-            # What happens late in a client's round happens to the one with most steps, if at all.
+            # If something happens late in a round, it happens to the client with the most steps.
             largest = situation.largest()
             two.run(largest, min(situation.cohort.steps(largest), PROOF_STEPS))
             second = two.run(ids[0], steps)
@@ -250,7 +251,7 @@ def same_batch(one: Any, other: Any) -> bool:
         if type(a) is not type(b) or not isinstance(a, Tensor | np.ndarray):
             continue
         if isinstance(a, np.ndarray):
-            # Arrays of text or of objects hold no numbers.
+            # Arrays of text or objects hold no numbers to compare.
             if a.dtype.kind in "biufc" and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
                 return False
         elif not same_bits(a, b):

@@ -64,7 +64,7 @@ def random_state_kept(x: Tensor | None = None) -> Iterator[None]:
 def seed_client(seed: int, round: int, client: int, purpose: str = "learner") -> None:
     """Make the learner's random numbers a function of (seed, round, client)."""
     draw = int(generator(seed, purpose, round, client).integers(2**63))
-    # `torch.manual_seed` formats a stack trace for CUDA's queue, which takes 1 ms a client.
+    # `torch.manual_seed` formats a stack trace for CUDA's queue, which takes 1 ms per client.
     torch.default_generator.manual_seed(draw)
     if torch.cuda.is_initialized():
         torch.cuda.manual_seed_all(draw)

@@ -34,7 +34,8 @@ class Sequential:
                     collect(leaf, self.worker.train(round, client))
                     tell()
             finally:
-                # The learner is the global model again, of which a client changed the buffers.
+                # The learner serves as the global model again, so restore the buffers that a client
+                # changed.
                 copy.load_buffers(round.buffers)
 
     def close(self) -> None:

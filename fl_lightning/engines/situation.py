@@ -31,7 +31,7 @@ from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.settings import Settings
 
-STREAMS = 16  # at most, on a GPU; PyTorch hands out 32
+STREAMS = 16  # largest number of streams on a GPU; PyTorch has a pool of 32
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,14 @@ class Situation:
             return self.usable_cores
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        # The most that the steps tried on a copy have taken.
+        # The peak memory of the steps that were tried on a copy.
         one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
         return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * self.w.nbytes)))
 
     @property
     def fuses(self) -> bool:
         """Whether clients step by the fused kernel of Adam or AdamW."""
-        # A CPU and a GPU have one.
+        # Fused optimizer kernels exist for CPUs and CUDA GPUs.
         has_kernel = self.w.device.type in ("cpu", "cuda")
         return has_kernel and can_be_fused(self.optimizer, self.learner)
 

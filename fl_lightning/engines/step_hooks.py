@@ -22,7 +22,7 @@ OF_GRADIENTS = (
     "on_before_optimizer_step",
     "configure_gradient_clipping",
 )
-# One tensor a parameter; None for one that the loss does not depend on.
+# One tensor per parameter; None for a parameter that the loss does not depend on.
 Gradients = tuple[Tensor | None, ...]
 
 
@@ -54,7 +54,7 @@ class StepHooks:
         self.of_gradients = [name for name in names if name in OF_GRADIENTS]
         self.before_step = [name for name in names if name in OF_GRADIENTS[-2:]]
         self._batch: tuple[Any, Any, Any] | None = None
-        self._gradient: Any = None  # of the step, for `on_train_batch_end`
+        self._gradient: Any = None  # the step's gradient, for `on_train_batch_end`
 
     @classmethod
     def of(cls, learner: Any, *rest: Any) -> StepHooks | None:
@@ -118,7 +118,7 @@ class StepHooks:
             clear(self.parameters)
         if not is_vector:
             return changed
-        # Views that were changed in place are in the vector already.
+        # Views that were changed in place have changed the vector already.
         if any(new is not old for new, old in zip(changed, gradients, strict=True)):
             fill(gradients, changed)
         return gradient
@@ -142,7 +142,7 @@ class StepHooks:
         self._batch = self._gradient = None
         is_vector = isinstance(gradient, Tensor)
         gradients = self.layout.views(gradient.view(-1)) if is_vector else gradient
-        # The step is not taken yet, where more of its batches follow.
+        # If more batches of this step follow, the step has not been taken yet.
         gradients = [None] * len(self.parameters) if gradients is None else gradients
         try:
             for j, (parameter, g) in enumerate(zip(self.parameters, gradients, strict=True)):
@@ -154,7 +154,7 @@ class StepHooks:
 
 def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
     """∇ℓ by parameter, None where ℓ does not depend on it; hooks on parameters are called."""
-    # `training_step` may have left gradients of its own, which plain training clears, too.
+    # `training_step` may have left gradients, which plain training clears, too.
     clear(parameters)
     try:
         # `torch.autograd.grad` follows only the paths that it sees from ℓ to the parameters. A

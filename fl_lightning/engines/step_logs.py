@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 
-LAST = "last"  # the latest step's, which Lightning calls <name>_step
+LAST = "last"  # the last step's value, which Lightning calls <name>_step
 START = {"mean": 0.0, "sum": 0.0, "max": -math.inf, "min": math.inf, LAST: 0.0}
 WORDS = {LAST: LAST, "mean": "mean", "avg": "mean", "sum": "sum", "max": "max", "min": "min"}
 FUNCTIONS = {torch.mean: "mean", torch.sum: "sum", torch.max: "max", torch.min: "min"}
@@ -46,7 +46,7 @@ class StepLogs:
         self.totals: dict[str, Tensor] = {}
         self.numbers: dict[str, int] = {}
         self.kinds: dict[str, str] = {}
-        # Where a step takes several batches: what the present one counts, and means so far.
+        # If a step takes several batches: the weight of the present batch, and the means so far.
         self.count: Tensor | None = None
         self.of_step: dict[str, list[tuple[Tensor, Tensor]]] = {}
 

@@ -21,9 +21,10 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.round.context import Round
 
-# From so many steps of a worker in a round on, a recording saves more than it costs.
+# From this number of steps per worker and round on, a recording saves more than it costs.
 WORTH = 20
-# So much may wait for its turn in the sum, so that the largest clients can go first.
+# Most memory of results that wait for their turn in the sum. Waiting lets the largest clients start
+# first.
 WAITING_BYTES = 2**28
 
 
@@ -82,7 +83,7 @@ class Threads:
                     job.result()
                     tell()
         except BaseException:
-            # Threads end at their next step, and all have ended before the error goes on.
+            # Threads end at their next step; the error is raised when all have ended.
             stop.set()
             self.close()
             raise

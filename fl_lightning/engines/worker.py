@@ -92,13 +92,13 @@ class Worker:
             in_all = work.batches_in(client, steps)
             group.batches = in_all if work.accumulate > 1 else None
             copy.begin(work.data, lambda: clients.client_ids[0], in_all)
-            # Seeded before the first hook, so that whatever a client draws is a function of
-            # (seed, round, client), whoever trained on this worker before.
+            # Seed before the first hook, so that a client's draws depend only on (seed, round,
+            # client), and not on the client that this worker trained before.
             if work.draws:
                 seed_client(work.seed, round.t, client)
             begin(work, group)
             optimizer.begin(round.rates.of_client(steps), self.optimizer_rows(round, client))
-            # Another client, or a full gradient in `on_local_start`, may have left numbers in the
+            # Another client, or a full gradient in `on_local_start`, may have left values in the
             # logs and in the learner's metrics.
             copy.reset()
             step = LocalStep(work, copy, group, optimizer)
@@ -111,7 +111,7 @@ class Worker:
             group.local_step = None
             if copy.looks is not None:
                 copy.looks.end()
-            # Logs come before `on_local_end`, which may read the mean loss among them.
+            # Take the logs before `on_local_end`, which may read the mean loss among them.
             group.metrics = copy.take_metrics()
             for name, value in {**copy.take_logs(), **metric_states.alone(group.metrics)}.items():
                 group.logs[name] = value.reshape(1)
@@ -149,11 +149,13 @@ class Worker:
         with random_state_kept(at) if work.draws else nullcontext():
             if work.draws:
                 seed_client(work.seed, group.round.t, client, "full")
-            # `data` counts no change of x, which is as it was in the end.
+            # A change through `.data` does not count as a change of x, which has its old value
+            # again at the end.
             copy.x.data.copy_(at)
             try:
                 for step, (batch, number) in enumerate(work.full_batches(client, copy.x.device)):
-                    # Every batch is seen from the same buffers: the objective is one function.
+                    # Every batch is evaluated with the same buffers, so that the objective is one
+                    # function.
                     copy.load_buffers(buffers)
                     share = number / group.round.sizes[client]
                     total += copy.gradient(batch, step, log=False) * share
@@ -203,7 +205,7 @@ def begin(work: Work, group: ClientGroup) -> None:
         raise TypeError(
             "an on_local_start changed clients.x, and its class has moves_start = False"
         )
-    # After the methods, which may have moved what rests.
+    # Do this after the methods, which may have moved resting coordinates.
     group.put_to_rest(at_zero)
     group.begin(own_starts=methods.move_starts or at_zero)
 

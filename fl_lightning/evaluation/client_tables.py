@@ -68,7 +68,7 @@ class ClientRounds:
         """
         header = ["round", *heading(table, names)]
         new = [[t, *row] for row in client_rows(table, samples, names)]
-        # A header without metrics would put them behind the names.
+        # A header without metrics would get them after the names of the clients.
         if not new:
             return
         if not self.path.exists() or self._header() != header:

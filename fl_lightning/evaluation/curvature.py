@@ -25,7 +25,7 @@ from fl_lightning.learner.layout import flatten
 from fl_lightning.sampling import generator
 
 Vector = NDArray[np.float64]
-DENSE = 20  # up to so many parameters the whole Hessian is made
+DENSE = 20  # up to this number of parameters the whole Hessian is computed
 RESTARTS = 100
 SKETCH = 2 * 10**7  # numbers
 
@@ -64,7 +64,7 @@ class Hessian:
         self.x = x.detach()
         self.size = x.numel()
         number = sum(map(len, samples.values()))
-        most = evaluator.size(x, samples, GRAPH_BYTES // 4)  # two more passes over the same graph
+        most = evaluator.size(x, samples, GRAPH_BYTES // 4)  # two more passes use the same graph
         self._shares = evaluator.shares(samples, most, keep=True)
         self._number = max(1, number)
         self.products = 0
@@ -78,8 +78,8 @@ class Hessian:
         def term(batch: Any, number: int, index: int) -> OverSamples:
             copy.logging = False
             with torch.enable_grad():
-                # A part that is differentiable once shows it only if the gradient that comes into
-                # it asks for a graph, as one times a constant does not.
+                # A part that can be differentiated only once fails here only if its incoming
+                # gradient requires a graph. A constant 1 does not require one.
                 one = torch.ones_like(direction[:1]).requires_grad_()
                 loss = (self.evaluator.loss(batch, index, graph=True) * one).sum()
                 gradients = torch.autograd.grad(
@@ -98,7 +98,7 @@ class Hessian:
             return OverSamples(product=flatten(second).detach().double() * number)
 
         try:
-            # Other kernels of attention cannot be differentiated twice.
+            # Other attention kernels cannot be differentiated twice.
             with sdpa_kernel(SDPBackend.MATH):
                 total = self.evaluator.sum(self.x, self._shares, term)
         except RuntimeError as error:
@@ -175,7 +175,7 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
     start /= np.linalg.norm(start)
     if not product(start).any():
         return 0.0, start
-    # SciPy's types name these arguments differently from version to version.
+    # SciPy's types name these arguments differently in different versions.
     operator = LinearOperator(  # type: ignore[call-arg,unused-ignore]
         (n, n), matvec=product, dtype=np.float64
     )

@@ -40,10 +40,10 @@ from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.totals import Sums
 
 Share = Callable[[], list[Counted]]
-# (batch, its samples, its number) -> what it adds to a sum over samples
+# (batch, its number of samples, its index) -> what it adds to a sum over samples
 Term = Callable[[Any, int, int], "OverSamples"]
 VALIDATION = "on_validation_batch_start"
-# Limits of a batch: its samples, its memory, and the memory that its backward pass needs.
+# Limits of a batch: samples, memory, and the memory of its backward pass.
 MOST = 1000
 BATCH_BYTES = 2**26
 GRAPH_BYTES = 2**28
@@ -105,7 +105,7 @@ class Evaluator:
         (38, torch.Size([31]))
     """
 
-    # Callbacks may change batches otherwise in validation than in training.
+    # Callbacks may change batches in validation in another way than in training.
     convert_validation: Convert | None = None
 
     def __init__(
@@ -126,7 +126,7 @@ class Evaluator:
         self.copy.learner.eval()
         self.copy.forks = False
         for part in self.copy.learner.modules():
-            # A sparse gradient cannot be differentiated, and a dense one has the same values.
+            # A sparse gradient cannot be differentiated; a dense one has the same values.
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
         self.data = data
@@ -136,11 +136,11 @@ class Evaluator:
         }
         self._forward = self.copy.forward_context
         self.copy.forward_context = self._context
-        # The present loss has a graph where its gradient is asked for, or where the learner's step
-        # takes gradients itself.
+        # The loss has a graph if its gradient is needed, or if the learner's step itself takes
+        # gradients.
         self._graph = False
         self._builds_graph = False
-        # Whether validation leaves the learner's attributes as they were; None: not known yet.
+        # Whether validation leaves the learner's attributes unchanged; None: not known yet.
         self._stateless: bool | None = False if hooks_of(learner) else None
 
     @classmethod
@@ -256,7 +256,7 @@ class Evaluator:
             return {"samples": 0, "loss": math.nan}
         trains = step == "training_step"
         shares = self._of_client(x, client, indices, twice=not trains)
-        # The learner finds this client's numbers at its Trainer only within this call.
+        # Only within this call does the learner's Trainer show this client's numbers of batches.
         self.copy.begin(self.data, lambda: client)
         total = self.sum(x, shares, self._term(False, step if trains else ""), alone=True)
         self.copy.begin(self.data)
@@ -338,7 +338,7 @@ class Evaluator:
         if not overrides(self.copy.learner, "validation_step"):
             return {}
         own = self._for_validation()
-        # What steps leave in attributes is looked at once.
+        # Compare once which attributes the steps change.
         before = Attributes(own.learner) if self._stateless is None else None
         own.begin(self.data, lambda: client)
         own.present.begin_validation(len(shares), own.learner)
@@ -439,7 +439,7 @@ class Evaluator:
 
         def pack(tensor: Tensor) -> Tensor:
             nonlocal kept
-            # The parameters are there anyway, however many samples a batch has.
+            # The parameters take memory in any case, however many samples a batch has.
             if tensor.untyped_storage().data_ptr() != parameters:
                 kept += tensor.nbytes
             return tensor
@@ -457,7 +457,8 @@ class Evaluator:
         try:
             return self.copy.loss(batch, index)[1]
         except RuntimeError as error:
-            # The learner's step takes gradients itself, and needs a graph for them: once more.
+            # The learner's step takes gradients itself and needs a graph, so compute it again with
+            # one.
             if self._graph or "does not require grad" not in str(error):
                 raise
         self._builds_graph = True
@@ -474,7 +475,7 @@ class Evaluator:
 
         def term(batch: Any, number: int, index: int) -> OverSamples:
             own.logging = step == "training_step"
-            # What training_step puts into a metric that both steps share is not the validation's.
+            # If both steps share a metric, values from training_step must not count in validation.
             with nullcontext() if own.logging else own.metrics_kept():
                 loss = self.loss(batch, index, gradient)
             values = OverSamples(loss=loss.detach().double() * number)
@@ -484,7 +485,7 @@ class Evaluator:
             own.logging = True
             if step == "validation_step":
                 self._validation(batch, index)
-            # A batch may log nothing under a name, so each name counts its own samples.
+            # A batch need not log every name, so each name counts its own samples.
             samples = torch.tensor(number, dtype=torch.float64, device=loss.device)
             for name, logged in own.logged.items():
                 mean = torch.stack([value.double().reshape(()) for value in logged]).mean()
@@ -511,7 +512,8 @@ class Evaluator:
 
     def _one(self, term: Term, batch: Any, number: int, index: int) -> OverSamples:
         """A term of one batch, from the server's buffers."""
-        # What a step draws is a function of the batch's number, whichever process computes it.
+        # A step's random draws depend only on the batch's number, and not on the process that
+        # computes it.
         self.copy.logged = {}
         self.copy.load_buffers(self.buffers)
         seed_client(self.seed, 0, index, "evaluate")

@@ -44,7 +44,7 @@ class ClientEvaluation:
         self._learner = learner
         self._data = data
         self._make = make
-        # Engines with threads may ask for several clients at once, and there is one copy.
+        # Threads may ask for several clients at once, but there is only one copy.
         self._lock = threading.Lock()
         self._evaluator: Evaluator | None = None
         self._round: Round | None = None
@@ -66,7 +66,7 @@ class ClientEvaluation:
             for j, client in enumerate(group.ids):
                 point = x if x.ndim == 1 else x[j]
                 means = evaluator.client(point, client, indices(client), step)
-                # The loss is always training_step's, also where validation logs one as val/loss.
+                # The loss is always that of training_step, even if validation logs one as val/loss.
                 row = {"loss": means["loss"], "samples": means["samples"]}
                 if validates:
                     logged = {without_prefix(name): value for name, value in means.items()}

@@ -24,7 +24,7 @@ class LanguageMeasurement(Measurement):
     """
 
     of_samples = False
-    asks = ""  # the method of the learner that it calls
+    asks = ""  # the learner's method that this logger calls
 
     def __init__(self, path: str | Path, every_n_rounds: int | None = None) -> None:
         super().__init__(every_n_rounds)
@@ -37,7 +37,7 @@ class LanguageMeasurement(Measurement):
         Raises:
             UserError: names the first that has not.
         """
-        raise NotImplementedError  # abstract: which rows it takes, each logger knows
+        raise NotImplementedError  # abstract: each logger decides which rows it accepts
 
     def place(self, number: int) -> str:
         """Where a row stands, for messages."""
@@ -68,7 +68,7 @@ class LanguageMeasurement(Measurement):
 
     def lengths(self, encoder: Any) -> list[int]:
         """The most tokens that each row puts before the network."""
-        raise NotImplementedError  # abstract: what is asked about a row, each logger knows
+        raise NotImplementedError  # abstract: each logger decides what it asks about a row
 
 
 @contextmanager

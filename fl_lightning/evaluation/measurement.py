@@ -21,7 +21,7 @@ class Measurement(FederatedCallback):
     """
 
     role = "measurement"
-    of_samples = True  # what it logs is made of clients' samples
+    of_samples = True  # the logged values are computed from clients' samples
 
     def __init__(self, every_n_rounds: int | None = 10) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Measurement(FederatedCallback):
 
     def measure(self, module: Any) -> dict[str, float]:
         """The values to log of this FederatedModule; called in every process."""
-        raise NotImplementedError  # abstract: what is measured is what a logger is
+        raise NotImplementedError  # abstract: each logger measures something else
 
     def validated(self, t: int) -> bool:
         """Tell whether the model of round t was validated."""
@@ -58,7 +58,7 @@ class Measurement(FederatedCallback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the last round, where only now it is known to be that."""
-        # After an early stop the last round is not the one that `max_epochs` gives.
+        # After an early stop the last round is an earlier one than `max_epochs` gives.
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
             self._measure(trainer)
 

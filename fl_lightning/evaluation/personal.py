@@ -79,7 +79,7 @@ class PersonalModels:
                 "server's, so its own model cannot be made here. Without `client` it is the model "
                 "that all share."
             )
-        # Kept parts are those with which the next round would begin.
+        # The parts that a client keeps are those with which the next round would begin.
         start = round.evaluated
         if round.parts is not None:
             start = torch.where(round.parts.averaged(round.t), start, round.w)
@@ -168,7 +168,7 @@ def of_client(run: Any, client: int, trainer: Any) -> PersonalModel:
     """One client's personal model, the same in every process of a FederatedRun."""
     models = of_run(run, trainer)
     check_client(client, models.round.num_clients)
-    # The process where the client's rows live has its model, and hands it to all others.
+    # The process that stores the client's rows has its model, and sends it to all other processes.
     world, rank = place()
     model_here = models.of(client) if client % world == rank else None
     (model,) = filter(None, gathered(model_here))
@@ -292,7 +292,7 @@ class FineTuning:
         device = weights.device.type
         with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):
             trained = self.worker.train(own_round, client)
-        # The worker's memory is the next client's, so the model is copied out of it.
+        # The next client uses the same memory of the worker, so copy the model.
         tuned_buffers = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
         return trained.x[0].clone(), tuned_buffers
 

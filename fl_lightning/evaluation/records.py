@@ -9,7 +9,7 @@ from typing import Any
 
 from fl_lightning.errors import UserError
 
-# Stanford Alpaca's prompts, without and with an input.
+# The prompts of Stanford Alpaca, without and with an input.
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{instruction}\n\n### Response:\n"
@@ -83,7 +83,7 @@ def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str
         )
     if template == "alpaca":
         template = ALPACA_INPUT if given else ALPACA
-    # Not str.format: texts have braces of their own.
+    # str.format would fail, because texts may contain braces.
     before, _, after = template.partition("{instruction}")
     before, after = before.replace("{input}", given), after.replace("{input}", given)
     return f"{before}{instruction}{after}", str(output)

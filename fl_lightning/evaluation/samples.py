@@ -13,8 +13,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from fl_lightning.sampling import generator
 
-Samples = Mapping[int, NDArray[np.int64]]  # positions in the training data, by client
-Counted = tuple[Any, int]  # a batch, and of how many samples
+Samples = Mapping[int, NDArray[np.int64]]  # client → positions in the training data
+Counted = tuple[Any, int]  # a batch and its number of samples
 
 
 def samples_of(data: Any) -> Samples:

@@ -29,7 +29,7 @@ from fl_lightning.lightning import MisconfigurationException, extract_batch_size
 BEFORE = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
 OF_BATCHES = ("on_validation_batch_start", "on_validation_batch_end")
 AFTER = ("on_validation_epoch_end", "on_validation_end", "on_validation_model_train")
-Batches = Iterable[tuple[Any, int]]  # each with its number of samples
+Batches = Iterable[tuple[Any, int]]  # each batch with its number of samples
 
 
 def hooks_of(learner: object) -> frozenset[str]:
@@ -81,7 +81,7 @@ class ValidationEpoch:
             self._call("on_validation_batch_start", batch, index)
             output = self._step(batch, index)
             self._call("on_validation_batch_end", output, batch, index)
-        # What steps put into a metric counts, though the next hook may clear it.
+        # Values that steps put into a metric count, although the next hook may clear the metric.
         values = self.logs.take()
         for name in AFTER:
             self._call(name)
@@ -118,7 +118,7 @@ class EpochLogs:
         self._batch: Any = None
         self._samples = 1
         self._size: int | None = None
-        # By hook and name: (reduction, total, weight), or the metric itself.
+        # (hook, name) → (reduction, total, weight), or the metric itself.
         self._numbers: dict[tuple[str, str], tuple[str, Tensor, float]] = {}
         self._metrics: dict[tuple[str, str], Metric] = {}
 
@@ -168,8 +168,8 @@ class EpochLogs:
 
     def take(self) -> dict[str, float]:
         """The values by name, of a name that several hooks log the last one's; then none."""
-        # A collection updates only the first of metrics with alike states; asking for all of them
-        # lets the others see these states.
+        # In a collection, metrics with equal states share those of the first. Asking for all
+        # metrics makes the others refer to these states.
         for collection in self._collections:
             list(collection.values(copy_state=False))
         values: dict[str, float] = {}
@@ -185,7 +185,7 @@ class EpochLogs:
         """The batch's number of samples, as Lightning finds it."""
         if self._size is None:
             self._size = self._samples
-            # A batch without a tensor has no size that Lightning finds.
+            # Lightning cannot find the size of a batch without a tensor.
             with suppress(MisconfigurationException):
                 if self._batch is not None:
                     self._size = extract_batch_size(self._batch)

@@ -12,7 +12,7 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.modules import lightning_base
 
 WORDS = ("average", "keep", "own")
-# A normalisation layer is told by the end of its class's name, torch's and users' alike.
+# The end of its class name identifies a normalisation layer, torch's and users' alike.
 NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)
 STATISTIC = re.compile(r"^(running|moving)_(mean|var|variance|std)$")
 COUNTER = {"count", "counts", "counter", "num", "n", "number", "step", "steps", "passes", "batches"}
@@ -49,7 +49,8 @@ class BufferPolicy:
 
     def _check(self, names: list[str]) -> None:
         """Refuse a pattern that fits none of these names."""
-        # A learner without buffers takes any patterns, so that a config serves several networks.
+        # A learner without buffers accepts any patterns, so that one config serves several
+        # networks.
         if isinstance(self.given, str) or not names:
             return
         for pattern in self.given:
@@ -108,10 +109,10 @@ class BufferPolicy:
 
 def is_norm(module: nn.Module) -> bool:
     """Tell whether a module is a normalisation layer, by its class or a base class."""
-    # A whole learner is none, whatever it is called.
+    # A whole learner is not a normalisation layer, whatever its name is.
     if lightning_base(module) is not None:
         return False
-    # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook beside them.
+    # torch.nn.utils.spectral_norm puts its vectors on the layer itself, and a hook with them.
     for hook in module._forward_pre_hooks.values():
         if type(hook).__name__ == "SpectralNorm":
             return True

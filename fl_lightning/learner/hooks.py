@@ -37,8 +37,8 @@ HOOKS = [
     "on_predict_batch_end",
     "on_predict_model_eval",
 ]
-# Lightning does something else where a module has none of these, so they are forwarded only where
-# the learner has its own.
+# Lightning behaves differently if a module overrides one of these, so they are forwarded only if
+# the learner overrides them.
 WHERE_OVERRIDDEN = [
     "on_validation_model_train",
     "on_test_model_train",
@@ -53,12 +53,12 @@ class LearnerHooks(pl.LightningModule):
     """Base of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS` to the learner."""
 
     learner: Any
-    logged: Logged  # what the learner says of the metrics that it logs
+    logged: Logged  # records the metrics that the learner logs
     _evaluated_batch_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
         """The learner's attribute, where a callback looks for one that this module has not."""
-        # Private names stay apart: what looks for them means this very object.
+        # Private names are not forwarded: code that reads them means this very object.
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -95,7 +95,7 @@ class LearnerHooks(pl.LightningModule):
 
     def configure_model(self) -> None:
         self.learner.configure_model()
-        # The learner's setup may have put hooks on it.
+        # The learner's setup may have registered hooks.
         self.adopt(self.learner)
 
     def load_state_dict(self, state_dict: Any, strict: bool = True, assign: bool = False) -> Any:
@@ -114,7 +114,7 @@ class LearnerHooks(pl.LightningModule):
     def adopt(self, learner: Any) -> None:
         """Show Lightning the steps and hooks that the learner has, and no others."""
         self.learner = learner
-        # A step that the learner does not have is Lightning's own here, whose loop is skipped.
+        # If the learner lacks a step, use Lightning's own, so that Lightning skips its loop.
         for step in STEPS[:2]:
             if not overrides(learner, step):
                 self._put(step, getattr(pl.LightningModule, step))
@@ -142,15 +142,15 @@ class LearnerHooks(pl.LightningModule):
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
-            # Lightning divides the number of samples by W as integers: W times as many divide
-            # exactly.
+            # Lightning divides the number of samples by the number of processes W as integers. W
+            # times the number divides exactly.
             size = kwargs.get("batch_size") or self._evaluated_batch_size
             if world == 1:
                 return kwargs
             return {**kwargs, "sync_dist": True, "batch_size": size * world}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-            # A metric brings its states together over processes itself.
+            # A metric synchronises its states over processes itself.
             if not isinstance(value, Metric):
                 kwargs = over_processes(kwargs)
             self.log(name, value, *args, **kwargs)
@@ -189,7 +189,7 @@ def _transfer(name: str) -> Callable[..., Any]:
     """The learner's hook for its own batches."""
 
     def hook(self: LearnerHooks, batch: Any, *args: Any) -> Any:
-        # Lightning's batch in training is the round's token, which no learner knows.
+        # In training, Lightning's batch is the round's token, which a learner does not expect.
         if self.trainer.training:
             return batch
         return getattr(self.learner, name)(batch, *args)
@@ -203,7 +203,7 @@ def _step(name: str) -> Callable[..., Any]:
         of_learner = getattr(self.learner, name)
         if self.trainer.world_size > 1:
             self._evaluated_batch_size = extract_batch_size(args[0])
-        # Lightning gives a step as many arguments as it takes, and this one takes all.
+        # Lightning passes as many arguments as a step accepts, and this one accepts all.
         code = of_learner.__code__
         if not code.co_flags & inspect.CO_VARARGS:
             args = args[: code.co_argcount - 1]

@@ -44,7 +44,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             self[name] = (slice(start, start + parameter.numel()), parameter.shape)
             start += parameter.numel()
         self.size = start
-        # A frozen layer has no parameter in the vector, and stays as an empty layer.
+        # A frozen layer has no parameter in the vector, and is listed as an empty layer.
         self.layers: dict[str, list[str]] = {}
         for path, names in layers_of(learner).items():
             self.layers[path] = [name for name in names if name in self]
@@ -110,8 +110,8 @@ def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
 
 def all_finite(v: Tensor) -> bool:
     """Tell whether no entry is infinite or NaN."""
-    # Where the sum is finite, which is quick to see, every entry is; the sum of finite numbers
-    # may overflow.
+    # If the sum is finite, which is quick to check, every entry is. The sum of finite numbers may
+    # still overflow.
     return math.isfinite(v.sum()) or bool(torch.isfinite(v).all())
 
 
@@ -159,7 +159,7 @@ def layers_of(learner: nn.Module) -> dict[str, list[str]]:
     layers: dict[str, list[str]] = {}
     early: list[str] = []
     latest = early
-    # No module's name begins with a zero byte: we are inside of no layer.
+    # No module's name begins with a zero byte, so this means: inside no layer.
     inside = "\0"
     for name, module in learner.named_modules():
         prefix = name + "." if name else ""

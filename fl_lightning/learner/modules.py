@@ -16,11 +16,11 @@ from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.metrics import Logged
 
-# A run replaces these methods of the learner, and of LightningModules inside it.
+# A run replaces these methods on the learner, and on LightningModules inside it.
 SHIMS = ("log", "log_dict", "optimizers", "lr_schedulers")
 # These are replaced in a client's local steps.
 IN_STEPS = (*SHIMS, "train_dataloader")
-# A learner transfers its batches by these hooks, in the order of their calls.
+# A learner transfers its batches with these hooks, called in this order.
 TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 
 
@@ -98,8 +98,8 @@ def deep_copied(learner: nn.Module, memo: dict[int, Any]) -> Any:
     """A deep copy of a learner, without what a profiler hangs on it; ``memo``: not to be copied."""
     copied = copy.deepcopy(learner, {**without_graphs(learner), **recorders(learner), **memo})
     drop_recorders(copied)
-    # A scripted module's copy has tensors that are computed from the original's, or that need no
-    # gradient where it is copied under no_grad.
+    # Tensors of a copied scripted module are computed from the original's, or require no gradient
+    # if the copy was made under no_grad.
     for own, theirs in zip(copied.parameters(), learner.parameters(), strict=True):
         if not own.is_leaf:
             own.detach_()

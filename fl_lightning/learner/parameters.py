@@ -82,7 +82,7 @@ def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
             start = tensor.data_ptr()
             spans.append((start, start + extent(tensor) * tensor.element_size(), name, tensor))
-    # By their first byte: a tensor meets only those that begin before it ends.
+    # Sorted by first byte: a tensor can overlap only with those that begin before it ends.
     spans.sort(key=lambda span: span[:3])
     for j, (_, end, name, tensor) in enumerate(spans):
         for start, _, other, beside in spans[j + 1 :]:
@@ -103,8 +103,8 @@ def overlap(one: Tensor, other: Tensor) -> bool:
     same_storage = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     if not same_storage or one.dtype != other.dtype:
         return True
-    # Two columns of a matrix meet without sharing anything, so one's elements are marked, and the
-    # other's looked up.
+    # Two columns of a matrix have overlapping byte ranges but share no element. So mark one
+    # tensor's elements, and look for the marks in the other.
     first = min(one.storage_offset(), other.storage_offset())
     last = max(t.storage_offset() + extent(t) for t in (one, other))
     marks = torch.zeros(last - first, dtype=torch.bool)
@@ -126,8 +126,8 @@ def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
     Raises:
         UserError: with its name.
     """
-    # Every client comes by here, and the walk over all modules takes its time: so parameters that
-    # stand are told by their identity, and names are looked up only for an error.
+    # This runs for every client, and a walk over all modules is slow. So unchanged parameters are
+    # recognised by identity, and names are looked up only for an error.
     same_modules = True
     for path, part, at_first, modules in slots:
         now = part._parameters

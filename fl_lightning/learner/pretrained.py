@@ -56,7 +56,7 @@ def save(learner: nn.Module, folder: str | Path, merged: bool, changed_base: boo
         network.save_pretrained(folder)
         return
     if not merged:
-        # Else peft asks a server whether the base has other embeddings.
+        # Otherwise peft asks a server whether the base model has other embeddings.
         network.save_pretrained(folder, save_embedding_layers=False)
         if not changed_base:
             return

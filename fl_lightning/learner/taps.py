@@ -15,7 +15,7 @@ from fl_lightning.learner.layout import last_of
 
 LAST = "last"
 ENTERING = ":in"
-# (tap, output) -> the output that goes on
+# (tap, output) -> the output that is used in its place
 Change = Callable[["Tap", Any], Any]
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import gathered, world_size
 
-# Processors of two kinds may round the server's step differently, by far less than this.
+# Two kinds of processors may round the server's step differently, by far less than this.
 _TOLERANCE = 1e-4
 
 

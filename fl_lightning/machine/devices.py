@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# These are the numbers of malloc.h.
+# Constants of malloc.h.
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
@@ -41,7 +41,8 @@ def keep_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, TypeError, AttributeError):
         return
-    # The largest values allowed; a thread's memory grows by 2**26, and shrinks by no less.
+    # The first is the largest allowed value. With the second a thread's memory grows by at least
+    # 2**26 bytes, and shrinks by no less.
     mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(M_TOP_PAD, 2**26)
     mallopt(M_MMAP_THRESHOLD, 2**25)
@@ -50,7 +51,7 @@ def keep_memory() -> None:
 def prepare_process(device: torch.device) -> None:
     """Let the process keep memory, and a GPU's kernels leave the same bits each time."""
     keep_memory()
-    # Trainer(benchmark=True) asks for the fastest kernels, whichever bits they leave.
+    # Trainer(benchmark=True) asks for the fastest kernels, even if their bits vary.
     if device.type == "cuda" and not torch.backends.cudnn.benchmark:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
@@ -78,7 +79,7 @@ def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
             on_host[key].copy_(row, non_blocking=True)
         else:
             on_host[key] = row
-    # Copies from a GPU run side by side, and are waited for once.
+    # Copies from a GPU run in parallel; this waits once for all of them.
     if any(row.is_cuda for row in rows.values()):
         torch.cuda.current_stream().synchronize()
     return on_host

@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 _timeout: timedelta | None = None
 
-# Files that a reader of ours opens once more in each process, so that forks share no position.
+# Files that our readers open again in each process, so that forks do not share a position.
 opened_in_each: set[str] = set()
 
 
@@ -86,7 +86,7 @@ def set_timeout(timeout: timedelta) -> None:
     """Let no process wait longer for another, from here on."""
     global _timeout
     _timeout = timeout
-    # Older versions of torch have the function under a private name.
+    # Older versions of torch have this function under a private name.
     c10d: Any = dist.distributed_c10d
     setter = getattr(c10d, "set_timeout", None) or c10d._set_pg_timeout
     setter(timeout)

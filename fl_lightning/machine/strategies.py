@@ -19,11 +19,11 @@ from fl_lightning.machine import processes
 from fl_lightning.machine.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
-# The others have so many seconds to say that they are there. After a closed connection they need
-# fewer, as one of them has gone.
+# Seconds that the other processes have to answer. After a closed connection they need fewer,
+# because one of them has gone.
 _ANSWER = 10.0
 _ANSWER_CLOSED = 2.0
-# One of these words is in the errors of a broken connection, which have no class of their own.
+# Errors of a broken connection have no class of their own, but contain one of these words.
 _BROKEN = (
     "gloo",
     "timed out",
@@ -59,7 +59,7 @@ class FederatedStrategy(DDPStrategy):
             raise UserError(
                 f"FederatedStrategy: timeout={timeout} is not accepted; give seconds above 0."
             )
-        # Processes start slowly, so at first they wait half an hour at least.
+        # Processes start slowly, so the first wait is at least half an hour.
         at_first = max(timeout or default_timeout(), default_timeout())
         super().__init__(timeout=at_first, **kwargs)
         self.given_timeout = timeout
@@ -75,7 +75,7 @@ class FederatedStrategy(DDPStrategy):
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         """The arguments with which Lightning splits no loader."""
-        # Every process reads the round's token, and evaluation splits its own data.
+        # Every process reads the round's token, and evaluation splits its data itself.
         return {"num_replicas": 1, "rank": 0}
 
     def setup_distributed(self) -> None:
@@ -118,7 +118,7 @@ class FederatedStrategy(DDPStrategy):
         if self._lost is not None:
             (text, cause) = self._lost
             self._lost = None
-            # Processes that this one started can do nothing without it, and would wait.
+            # Processes that this one started cannot go on without it, and would wait.
             kill = getattr(self.launcher, "kill", None)
             if kill is not None:
                 kill(signal.SIGKILL)
@@ -139,17 +139,17 @@ class FederatedStrategy(DDPStrategy):
                     store.wait([f"fl/there/{rank}"], timedelta(seconds=left))
                     silent.discard(rank)
                 except RuntimeError as error:
-                    # Any other error: the store is gone, with the process that has it.
+                    # Any other error means that the store is gone, with the process that holds it.
                     if "timeout" not in str(error).lower():
                         return
 
-        # Where the process that has the store is stopped, the store never answers, so that a
-        # thread asks and is not waited for beyond its time.
+        # If the process that holds the store is stopped, the store never answers. So a thread asks,
+        # and the wait is limited.
         asking = threading.Thread(target=ask, daemon=True)
         asking.start()
         asking.join(seconds + 2)
         ranks = sorted(silent)
-        # If no rank answers, the first rank, which has the store, is lost.
+        # If no rank answers, the first rank, which holds the store, is lost.
         if asking.is_alive() or len(ranks) == len(others):
             return ranks[:1]
         return ranks

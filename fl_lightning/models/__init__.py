@@ -47,7 +47,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HEAVY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(f"{__name__}.{_HEAVY[name]}"), name)
-    # The next time it is found without this function.
+    # Next time Python finds the name without this function.
     globals()[name] = value
     return value
 

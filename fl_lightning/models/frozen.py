@@ -32,14 +32,14 @@ class Widened(torch.autograd.Function):
             parts = []
             for rows in blocks(weight):
                 own = None if bias is None else bias[rows].float()
-                # In the type that the product has where the processor computes in it.
+                # The product has the dtype of the stored weight, as in low precision.
                 parts.append(linear(x, weight[rows].float(), own).to(weight.dtype))
             return torch.cat(parts, -1)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         x, weight, _ = inputs
-        # The weight as it is, which all workers share; its float32 values are not kept.
+        # Save the weight itself, which all workers share, and not its float32 values.
         ctx.save_for_backward(weight)
         ctx.dtype = x.dtype
 

@@ -28,7 +28,7 @@ class ImageClassifier(pl.LightningModule):
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """
 
-    # A checkpoint may have it as a config does: class_path, init_args.
+    # A checkpoint may hold this argument as a config does: class_path, init_args.
     builds_arguments = ("network",)
 
     def __init__(
@@ -74,7 +74,7 @@ class ImageClassifier(pl.LightningModule):
         logits = self(x)
         loss = _loss(logits, y)
         self.log("train/loss", loss.detach())
-        # Of samples that mixup or cutmix mixed the class with the largest share is the right one.
+        # For samples mixed by mixup or cutmix, the class with the largest share counts as right.
         right = y.argmax(1) if y.is_floating_point() else y
         self.log("train/acc", (logits.detach().argmax(1) == right).float().mean())
         return loss

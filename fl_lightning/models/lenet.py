@@ -23,16 +23,16 @@ class LeNet(Given, nn.Module):
         channels: of both convolutions: 16 is the small twins', with 237,466 parameters.
     """
 
-    # On a CPU a step then takes 0.8 to 0.9 of the time.
+    # On a CPU this shortens a step to 0.8 to 0.9 of its time.
     prefers_channels_last = True
-    # Pixels a side; of fewer, nothing is left after both poolings.
+    # Pixels per side; a smaller image has no pixels left after both poolings.
     smallest_input = 16
 
     def __init__(
         self, num_classes: int, in_channels: int = 3, input_size: int = 32, channels: int = 64
     ) -> None:
         super().__init__()
-        # Each convolution takes four pixels of a side, each pooling half of the rest.
+        # Each convolution removes four pixels per side, and each pooling halves the rest.
         side = ((input_size - 4) // 2 - 4) // 2
         if input_size < self.smallest_input:
             raise UserError(

@@ -29,7 +29,7 @@ def leave_out_dead_taps(network: nn.Module) -> None:
     Parameters and names stay.
     """
     for module in network.modules():
-        # A subclass may do something else in its forward.
+        # The forward of a subclass may compute something else.
         if type(module) is not nn.Conv2d or module.bias is not None or module.groups != 1:
             continue
         sizes = (module.kernel_size, module.padding, module.dilation)

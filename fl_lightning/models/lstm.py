@@ -30,7 +30,7 @@ class LSTM(Given, nn.Module):
         outputs: ``"last"`` for :class:`ImageClassifier`, ``"each"`` for :class:`NextToken`.
     """
 
-    # The command line's checks of images do not apply.
+    # The command line's checks for images do not apply.
     takes_tokens = True
 
     def __init__(
@@ -70,7 +70,7 @@ class LSTM(Given, nn.Module):
                 f"at least {int(x.max()) + 1} (model.learner.network.tokens)."
             ) from None
         if self.outputs == "last":
-            # Padding comes after a text, so its last token has seen only the text.
+            # Padding follows a text, so the text's last token has read only the text.
             last = (x != NO_TOKEN).sum(1).clamp(min=1) - 1
             states = states[torch.arange(len(x), device=x.device), last]
         y: Tensor = self.head(self.projection(states))
@@ -90,7 +90,7 @@ class NextToken(Predictions):
         lr, weight_decay, momentum: of SGD, where no client optimizer is set.
     """
 
-    # A checkpoint may have it as a config does: class_path, init_args.
+    # A checkpoint may hold this argument as a config does: class_path, init_args.
     builds_arguments = ("network",)
 
     def __init__(

@@ -23,7 +23,7 @@ class MLP(Given, nn.Module):
         for inputs, outputs in pairwise(sizes):
             layers += [nn.Linear(inputs, outputs), nn.ReLU()]
         super().__init__()
-        # No ReLU comes after the last layer, whose outputs are logits.
+        # The last layer's outputs are logits, so no ReLU follows it.
         self.layers = nn.Sequential(*layers[:-1])
 
     def forward(self, x: Tensor) -> Tensor:

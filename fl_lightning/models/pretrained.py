@@ -65,7 +65,7 @@ def network(
     """
     check_base(wanted_by, base_dtype, quantize, trainable, lora, path)
     transformers = optional("transformers", "text", wanted_by)
-    # Weights that are trained are read in full precision.
+    # Weights that are trained are loaded in full precision.
     whole = trainable is not None or bool((lora or {}).get("modules_to_save"))
     dtype = torch.float32 if whole else DTYPES[base_dtype]
     options: dict[str, Any] = {"dtype": dtype}
@@ -79,7 +79,7 @@ def network(
     else:
         model = _made(transformers, auto, wanted_by, entries, dtype)
     sizes = sizes_of(model)
-    # Classification looks for the last token before padding, so there has to be one for it.
+    # Classification looks for the last token before the padding, so padding needs a token.
     if sizes.pad_token_id is None:
         sizes.pad_token_id = 0
     if gradient_checkpointing:
@@ -191,14 +191,14 @@ def _read(
         )
     bars = transformers.utils.logging
     shown = bars.is_progress_bar_enabled()
-    # Reading from a local folder takes no time that a bar would have to show.
+    # Reading a local folder is fast, so hide the progress bar.
     bars.disable_progress_bar()
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, **entries)
-        # It comes in evaluation mode, in which there is no dropout.
+        # from_pretrained returns the network in evaluation mode, without dropout.
         return auto.from_pretrained(path, config=config, local_files_only=True, **options).train()
     except Exception as error:
-        # The library and its file formats raise many kinds.
+        # The library and its file formats raise many kinds of errors.
         raise UserError(
             f"{wanted_by}: the network in path {str(path)!r} cannot be read ({_short(error)}). The "
             "folder has to hold config.json and the weights, whole, of an architecture that "
@@ -229,7 +229,7 @@ def _made(
         config = transformers.AutoConfig.for_model(kind, **entries)
         return auto.from_config(config, dtype=dtype)
     except Exception as error:
-        # Sizes that do not fit each other raise many kinds.
+        # Sizes that do not fit together raise many kinds of errors.
         raise UserError(
             f"{wanted_by}: no network can be made of config.model_type {kind!r} with {entries} "
             f"({_short(error)})."
@@ -248,7 +248,7 @@ def _with_lora(
     try:
         adapted: nn.Module = peft.get_peft_model(made, peft.LoraConfig(task_type=task, **lora))
     except Exception as error:
-        # Such as modules that are not there, or arguments that peft does not know.
+        # For example modules that do not exist, or arguments that peft does not know.
         raise UserError(
             f"{wanted_by}: lora is {dict(lora)}, which peft cannot apply ({_short(error)}). "
             "Accepted are LoraConfig's arguments, such as {r: 8, target_modules: [q_proj, v_proj]}."

@@ -32,7 +32,7 @@ class ResNet18GN(Given, ResNet):  # type: ignore[misc]  # torchvision has no typ
         )
         if in_channels != 3:
             self.conv1 = nn.Conv2d(in_channels, 64, 7, 2, 3, bias=False)
-            # It is drawn as torchvision draws it.
+            # torchvision initialises it in this way.
             nn.init.kaiming_normal_(self.conv1.weight, mode="fan_out", nonlinearity="relu")
         if live_taps:
             leave_out_dead_taps(self)

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import Given
 
-# The groups of group normalisation, as in ResNet18GN.
+# Number of groups in group normalisation, as in ResNet18GN.
 GROUPS = 2
 
 
@@ -39,7 +39,7 @@ class _Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.bn2(self.conv2(torch.relu(self.bn1(self.conv1(x)))))
-        # Where maps get smaller there are more of them: the new ones begin as zeros.
+        # Where maps shrink, the number of channels grows: the new channels are zeros.
         if self.added:
             channels = self.added // 2
             x = pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, channels, channels))
@@ -61,7 +61,7 @@ class ResNet20(Given, nn.Module):
         UserError: another norm, depth or width.
     """
 
-    # On a CPU a step then takes 0.85 to 1 of the time.
+    # On a CPU this shortens a step to 0.85 to 1 of its time.
     prefers_channels_last = True
 
     def __init__(

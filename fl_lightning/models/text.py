@@ -20,7 +20,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 from fl_lightning.models import pretrained
 
-# As in datamodules/tokens.py, which stands beside the networks and not below them.
+# The same value as in datamodules/tokens.py, which this module must not import.
 NO_TOKEN = -1
 
 
@@ -39,11 +39,11 @@ class Predictions(pl.LightningModule):
         That is -1 where nothing counts. A subclass predicts a class of the text, or each next
         token.
         """
-        raise NotImplementedError  # abstract: what is predicted is what a subclass is
+        raise NotImplementedError  # abstract: a subclass decides what it predicts
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
         loss, right, count = _measured(*self.scores(batch))
-        # What is logged outlives the step, and would keep its graph.
+        # Logged values outlive the step, so detach them from the graph.
         self.log("train/loss", loss.detach())
         self.log("train/acc", right)
         return {"loss": loss, "count": count}
@@ -103,7 +103,8 @@ class TextLearner(Predictions):
         self.network: Any = pretrained.network(
             self.task, name, path, config, trainable, lora, *base, **fixed
         )
-        # Frozen weights of fewer bits beside trained ones in float32: autocast joins the two.
+        # Frozen weights have fewer bits and trained ones are float32: autocast makes them work
+        # together.
         self._mixes = base_dtype != "float32" or quantize is not None
         self.lr = lr
         self.weight_decay = weight_decay
@@ -146,7 +147,7 @@ class TextLearner(Predictions):
         return logits.float() if self._mixes else logits
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # The optimizer is given nothing that is frozen, so it keeps no moments of it.
+        # The optimizer gets no frozen parameters, so it keeps no moments of them.
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         return torch.optim.AdamW(trained, lr=self.lr, weight_decay=self.weight_decay)
 
@@ -248,7 +249,7 @@ class CausalLanguageModel(TextLearner):
 
     def scores(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         logits, wanted = self._next(batch[0])
-        # Targets beside the tokens say which of these are learned.
+        # A batch may have targets besides the tokens: these mark the tokens that are learned.
         if batch[1].shape == batch[0].shape:
             wanted = batch[1][:, 1:].long()
         return logits.flatten(0, 1), wanted.flatten()
@@ -256,7 +257,7 @@ class CausalLanguageModel(TextLearner):
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Logits ``(n, length - 1, vocabulary)`` and the tokens that come ``(n, length - 1)``."""
         tokens = tokens.long()
-        # Padding is last, where no token of the text looks: no mask is needed.
+        # Padding comes last, and no token of the text attends to it, so no mask is needed.
         seen = tokens[:, :-1]
         filled = seen.masked_fill(seen == NO_TOKEN, self.padding)
         return self.computed(input_ids=filled), tokens[:, 1:]
@@ -274,7 +275,7 @@ class CausalLanguageModel(TextLearner):
             start: ``(n,)``; the first token of a text has no probability.
         """
         logits, wanted = self._next(tokens)
-        # 0 at a token that does not count, which is -1.
+        # 0 at a token that does not count (-1).
         each = -cross_entropy(
             logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none"
         )

@@ -16,7 +16,7 @@ class VGG11(Given, nn.Module):
     parameters for ten classes of three channels.
     """
 
-    # Pixels a side; of more, more than one would be left for the head.
+    # Pixels per side; a larger image would leave more than one pixel for the head.
     largest_input = 32
 
     def __init__(self, num_classes: int, in_channels: int = 3) -> None:
@@ -37,7 +37,7 @@ class VGG11(Given, nn.Module):
             nn.Linear(512, num_classes),
         )
         for module in self.features:
-            # Without norms, PyTorch's default initialisation hardly learns.
+            # Without norms, a network with PyTorch's default initialisation hardly learns.
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None

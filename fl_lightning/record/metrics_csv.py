@@ -29,10 +29,10 @@ class MetricsCSV(Logger):
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
-        self._columns: list[str] | None = None  # None: the file has not been looked at
-        self._round = -1  # of the last row, which may still grow
+        self._columns: list[str] | None = None  # None: the file has not been read
+        self._round = -1  # round of the last row, which may still get more columns
         self._row: Row = {}
-        self._start = 0  # first byte of the last row
+        self._start = 0  # offset of the last row's first byte
 
     @property
     def name(self) -> str:
@@ -55,7 +55,7 @@ class MetricsCSV(Logger):
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Add ``metrics`` to the row of round ``step`` (None: the last one)."""
-        # Lightning adds "epoch" to what it logs, which is the round.
+        # Lightning adds "epoch" to the metrics; it is the round.
         values = {
             key: _text(value) for key, value in metrics.items() if key not in ("epoch", "round")
         }
@@ -64,7 +64,7 @@ class MetricsCSV(Logger):
         columns = self._open()
         step = max(self._round, 0) if step is None else int(step)
         new = [key for key in values if key not in columns]
-        # A new column, or an earlier round, changes lines that are written already.
+        # A new column, or an earlier round, changes lines that have been written already.
         if step < self._round or new:
             rows = {int(row["round"]): row for row in self._read()[1]}
             rows.setdefault(step, {"round": str(step)}).update(values)
@@ -93,7 +93,7 @@ class MetricsCSV(Logger):
             return
         columns, rows = read_rows(self.path, before=round)
         rows = [row for row in rows if int(row["round"]) < round]
-        # A column that first appeared in a round that is forgotten is forgotten too.
+        # If a column first appeared in a round that is dropped, drop the column too.
         filled = {"round"}
         for row in rows:
             filled.update(name for name, value in row.items() if value)

@@ -33,7 +33,7 @@ def metric_modes(trainer: Any) -> dict[str, str]:
     modes: dict[str, str] = {}
     if logged is not None:
         modes.update(logged.modes_of(trainer.callback_metrics))
-    # A callback that monitors was given its mode by the user, whose word comes last.
+    # You gave a monitoring callback its mode, so that mode takes precedence.
     for name, mode in _monitored(trainer).items():
         if mode in MODES:
             modes[name] = mode

@@ -29,7 +29,7 @@ _COLUMNS = {
     "virtual": "time/virtual",
 }
 
-# What these columns hold is the sum so far.
+# The values of these columns are running totals.
 _RUNNING = ("bytes", "virtual")
 
 
@@ -74,7 +74,7 @@ def views(
     made = []
     for axis in AXES:
         column = _COLUMNS.get(axis, seconds)
-        # A budget that one of the runs does not know would compare it by nothing.
+        # If one run lacks the column of a budget, there is nothing to compare.
         if column is None or not all(np.isfinite(run.column(column)).any() for run in done):
             continue
         totals = [float(_spent(run, axis, column)[-1]) for run in done]
@@ -86,7 +86,7 @@ def views(
             values[arm] = {}
             for run in filter(lambda run: run.finished, runs):
                 value = tail_of(run, metric, _spent(run, axis, column), budget)
-                # What a run measured so far may be infinite, though it was finite again later.
+                # A run's value so far may be infinite, even if it was finite again later.
                 if has_lost(run, metric) or (value is not None and math.isinf(value)):
                     value = lost(run, metric)
                 values[arm][run.seed] = value
@@ -101,13 +101,13 @@ def timed_by(runs: Sequence[ReportedRun]) -> str | None:
     Processor seconds, or wall-clock seconds of runs that had the machine to themselves; of runs on
     several machines there are no seconds.
     """
-    # Seconds of other machines are no more of the same, nor are those of who knows which.
+    # Seconds of different or unknown machines cannot be compared.
     if len({(run.machine.get("processor"), run.machine.get("gpu")) for run in runs}) > 1:
         return None
-    # A processor's seconds depend less on what else ran; runs on a GPU have none.
+    # The processor's seconds depend less on other work than the clock's; runs on a GPU have none.
     if runs and all(np.isfinite(run.column(CPU)).any() for run in runs):
         return CPU
-    # The clock's seconds of runs side by side would say how busy the machine was.
+    # If runs overlapped, the clock's seconds would mostly show how busy the machine was.
     spans = sorted(span for run in runs if (span := _span(run)) is not None)
     alone = len(spans) == len(runs) and all(one[1] <= other[0] for one, other in pairwise(spans))
     return CLOCK if alone and runs else None
@@ -131,7 +131,7 @@ def _spent(run: ReportedRun, axis: str, column: str) -> Column:
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis in _RUNNING:
-        # This column is a running total, so where a cell is missing the one before it holds.
+        # This column is a running total, so an empty cell takes the value before it.
         known = np.nan_to_num(run.column(column), nan=0.0, posinf=0.0, neginf=0.0)
         running: Column = np.maximum.accumulate(known)
         return running

@@ -34,7 +34,7 @@ from fl_lightning.report.summary import Arm, Summary
 from fl_lightning.report.tables import Unit
 from fl_lightning.report.verdicts import Comparison
 
-# Of clients: all but a tenth at each end, the middle half, the median.
+# Quantiles over clients: all but a tenth at each end, the middle half, and the median.
 QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
@@ -46,7 +46,7 @@ def intervals(summary: Summary) -> list[Drawing]:
     rows = [row for row in rows if row.evidence.values and row.claim.kind != "diverges"]
     if not rows:
         return []
-    # Pairs of one metric and scale share an axis.
+    # Comparisons of one metric and scale share an axis.
     panels: dict[tuple[str, str], list[Comparison]] = {}
     for row in rows:
         panels.setdefault((row.claim.metric, row.claim.unit), []).append(row)
@@ -56,7 +56,7 @@ def intervals(summary: Summary) -> list[Drawing]:
     for axes, ((metric, scale), panel) in zip(every_axes, panels.items(), strict=True):
         shown = difference_unit(summary, panel[0])
         _panel(axes, panel, shown, claimed=bool(summary.verdicts))
-        # Without claims every b is the first arm.
+        # Without claims, b is always the first arm.
         b = "its b" if summary.verdicts else panel[0].claim.b
         arms = {row.claim.a for row in panel}
         a = arms.pop() if len(arms) == 1 else "each arm"
@@ -93,7 +93,8 @@ def _panel(axes: Axes, rows: Sequence[Comparison], shown: Unit, claimed: bool) -
         claim = row.claim
         names.append(_claimed(claim) if claimed else claim.a)
         _interval(axes, y, row, shown, _verdict_look(row.verdict if claimed else ""))
-        # On both sides of 0 for an equivalence, else where the claim has its arm.
+        # Shade both sides of 0 for an equivalence, and otherwise the side on which the claim
+        # expects its arm.
         sides = [-1] if claim.direction == "less" else [1]
         for side in [1, -1] if claim.kind == "equivalence" else sides:
             if claim.margin:
@@ -136,7 +137,8 @@ def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, look: Mapping[st
     dots: dict[str, Any] = {"color": colour, "markeredgewidth": 0}
     dots["markersize"] = points(4.5)
     axes.plot(seeds, [y + 0.22] * len(seeds), "o", alpha=0.6, **dots)
-    # Thick is what the test of the claim looks at; of an equivalence 95 % goes further.
+    # The thick line is the interval that the claim's test uses; for an equivalence a thin one shows
+    # 95 %.
     for percent, width in ((95, 1.0), (row.percent, 2.6)):
         if ends := interval.ends(percent):
             reach = [end * shown.factor for end in ends]
@@ -192,10 +194,10 @@ def heat_map(summary: Summary) -> list[Drawing]:
 
 def _paint(axes: Axes, values: Column, summary: Summary) -> None:
     """Colour the cells of a heat map and write their numbers on them."""
-    # A diverged run's 0 would leave one colour to all others.
+    # A diverged run has the value 0, which would leave a single colour for all others.
     positive = values[np.isfinite(values) & (values != 0)]
     norm = Normalize(positive.min(), positive.max()) if len(positive) else Normalize(0, 1)
-    # Which way is better is asked for only where there are arms to choose from.
+    # Ask which direction is better only if there are arms to choose from.
     scored = [arm for arm in summary.arms.values() if arm.mean_sd(MAIN)[0] is not None]
     brighter = len(scored) < 2 or summary.greater
     colours = style().shades if brighter else f"{style().shades}_r"
@@ -224,7 +226,7 @@ def two_axes(arms: Sequence[str]) -> dict[tuple[str, str], str]:
     >>> two_axes(["fedavg", "fedinit-0.1"])
     {}
     """
-    # Either name may hold underscores itself, so each place to cut is tried.
+    # Either name may contain underscores, so try each place to cut.
     for cut in range(1, 1 + min((arm.count("_") for arm in arms), default=0)):
         pieces = {}
         for arm in arms:
@@ -312,7 +314,7 @@ def clients(summary: Summary) -> list[Drawing]:
         read = [over_rounds(run, summary.metric)[0] for run in arm.runs if run.finished]
         if any(read):
             tables[arm.name] = [table for table in read if table]
-    # Of one round there is no course, and the table of fairness has its numbers.
+    # A single round gives no curve, and the table of fairness has its numbers.
     if all(len(table) < 2 for table in chain.from_iterable(tables.values())):
         return []
     columns = 2 if len(tables) in (2, 4) else min(3, len(tables))
@@ -338,11 +340,11 @@ def clients(summary: Summary) -> list[Drawing]:
 def _clients(axes: Axes, tables: Sequence[dict[int, dict[str, float]]], factor: float) -> None:
     first = tables[0]
     names = sorted(set[str]().union(*first.values()), key=_natural)
-    # Many lines would be one grey.
+    # Too many lines would merge into one grey area.
     for name in names[:: -(-len(names) // 40)]:
         own = {t + 1: values[name] * factor for t, values in first.items() if name in values}
         axes.plot(list(own), list(own.values()), color=INK, linewidth=0.5, alpha=0.25)
-    # Runs that were measured in other rounds have nothing in common: then the first run is drawn.
+    # If the runs were measured in different rounds, draw only the first run.
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
     if not rounds:
         tables = tables[:1]

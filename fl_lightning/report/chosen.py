@@ -36,7 +36,8 @@ def choices(sweep: ReportedSweep) -> Iterator[Choice]:
         if best is None or "runs" not in best:
             continue
         columns = list(best)
-        # Options lie between the arm and the score, which the number of runs follows.
+        # The options are the columns between the arm and the score; after the score comes the
+        # number of runs.
         options = [key for key in columns[1 : columns.index("runs") - 1] if best[key]]
         tried = {}
         for option in options:

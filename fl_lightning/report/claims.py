@@ -17,7 +17,7 @@ from fl_lightning.metrics import MODES
 from fl_lightning.report.runs import Found, ReportedRun
 from fl_lightning.report.scores import FORMS, SCORES
 
-# Kind → keys that it needs beside id and metric.
+# Kind → the keys that it needs, besides id and metric.
 KINDS: dict[str, tuple[str, ...]] = {
     "difference": ("a", "b", "direction", "margin"),
     "equivalence": ("a", "b", "margin"),
@@ -37,7 +37,7 @@ _CHOICES = {
 }
 _TEXTS = ("text", "family", "paper_predicts", "we_predict")
 _ANY = ("id", "metric", "kind", "score", "mode", "primary", *_TEXTS)
-# Kind → keys that it may have beside those.
+# Kind → further keys that it accepts.
 _MORE: dict[str, tuple[str, ...]] = {
     "difference": ("scale",),
     "equivalence": ("scale", "direction"),
@@ -46,7 +46,7 @@ _MORE: dict[str, tuple[str, ...]] = {
     "trend": ("arm", "margin"),
     "diverges": ("direction", "margin", "factor"),
 }
-# Keys of numbers, and the least that is accepted.
+# Keys with numbers, and their smallest accepted values.
 _NUMBERS = {"margin": 0.0, "factor": 0.0, "target": -math.inf}
 
 
@@ -67,7 +67,8 @@ class Claim:
     margin: float
     score: str = SCORES[0]
     scale: str = "difference"
-    # Which way is better, max or min, decides what a diverged run has; "" leaves it to the metric.
+    # Which direction is better, max or min, decides the value of a diverged run; "" leaves it to
+    # the metric.
     mode: str = ""
     text: str = ""
     kind: str = "difference"
@@ -89,7 +90,7 @@ class Claim:
     @property
     def unit(self) -> str:
         """The kind of its numbers: differences of the metric, log ratios, or plain numbers."""
-        # ρ of a trend and shares of diverged seeds have no unit.
+        # The ρ of a trend and the share of diverged seeds have no unit.
         return "number" if self.kind in ("trend", "diverges") else self.scale
 
     @property
@@ -211,7 +212,7 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
     if not isinstance(primary, bool):
         raise UserError(f"{where}: primary {primary!r}: true or false is expected.")
     fields["primary"] = primary
-    # Costs differ by factors, so what is compared is their logarithm.
+    # Costs differ by factors, so compare their logarithms.
     if kind == "to_target":
         fields["scale"] = "log_ratio"
     if kind == "trend" and fields["over"] == "layers":
@@ -236,7 +237,7 @@ def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
                 f"{where}: the key {key!r} is not known in a claim of kind {kind}.{hint} "
                 f"Known: {', '.join(known)}."
             )
-    # YAML can write half of a character, which a report could not be encoded with.
+    # YAML can write half of a surrogate pair, which could not be encoded in a report.
     try:
         "".join(map(str, entry.values())).encode()
     except UnicodeEncodeError:
@@ -252,7 +253,7 @@ def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
 
 
 def _number(where: str, key: str, value: Any) -> float:
-    # A bool would pass for an int.
+    # A bool is an int in Python, so check the exact type.
     if type(value) not in (int, float) or not _NUMBERS[key] <= value < 1e300:
         accepted = "a number" if key == "target" else "a number of at least 0"
         unit = ""

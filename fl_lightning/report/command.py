@@ -93,17 +93,18 @@ def main(argv: Sequence[str]) -> int:
         UserError: what is to mend; nothing has been written then.
     """
     options = parser().parse_args(list(argv))
-    # What is typed is checked before anything is read.
+    # Check what you typed before reading any file.
     targets = _targets(options.targets)
     formats = _formats(options.figures)
-    # What reads and draws is slow to import, and a mistyped command need not wait for it.
+    # The modules that read and draw are slow to import, and a typing error should be reported
+    # before.
     from fl_lightning.report.evidence import logged
     from fl_lightning.report.runs import find
     from fl_lightning.report.summary import summarise
 
     found = find(options.folders)
     metric = options.metric or _headline(found)
-    # Runs that have logged nothing so far may come to log it.
+    # Runs that have logged nothing so far may still log it.
     if options.metric and found.metrics and not logged(found, metric):
         raise UserError(
             f"report --metric {metric}: no run logs it.{suggest(metric, found.metrics)} They log "
@@ -161,7 +162,7 @@ def _formats(text: str) -> list[str]:
 
 
 def _targets(text: str) -> list[str]:
-    # They keep their text: a report calls a target as it was typed.
+    # Keep the text of a target: a report shows it as you typed it.
     targets = list(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     for target in targets:
         try:
@@ -182,7 +183,7 @@ def _write(out: Path, written: dict[str, bytes], leftovers: Sequence[Path]) -> N
             path = out / name
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(data)
-        # What this report does not show would pass for its own.
+        # Delete files of an earlier report, which would look like part of this one.
         for path in leftovers:
             path.unlink()
     except OSError as error:

@@ -37,7 +37,7 @@ def methods(run: ReportedRun) -> set[str] | None:
     if not run.config:
         return None
     items = as_list(run.config.get("method"))
-    # A method of the user's own may send anything, whatever it is called or stands beside.
+    # A method that is not part of this package may send anything, whatever its name is.
     if not all(map(_packaged, items)):
         return None
     return {class_name(item) for item in items}
@@ -51,7 +51,7 @@ def _packaged(item: Any) -> bool:
 def traffic(arm: Arm) -> Traffic:
     """What the done runs of ``arm`` sent a round."""
     done = [run for run in arm.runs if run.status == "done"]
-    # All runs of an arm have one config but for the seed, so the first run is enough.
+    # All runs of an arm have one config except for the seed, so read the first run.
     names = methods(arm.runs[0])
     # FedInit's Table 8 and FedSMOO's Table 3 count vectors of the model's size.
     counted = [declared("paper").get(name, Paper()).vectors for name in names or ()]
@@ -71,7 +71,7 @@ def papers_ratio(one: Traffic, other: Traffic) -> float | None:
     """
     if one.papers is None or other.papers is None:
         return None
-    # A method that sends parts has no whole number of vectors.
+    # A method that sends parts does not send a whole number of vectors.
     if one.partial or other.partial:
         return over(one.one_way, other.one_way)
     return over(one.papers, other.papers)
@@ -93,6 +93,6 @@ def over(ours: float | None, theirs: float | None) -> float | None:
 
 
 def _a_round(runs: list[ReportedRun], name: str) -> float | None:
-    # The column is a running total, and runs may differ in their number of rounds.
+    # The column is a running total, and runs may have different numbers of rounds.
     rates = [float(run.column(name)[-1]) / run.rounds_done for run in runs if run.rounds_done]
     return mean_sd(rates)[0] if all(map(math.isfinite, rates)) else None

@@ -62,7 +62,7 @@ def curves(summary: Summary) -> list[Drawing]:
             having = [run for run in part.found.runs if _has(run, part.metric, axis)]
             rounds = max((len(measured(run, part.metric)[0]) for run in having), default=0)
             longest = max(longest, rounds)
-            # One round makes no curve.
+            # A single round gives no curve.
             if rounds > 1:
                 parts[name] = part
         if not longest:
@@ -156,7 +156,7 @@ def _arm(
             high = (mean + sd) * shown.factor
             axes.fill_between(x, low, high, color=look["color"], alpha=0.16, linewidth=0)
     for run in runs:
-        # A mean stands for the runs that are done; each of the others has its own line.
+        # The mean covers the finished runs; each other run has its own line.
         if run.status == "done":
             continue
         rounds, values = measured(run, metric)
@@ -267,7 +267,7 @@ def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
             positive = positive and bool((mean > 0).all())
             look = _seen(look, len(mean))
             (handles[arm.name],) = axes.plot(rounds + 1, mean, markevery=marked(len(mean)), **look)
-            # A band below 0 has no place on a logarithmic axis.
+            # A logarithmic axis cannot show a band below 0.
             low = np.maximum(mean - sd, mean / 10)
             band: dict[str, Any] = {"alpha": 0.13, "linewidth": 0, "color": look["color"]}
             axes.fill_between(rounds + 1, low, mean + sd, **band)

@@ -19,7 +19,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
-# On the page these two follow its light or dark theme.
+# On the page these two colours follow its light or dark theme.
 INK = "#1f2430"
 GRID = "#d9dce3"
 COLOURS = ("#2f7ed8", "#e4572e", "#2a9d5c", "#a35bd6", "#c98a00", "#17a2b8", "#d6457e", "#8a93a0")
@@ -61,7 +61,7 @@ _SETTINGS: Any = {
     "ytick.color": INK,
     "ytick.labelcolor": INK,
     "ytick.labelsize": 9,
-    # Text stays text, and the same figure gives the same bytes.
+    # Keep text as text, and give the same figure the same bytes.
     "svg.fonttype": "none",
     "svg.hashsalt": "fl-lightning",
     # Journals ask for fonts that can be edited.
@@ -102,7 +102,8 @@ class Style:
 
 STYLES = {
     "page": Style("page", COLOURS, DASHES),
-    # Colours of Okabe and Ito, in an order whose greys differ; dashes and markers tell as much.
+    # Colours of Okabe and Ito, in an order in which their greys differ; dashes and markers show the
+    # same.
     "paper": Style(
         "paper",
         ("#000000", "#d55e00", "#0072b2", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#777777"),
@@ -164,7 +165,7 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
     def drawn(*args: Any, **kwargs: Any) -> Made:
         settings = {**_SETTINGS, **style().settings}
         with matplotlib.rc_context(settings), warnings.catch_warnings():
-            # Names may be in scripts that the font lacks: a browser has them.
+            # A name may use a script that the font lacks, but that a browser has.
             warnings.filterwarnings("ignore", "Glyph .* missing")
             return make(*args, **kwargs)
 
@@ -206,7 +207,7 @@ def logarithmic(axes: Axes, along: Literal["x", "y"] = "y") -> None:
 
     def between(value: float, place: Any) -> str:
         low, high = sorted(axis.get_view_interval())
-        # Over more than two powers of ten these numbers would lie upon each other.
+        # Labels over more than two powers of ten would overlap.
         return number(value, place) if high <= 100 * low else ""
 
     axes.set(**{f"{along}scale": "log"})
@@ -220,7 +221,7 @@ def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
     """Draw one legend of lines by name beside everything, or below for many or long names."""
     longest = max(map(len, handles), default=0)
     place: dict[str, Any] = {"loc": "outside right upper"}
-    # Beside the axes, many or long names would leave no room for the curves, nor would a column.
+    # With many or long names, a legend beside the axes would leave no room for the curves.
     if len(handles) > 12 or longest > 28 or style().width:
         letters = 110 if not style().width else int(drawn.get_figwidth() * 17)
         columns = max(1, min(4, letters // (6 + longest)))
@@ -265,7 +266,7 @@ def pdf(drawn: Figure) -> bytes:
     """The figure as PDF, the same bytes for the same figure."""
     laid_out(drawn)
     file = io.BytesIO()
-    # A date in the file would give other bytes to the same figure.
+    # A date in the file would give the same figure other bytes.
     metadata: Any = {"CreationDate": None, "Creator": None, "Producer": None}
     drawn.savefig(file, format="pdf", metadata=metadata)
     return file.getvalue()
@@ -275,7 +276,7 @@ def pdf(drawn: Figure) -> bytes:
 def svg(drawn: Figure, transparent: bool = False) -> str:
     """The figure as SVG, the same bytes for the same figure."""
     laid_out(drawn)
-    # A date in the file would give other bytes to the same figure.
+    # A date in the file would give the same figure other bytes.
     file = io.BytesIO()
     FigureCanvasSVG(drawn)
     drawn.savefig(
@@ -284,7 +285,7 @@ def svg(drawn: Figure, transparent: bool = False) -> str:
     return file.getvalue().decode()
 
 
-# What a figure is written as: its bytes by the file's ending.
+# File ending → the function that writes a figure in that format.
 FORMATS: dict[str, Callable[[Figure], bytes]] = {
     "png": png,
     "svg": lambda drawn: svg(drawn).encode(),
@@ -298,10 +299,10 @@ def inline(drawing: Drawing) -> str:
     text = text[text.index("<svg") :]
     unused = r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->"
     text = re.sub(unused, "", text, flags=re.DOTALL)
-    # Several figures share the page, so each has ids of its own.
+    # Several figures share the page, so make the ids of each unique.
     text = re.sub(r'\bid="', f'id="{drawing.key}-', text)
     text = re.sub(r'(href="|url\()#', rf"\1#{drawing.key}-", text)
-    # Ink and grid follow the page's theme, and so does the font but for its size.
+    # Ink, grid and font follow the page's theme; only the font's size stays.
     text = text.replace(INK, "currentColor").replace(GRID, "var(--line)")
     text = re.sub(r"font: ([\d.]+)px [^;\"]*", r"font-size: \1px", text)
     # The figure is as wide as the page allows, up to its own width (in px of 3/4 pt).

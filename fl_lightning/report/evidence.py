@@ -14,7 +14,7 @@ from fl_lightning.report.runs import Column, Found, ReportedRun
 from fl_lightning.report.scores import has_lost, over_time, reached, score_of
 from fl_lightning.report.verdicts import Evidence
 
-# The finished runs of an arm, by seed.
+# seed → the finished run of an arm.
 Seeds = Mapping[int, ReportedRun]
 
 
@@ -43,7 +43,7 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         UserError: two runs that are to be paired saw other partitions, or a trend is over what
             is no axis.
     """
-    # Only runs that ended by themselves are evidence, well or badly.
+    # Only runs that ended by themselves are evidence, whether they finished or diverged.
     arms = {name: _finished(found, name) for name in claim.arms}
     for name in claim.arms:
         if name not in found.arms:
@@ -60,7 +60,8 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     else:
         made = _contrast(claim, arms, found, notes)
     if claim.arms:
-        # Where every run ended and one of each pair never arrived, nothing more will come.
+        # If every run has ended and one of each pair never reached the target, there will be no
+        # more evidence.
         nothing = not made.values and not made.left_out
         made.incomplete = nothing or _missing(claim.arms, found)
     return made
@@ -96,7 +97,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
             _refuse_other_partition(arms[one][seed], arms[other][seed])
         _tell_alone(one, other, arms, notes)
     names = list(dict.fromkeys(sum(sides, ())))
-    # Where no run logs the metric, a diverged run has not lost in it either.
+    # If no run logs the metric, a diverged run has not lost in it either.
     if not logged(found, claim.metric):
         notes.append(absent(found, claim.metric))
         return Evidence()
@@ -122,7 +123,8 @@ def _helps(
     claim: Claim, runs: Mapping[str, ReportedRun], values: Mapping[str, float | None]
 ) -> bool:
     """Whether leaving a seed out would help the claim: then nothing may count as reproduced."""
-    # The arm that is claimed to be cheaper never arrived: without this seed it looks better.
+    # The arm that is claimed to be cheaper never reached the target: leaving out this seed makes it
+    # look better.
     if claim.kind == "to_target":
         cheaper = claim.a if claim.direction == "less" else claim.b
         return values[cheaper] is None
@@ -143,7 +145,7 @@ def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float |
     """A run's score, or what it spent until the target."""
     mode = claim.mode or None
     if claim.kind != "to_target":
-        # Only a plain difference takes the 0 of a run that has lost.
+        # Only a plain difference uses the score 0 of a run that has lost.
         lost = has_lost(run, claim.metric, claim.score) and claim.kind != "difference"
         return None if lost else score_of(run, claim.metric, claim.score, mode)
     target: float | None = claim.target
@@ -166,7 +168,7 @@ def between(scale: str, a: float | None, b: float | None) -> float | None:
     """a − b, or the log of a / b; None where a value is missing or has no log."""
     if a is None or b is None:
         return None
-    # A score of 0, as a run that has lost may have it, is no part of a ratio.
+    # A score of 0, which a run that has lost may have, cannot be part of a ratio.
     if scale == "log_ratio":
         return math.log(a / b) if a > 0 and b > 0 else None
     return a - b
@@ -201,7 +203,7 @@ def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
         other = arms[claim.against].get(seed)
         if other is not None:
             _refuse_other_partition(run, other)
-        # To diverge needs nothing to compare with.
+        # A claim of divergence needs no second arm.
         if has_lost(run, claim.metric, claim.score):
             made.values[seed] = 1.0
             continue
@@ -218,7 +220,7 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
     for seed, run in sorted(runs.items()):
         layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
         lost = run.status == "diverged" or any(has_lost(run, layer) for layer in layers)
-        # The curve of such a run ends early, at values that say nothing of layers.
+        # The curve of such a run ends early, at values that say nothing about layers.
         made.take(seed, None if lost else over_layers(run, claim.metric), lost)
     return made
 
@@ -265,7 +267,7 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         rho = spearman([x for x, _ in points], [y for _, y in points]) if whole else None
         lost = [has_lost(run, claim.metric, claim.score) for run in at_value.values()]
         made.take(seed, rho, any(lost))
-    # An arm without any run may be at a value that is not known here.
+    # The value of an arm without runs may be unknown.
     waiting = [arm for arm, _, _ in found.waiting if arm in arms or arm not in found.arms]
     made.incomplete |= not made.values or bool(waiting)
     return made
@@ -320,7 +322,7 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     a = a - a.mean()
     b = b - b.mean()
     size = math.sqrt(float(a @ a) * float(b @ b))
-    # Rounding may leave a product that is larger than 1 by the last bit.
+    # Rounding may make the product larger than 1 by the last bit.
     return max(-1.0, min(1.0, float(a @ b) / size)) if size else None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from fl_lightning.metrics import without_prefix
 from fl_lightning.report.runs import Column, ReportedRun, read_table
 
-# Measure → what it is called in tables.
+# Measure → its name in tables.
 MEASURES = {
     "mean": "mean of clients",
     "worst10": "worst 10 %",
@@ -23,11 +23,11 @@ MEASURES = {
     "jain": "Jain's index",
     "gini": "Gini",
 }
-# Of runs whose clients have domains.
+# For runs whose clients have domains.
 WORST_DOMAIN = "worst_domain"
-# These have the metric's unit, the others none.
+# These have the metric's unit; the others have no unit.
 OF_METRIC = ("mean", "worst10", "best10", WORST_DOMAIN)
-# What PerClientEvaluation makes of all clients' values of one metric.
+# What PerClientEvaluation computes over all clients for one metric.
 _OVER_CLIENTS = re.compile(r"_(weighted|std|worst10)$")
 
 
@@ -59,7 +59,7 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
     name = column_of(metric)
     path = run.folder / "clients.csv"
     rows = read_table(path)
-    # Beyond the header's columns a row's values have no name.
+    # Values beyond the header's columns have no name.
     if any(None in row or None in row.values() for row in rows):
         return np.empty(0), "has rows of other lengths than its header"
     if len({row.get("client") for row in rows}) < len(rows):
@@ -73,7 +73,7 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
     if len(logged) and np.isnan(logged[-1]) and np.isnan(values).all():
         return np.empty(0), ""
     logged = logged[~np.isnan(logged)]
-    # Of a model that overflowed no finite mean was logged.
+    # If a model overflowed, its mean is not finite and was not logged.
     if len(logged) and np.isfinite(logged[-1]) and not _is_mean(float(logged[-1]), values):
         shown = f"{values.mean():.6g}" if len(values) else "nothing"
         fault = f"gives {shown} as the mean of {name}, where the run logged {logged[-1]:.6g}"
@@ -91,7 +91,7 @@ def measured_nobody(run: ReportedRun) -> bool:
 
 
 def _is_mean(logged: float, values: Column) -> bool:
-    # A client without a value counts in no mean. Metrics are logged in single precision.
+    # A client without a value is not part of the mean. Metrics are logged in single precision.
     known = values[~np.isnan(values)]
     return len(known) > 0 and math.isclose(float(known.mean()), logged, rel_tol=1e-6)
 
@@ -128,7 +128,7 @@ def spread(values: Column, greater: bool) -> dict[str, float | None]:
     gini: float | None = None
     if total > 0 and ascending[0] >= 0:
         jain = total**2 / (k * float(ascending @ ascending))
-        # Σ_i Σ_j |x_i − x_j| / (2 k² mean), by ranks.
+        # Σ_i Σ_j |x_i − x_j| / (2 k² mean), computed from ranks.
         ranks = 2 * np.arange(1, k + 1) - k - 1
         gini = float(ranks @ ascending) / (k * total)
     measures = [total / k, worst, best, jain, gini]
@@ -145,7 +145,7 @@ def over_rounds(run: ReportedRun, metric: str) -> tuple[dict[int, dict[str, floa
     for row in read_table(run.folder / "clients_rounds.csv"):
         value = _number(row.get(name))
         round_text = row.get("round") or ""
-        # A killed process may have left half of a row.
+        # A killed process may have written only half of a row.
         if round_text.isdecimal() and np.isfinite(value):
             rounds.setdefault(int(round_text), {})[row.get("client") or ""] = value
     logged = dict(zip(run.columns["round"], run.column(f"clients/{name}"), strict=True))

@@ -25,7 +25,7 @@ from fl_lightning.report.scores import SCORES
 from fl_lightning.report.summary import COSTS, Summary
 from fl_lightning.report.tables import Table
 
-# The first parts of keys, in the order of reading, with names for the list of contents.
+# The first parts of keys, in the order of reading, with their titles in the table of contents.
 ORDER = {
     "claims": "",
     "gains": "Published gains",
@@ -54,7 +54,7 @@ COSTS_OF_CURVES = (
     "time/round",
     "time/cpu",
 )
-# What Markdown would not print as it is, in a cell: code, bold, mathematics, tags.
+# Text that Markdown would interpret in a cell: code, bold, mathematics, tags.
 _MARKDOWN = re.compile(r"[\\`*$|]|<(?=[a-zA-Z/!])")
 
 
@@ -113,14 +113,15 @@ def _contents(
     texts["curves.csv"] = comma_separated(list(points(original)))
     document = json.dumps(original.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
     texts["report.json"] = document + "\n"
-    # The table of methods by settings is a file of its own, for spreadsheets.
+    # Spreadsheets get the table of methods by settings as a separate file.
     if len(summary.settings) > 1:
         pivot = sections.pivot(summary)
         spreadsheet = [pivot.columns]
         for row in pivot.rows:
             spreadsheet.append([cell.text for cell in row])
         texts["pivot.csv"] = comma_separated(spreadsheet)
-    # All bytes are made before the first is written: an error leaves the old report whole.
+    # Make all files in memory before writing the first, so that an error leaves the old report
+    # complete.
     written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
         for ending in formats:
@@ -133,7 +134,7 @@ def leftovers(out: Path, written: Collection[str]) -> list[Path]:
     found = [out / "pivot.csv", *sorted(out.glob("figures/*"))]
     left = []
     for path in found:
-        # A figure's name begins with that of its section; other files there are somebody else's.
+        # A figure's file name begins with that of its section; other files belong to somebody else.
         ours = path.stem.partition("-")[0] in ORDER and path.suffix[1:] in (*FORMATS, "csv")
         if ours and path.is_file() and path.relative_to(out).as_posix() not in written:
             left.append(path)
@@ -184,11 +185,11 @@ def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Sect
         own = [table for table in tables if table.key.split("-")[0] == key]
         group = [drawing for drawing in drawings if (drawing.group or drawing.key) == key]
         for table in own:
-            # A folded table stands below the figure that says the same, where there is one.
+            # A folded table comes below the figure of the same numbers, if there is one.
             if not (table.folded and group):
                 short = (name or table.title).format(table.key.partition("-")[2])
                 made.append(Section(table.key, short, table.title, [table]))
-        # Figures that show the same in several ways lie behind tabs.
+        # Figures that show the same data in several ways are shown as tabs.
         if group:
             title = group[0].title.partition(":")[0] if key != "curves" else "Curves"
             if len(group) == 1:

@@ -54,7 +54,7 @@ def paired(differences: Sequence[float]) -> Interval:
     if mean is None or sd is None:
         return Interval(n, mean)
     error = sd / math.sqrt(n)
-    # Without any spread the mean is certain: p is 1 where it is 0, and 0 where it is not.
+    # Without any spread the mean is certain: p is 1 if the mean is 0, and 0 otherwise.
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     low, high = Interval(n, mean, sd).ends(95) or (None, None)
     return Interval(n, mean, sd, low, high, p)
@@ -83,7 +83,7 @@ def holm(p_values: Sequence[float | None]) -> list[float | None]:
     order = sorted((p, i) for i, p in enumerate(p_values) if p is not None)
     corrected: list[float | None] = [None] * len(p_values)
     highest = 0.0
-    # A p may not be smaller than that of a row which is rejected before it.
+    # A corrected p may not be smaller than that of a row with a smaller p.
     for rank, (p, i) in enumerate(order):
         highest = max(highest, min(1.0, (len(order) - rank) * p))
         corrected[i] = highest

@@ -11,7 +11,7 @@ GREEK_NAMES = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho varsigma "
     "sigma tau upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega"
 )
-# Characters that LaTeX would not print as they are.
+# Characters that LaTeX would not print literally.
 _TEX = str.maketrans(
     {
         "\\": r"\textbackslash{}",
@@ -35,7 +35,7 @@ _TEX = str.maketrans(
         **{raised: f"$^{number}$" for number, raised in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )
-# Longer texts are broken into lines; longer words within them, too, and longer names of columns.
+# Longer texts are broken into lines, and so are longer words in them and longer column names.
 LONG_TEXT = 40
 LONG_WORD = 25
 LONG_NAME = 15
@@ -47,7 +47,7 @@ def tex(text: str) -> str:
     >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
     val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
     """
-    # LaTeX would make one dash of two hyphens of a name.
+    # LaTeX would turn two hyphens of a name into one dash.
     return text.translate(_TEX).replace("--", "-{}-")
 
 

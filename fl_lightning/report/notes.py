@@ -24,7 +24,8 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
         for each in scored:
             notes += _on_infinite(name, runs, each)
         notes += _on_clients(runs, metric)
-    # Scores of unequal runs are no mistake, but they compare other things than methods.
+    # Scores of runs with unequal numbers of rounds are allowed, but do not compare only the
+    # methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
         notes.append("Runs differ in their number of rounds: compare them at equal cost below.")
     if waiting := Counter(status for _, _, status in found.waiting):
@@ -67,7 +68,7 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
                 f"{without} of {len(runs)} runs recorded no claims, beside others that recorded "
                 "theirs."
             )
-        # A claim that was changed after its runs began was not made before them.
+        # If a claim was changed after its runs began, it was not made before them.
         if file.changed:
             notes.append(
                 f"{file.path} was edited after the runs started: its hash is none that a run "
@@ -95,7 +96,7 @@ def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
             if stated := run.record.get("claims_hash"):
                 unread.setdefault(str(stated), []).append(run)
         return unread
-    # Where some claims are read, other sweeps may have lost theirs.
+    # If some claims were read, other sweeps may have lost theirs.
     for sweep in found.sweeps:
         runs = [run for run in found.runs if run.folder in sweep.runs]
         stating = [run for run in runs if run.record.get("claims_hash")]
@@ -118,7 +119,7 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     for run in runs:
         table = run.folder / "metrics.csv"
         notes += [f"{table} of a run that is {run.status} {fault}." for fault in run.faults]
-    # A warning of only one run, such as a drawn seed, is in its card.
+    # The card of a run has the warnings that only this run gave, such as a drawn seed.
     common = _warnings(runs[0])
     for run in runs[1:]:
         also = _warnings(run)
@@ -128,7 +129,7 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
         notes.append(
             f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped."
         )
-    # A diverged run is a result; these may still become one.
+    # A diverged run is a result; these runs may still become one.
     for status in ("running", "stopped", "failed"):
         if seeds := [str(run.seed) for run in runs if run.status == status]:
             notes.append(

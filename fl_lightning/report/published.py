@@ -14,7 +14,7 @@ from fl_lightning.cli.compose import class_name, packaged, parse_yaml
 from fl_lightning.report.evidence import between
 from fl_lightning.report.runs import Found, ReportedRun, ReportedSweep
 
-# Each paper trained on all of its training samples.
+# Each paper trained on all samples of its training set.
 WHOLE = {"data.init_args.samples": None}
 
 
@@ -52,7 +52,7 @@ class Published:
             ours = _plain(_at(config, key))
             if ours != _plain(theirs):
                 shown = "not set" if ours is None else ours
-                # A class is of what stands before: data, network.
+                # For a class, print the word before class_path: data, network.
                 words = key.removesuffix(".class_path").rpartition(".")[2]
                 printed = "all" if theirs is None else _plain(theirs)
                 differences.append(f"{words} {shown} ({printed})")
@@ -62,12 +62,12 @@ class Published:
 def tables() -> Iterator[Published]:
     """Every published column that is packaged."""
     folder = files("fl_lightning.report").joinpath("published")
-    # A folder lists its files in an order of its own, and the report has one.
+    # The order of files in a folder is arbitrary, and the report needs a fixed one.
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if not entry.name.endswith(".yaml"):
             continue
         for item in parse_yaml(entry.read_text(encoding="utf-8")):
-            # A plain number was printed without a deviation.
+            # The paper printed a plain number without a deviation.
             printed = {arm: (*numbers, None)[:2] for arm, numbers in item.pop("arms").items()}
             yield Published(experiments=tuple(item.pop("experiments")), arms=printed, **item)
 
@@ -82,7 +82,7 @@ class Gain:
     b: tuple[float, float | None]
 
 
-# A column, and the folders of the runs beside which it stands.
+# A column, and the folders of the runs that it is compared with.
 Beside = tuple[Published, frozenset[Path]]
 
 
@@ -95,11 +95,11 @@ def gains(
         if table.metric != metric or not all(folder in folders for _, folder in arms):
             continue
         a, b = (table.of(name) for name, _ in arms)
-        # One number for both arms is no difference between them.
+        # If one number stands for both arms, there is no difference between them.
         if a is None or b is None or a is b:
             continue
         mean = between(scale, a[0], b[0])
-        # A number that a second table repeats stands here once.
+        # A number that a second table repeats is listed once.
         if mean is not None:
             made.setdefault(mean, Gain(table.source, mean, a, b))
     return list(made.values())

@@ -24,7 +24,7 @@ from fl_lightning.papers import declared
 Column = np.ndarray[Any, np.dtype[np.float64]]
 
 STATUSES = ("running", "done", "diverged", "stopped", "failed")
-# Runs of the other statuses are shown, and kept out of scores.
+# Runs with other statuses are shown, but do not count in scores.
 FINISHED = ("done", "diverged")
 # A larger number counts as infinite, because the sum of two such numbers would be infinite.
 HUGE = 1e300
@@ -47,9 +47,9 @@ class ReportedRun:
     columns: Mapping[str, Column]
     # All runs of a report share one: what one run knows of a metric holds for the others.
     directions: Directions = field(default_factory=lambda: Directions(ASK))
-    # What is wrong with metrics.csv, where it can be read all the same.
+    # Errors in metrics.csv that do not prevent reading it.
     faults: tuple[str, ...] = ()
-    # The label of its sweep, where that sweep is kept apart.
+    # The label of the run's sweep, if that sweep is reported separately.
     group: str = ""
 
     @property
@@ -174,7 +174,7 @@ def find(folders: Sequence[Path]) -> Found:
         else:
             found.sweeps.append(_sweep(folder))
             paths += found.sweeps[-1].runs
-    # A run may be named twice, or be part of a sweep that was named before.
+    # You may name a run twice, or name it together with its sweep.
     named: dict[Path, Path] = {}
     for path in paths:
         named.setdefault(path.resolve(), path)
@@ -200,7 +200,7 @@ def _keep_apart(found: Found) -> None:
     """
     kin_of_run: dict[Path, str] = {}
     folders: dict[str, Path] = {}
-    # Backwards, so that of several sweeps the one named first gives its folder's name.
+    # In reverse order, so that of several sweeps the first named one gives the folder's name.
     for sweep in reversed(found.sweeps):
         folders[sweep.kin] = sweep.folder.resolve()
         kin_of_run |= dict.fromkeys(sweep.runs, sweep.kin)
@@ -243,7 +243,7 @@ def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
         raise UserError(
             f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
         ) from None
-    # JSON knows other documents than objects; a bool would pass for the integer of a seed.
+    # A JSON document need not be an object, and a bool would pass for an integer seed.
     record = record if isinstance(record, dict) else {}
     status = record.get("status")
     seed = record.get("seed")
@@ -270,7 +270,7 @@ def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
         value = "" if record.get(name) is None else record[name]
         if not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
             raise UserError(f"{where} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
-    # JSON can write half of a character, which a report could not be encoded with.
+    # JSON can write half of a surrogate pair, which could not be encoded in a report.
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
@@ -318,11 +318,12 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
                 f"report {folder}: {path} holds what is no number ({error}). Mend or remove the "
                 "file."
             ) from None
-        # In an empty cell nothing was measured; "nan" is what was measured, and as bad as infinite.
+        # An empty cell means that nothing was measured; "nan" was measured, and is as bad as
+        # infinite.
         measured = np.array([bool(row[name]) for row in rows], dtype=bool)
         column[measured & ~(np.abs(column) <= HUGE)] = math.inf
         columns[name] = column
-    # What sums over rounds and looks up a round relies on their order.
+    # Sums over rounds and look-ups of a round rely on the order of rounds.
     if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
         raise UserError(
             f"report {folder}: the rounds in {path} do not ascend, one row each. "
@@ -342,7 +343,7 @@ def _sweep(folder: Path) -> ReportedSweep:
             "Give folders of runs or of sweeps, such as runs/x."
         )
     states = read_states(folder)
-    # Arms are in the order in which they first come, their seeds likewise.
+    # Arms are in order of first appearance, and so are their seeds.
     arms = list(dict.fromkeys(arm for arm, _ in states))
     listed = [f"{a}/seed-{s}" for a, s in sorted(states, key=lambda key: arms.index(key[0]))]
     order = {place: rank for rank, place in enumerate(listed)}
@@ -363,7 +364,7 @@ def _sweep(folder: Path) -> ReportedSweep:
         if f"{arm}/seed-{seed}" not in paths:
             waiting.append((arm, seed, status))
     claims: Path | None = folder / "claims.yaml"
-    # Alike are those with the same claims, and folders of runs that no sweep made.
+    # Sweeps with the same claims belong together, and so do folders of runs without a sweep.
     kin = str(folder.resolve()) if (folder / "sweep.yaml").is_file() else ""
     if claims is not None and claims.is_file():
         kin = hashlib.sha256(claims.read_bytes()).hexdigest()

@@ -45,7 +45,7 @@ def smooth(values: Column) -> Column:
     width = window(len(values))
     if width < 3:
         return values
-    # The window's own ends are 0: without two more, three values would be one.
+    # np.hanning is 0 at both ends: without two extra points, three values would count as one.
     weights = np.hanning(width + 2)[1:-1]
     mass = np.convolve(np.ones_like(values), weights, "same")
     smoothed: Column = np.convolve(values, weights, "same") / mass
@@ -88,7 +88,7 @@ def tail_of(run: ReportedRun, metric: str, spent: Column, budget: float) -> floa
     afforded = spent <= budget
     within = values[afforded & (3 * spent > 2 * budget)]
     if len(within):
-        # This mean is rounded once, so the mean of equal values is that value.
+        # This mean is rounded once, so the mean of equal values is exactly that value.
         return fmean(within)
     return float(values[afforded][-1]) if afforded.any() else None
 
@@ -118,7 +118,7 @@ def score_of(run: ReportedRun, metric: str, score: str, mode: str | None = None)
         return lost(run, metric, mode)
     if score == "tail":
         return tail(run, metric)
-    # The maximum if the direction is not known: it is asked for when arms are compared.
+    # Use the maximum if the direction is not known; comparing arms will ask for it.
     less = run.directions.known(metric, mode) is False
     return scores(measured(run, metric)[1], less)[score]
 
@@ -157,11 +157,11 @@ def reached(
     never = dict.fromkeys(("rounds", "bytes", "gradients", "seconds"))
     rounds, values = measured(run, metric)
     curve = smooth(values)
-    # A run that has lost may have passed the target on its way: it has not reached it.
+    # A run that has lost may have passed the target on its way, but that does not count.
     if run.status != "done" or has_lost(run, metric) or not len(curve):
         return never
     greater = run.directions.greater(metric, mode)
-    # The curve may fall back later: what counts is the first time.
+    # The curve may fall back later: the first time counts.
     hits = np.flatnonzero(curve >= target if greater else curve <= target)
     if not len(hits):
         return never
@@ -176,7 +176,7 @@ def reached(
         "rounds": int(last) + 1,
         "bytes": int(sent[0]) if math.isfinite(sent[0]) else None,
         "gradients": gradients,
-        # NaN where the time of one round is missing: then the sum is not known.
+        # NaN if the time of one round is missing: then the sum is not known.
         "seconds": seconds if math.isfinite(seconds) else None,
     }
 
@@ -186,7 +186,7 @@ def forms(found: Found) -> dict[str, list[str]]:
 
     Forms that no run logged are left out.
     """
-    # The total is a metric of its own, and no layer.
+    # The total is a separate metric, and not a layer.
     names = [name for name in found.metrics if name != "consensus/total"]
     logged = {}
     for form in FORMS:

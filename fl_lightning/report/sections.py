@@ -70,7 +70,7 @@ def tables(summary: Summary) -> list[Table]:
 def unit_of(summary: Summary, metric: str | None = None) -> Unit:
     """How this report shows values of ``metric`` (None: the report's own metric)."""
     name = metric or summary.metric
-    # Some accuracies are logged in percent already: then the highest is above 1.
+    # Some accuracies are logged in percent already; their highest value is above 1.
     values = [measured(run, name)[1] for run in summary.found.runs]
     highest = max((float(v.max()) for v in values if len(v)), default=1.0)
     return PERCENT if is_accuracy(name) and highest <= 1.0 else Unit()
@@ -117,7 +117,7 @@ def claims(summary: Summary) -> Table:
         "rounds."
     )
     table = Table("claims", "Claims", columns.split("|"), rows, note)
-    # What the runs were made for is never folded.
+    # The table of what the runs were made for is never folded.
     table.folded = False
     return table
 
@@ -170,7 +170,7 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
     claim = said.claim
     between = said.interval
     shown = difference_unit(summary, said)
-    # The margin of a divergence is a factor between two scores.
+    # The margin of a divergence claim is a factor between two scores.
     margin = f"× {claim.factor:g}"
     if claim.kind != "diverges":
         margin = shown.difference(claim.margin, named=True).lstrip("+")
@@ -253,7 +253,7 @@ def pairs(summary: Summary) -> Table:
         "two-sided (with a 90 % interval: the two one-sided tests of an equivalence); p also by "
         f"Holm's step-down correction {over_what}."
     )
-    # The claims say the same before.
+    # The table of claims above has the same numbers.
     folded = bool(summary.verdicts)
     return Table("pairs", "Paired differences in numbers", columns, rows, note, folded)
 
@@ -333,7 +333,7 @@ def targets(summary: Summary) -> list[Table]:
 
     Traffic is counted by both conventions.
     """
-    # Where no run logs the metric there is nothing to reach.
+    # If no run logs the metric, there is no target to reach.
     if not summary.scored:
         return []
     time = "time|" * summary.timed
@@ -373,7 +373,7 @@ def targets(summary: Summary) -> list[Table]:
             rows.append([*row, cell(times, sent), cell(times, as_papers_count)])
         title = f"Until {summary.called(summary.metric)} {sign} {target}"
         table = Table(f"target-{target}", title, columns.split("|"), rows, note.format(target))
-        # Whatever the metric, to spend less until the target is better.
+        # For any metric, reaching the target at lower cost is better.
         made.append(table.with_best(range(1, 1 + len(costs)), lambda: False, kin(summary)))
     return made
 
@@ -398,7 +398,7 @@ def _budgets(summary: Summary, sweep: str) -> Table:
     arms = {name: arm.runs for name, arm in summary.arms.items()}
     made = views(arms, summary.metric, summary.timed)
     if sweep:
-        # What all spent alike says nothing that the scores do not.
+        # If all runs spent the same, this table repeats the scores.
         made = [view for view in made if not view.alike]
     title = f"At equal cost: {metric_title(summary)}, last third of what was spent"
     rows: Rows = []

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fl_lightning.report.chosen import short
 from fl_lightning.report.runs import Found, ReportedRun
 
-# The one setting, where nothing but the method differs.
+# The name of the only setting, if runs differ only in their methods.
 ALL = "all"
 
 
@@ -22,12 +22,12 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
     for group, runs in _groups(found).items():
         placed += [(group, *_place(run, _axes(runs))) for run in runs]
     of_setting: dict[str, set[str]] = {}
-    # Two sweeps may have settings of one name.
+    # Two sweeps may have settings with the same name.
     for group, setting, _, _ in placed:
         of_setting.setdefault(setting, set()).add(group)
     made: dict[str, dict[str, str]] = {}
     for group, setting, method, arm in placed:
-        # One setting in several groups has the name of its group before its own.
+        # If a setting's name occurs in several groups, prefix it with its group.
         name = setting
         if group and len(of_setting[setting]) > 1:
             name = f"{group}/{setting}"
@@ -57,7 +57,7 @@ def sides(places: Mapping[tuple[str, str], ReportedRun]) -> tuple[str, str]:
     ``places``: the texts of row and column → a run that stands there. A column's text may be "".
     """
     keys = _varying(places.values())
-    # Of sweeps with different axes no words hold for all rows.
+    # If sweeps have different axes, no title fits all rows.
     if not all(run.axes.keys() >= set(keys) for run in places.values()):
         return "", ""
     for cut in range(1, len(keys) + 1):
@@ -77,7 +77,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _worded(keys: Sequence[str]) -> str:
-    # That methods are methods needs no word.
+    # If the only axis is the method, no title is needed.
     return " × ".join(map(short, keys)) if list(keys) != ["method"] else ""
 
 

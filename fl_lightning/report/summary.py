@@ -142,7 +142,7 @@ class Summary:
             names = {run.arm for run in found.runs}
             arms = {name: arm for name, arm in self.arms.items() if arm.runs[0].arm in names}
             parts[sweeps[0].folder.name] = replace(self, arms=arms, found=found)
-        # Runs outside of all sweeps, or two sweeps of one name, are drawn together.
+        # Runs outside of all sweeps, or of two sweeps with one name, are drawn together.
         whole = sum(len(part.found.runs) for part in parts.values()) == len(self.found.runs)
         return parts if whole and len(parts) == len(kins) else {"": self}
 
@@ -198,7 +198,7 @@ def summarise(
     arms = {}
     for name, runs in found.arms.items():
         arms[name] = _arm(name, runs, metric, targets, any_logged)
-    # What stands out in the runs is noted before what stands out in a claim.
+    # Notes about the runs come before notes about a claim.
     notes = notes_on(found, metric, files)
     by_setting = settings(found)
     verdicts: list[Comparison] = []
@@ -236,7 +236,7 @@ def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison
         members = [(claim, values) for claim, values in measured if claim.family == family]
         for compared in judge(members):
             compared.changed = file.changed
-            # A run that is still missing changes the p of the whole family.
+            # A run that is still missing may change the p of the whole family.
             compared.provisional = any(values.incomplete for _, values in members)
             verdicts[compared.claim.id] = compared
     return [verdicts[claim.id] for claim in claims]
@@ -250,10 +250,10 @@ def _within_settings(
     for arms in by_setting.values():
         first, *others = arms.values()
         for name in others:
-            # Nothing is claimed: the claim only says what is compared.
+            # Nobody claims this: the object only says which arms are compared.
             claim = Claim("", name, first, metric, "greater", 0.0)
             members.append((claim, evidence(claim, found, notes)))
-    # Every pair that is looked at is a chance to be wrong, so all are one family.
+    # Each comparison is another chance of a false positive, so all pairs form one family.
     return judge(members)
 
 

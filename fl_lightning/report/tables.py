@@ -9,7 +9,7 @@ from itertools import product
 from typing import Any
 
 NONE = "–"
-# A table with more rows is folded.
+# A table with more rows than this is folded.
 LONG = 16
 # Cells, or texts, which are cells without a value.
 Rows = list[list[Any]]
@@ -96,7 +96,7 @@ class Unit:
             return f"{shown:.2f} ± {spread:.2f}"
         if not spread:
             return f"{shown:.4g} ± 0"
-        # The deviation is shown by two digits, and the value by as many places.
+        # The deviation has two significant digits, and the value as many decimal places.
         places = max(0, 1 - math.floor(math.log10(spread)))
         if places > 6 or abs(shown) >= 1e6:
             return f"{shown:.4g} ± {spread:.2g}"
@@ -110,7 +110,7 @@ class Unit:
         if value is None:
             return NONE
         text = f"{value * self.factor:{'+.2f' if self.percent else '+#.3g'}}"
-        # What rounds to 0 has no sign.
+        # A value that rounds to 0 has no sign.
         text = text.replace("-", "−", 1) if float(text) else text.lstrip("+-")
         return f"{text} points" if named and self.percent else text
 
@@ -159,5 +159,5 @@ def seconds(value: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-# How a ratio is shown.
+# The format of a ratio.
 times = "{:.2f} ×".format

@@ -9,7 +9,7 @@ from typing import Any
 from fl_lightning.report.claims import Claim
 from fl_lightning.report.intervals import Interval, equivalent, holm, mean_sd, paired
 
-# How many pairs a verdict needs, and how many seeds one on divergence.
+# Pairs needed for a verdict, and seeds needed for one about divergence.
 MIN_PAIRS = 5
 MIN_SEEDS_DIVERGING = 3
 LEVEL = 0.05
@@ -132,7 +132,7 @@ def _by_kind(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float
         outcome = _on_equivalence(claim.margin, measured, p_holm)
     else:
         outcome = verdict(claim.direction, claim.margin, measured, p_holm)
-    # A seed left out because an arm diverged, or never reached the target, would have counted
+    # A seed was left out because an arm diverged or never reached the target. It would have counted
     # against the claim.
     return "inconclusive" if outcome == "reproduced" and evidence.lost else outcome
 
@@ -154,11 +154,11 @@ def verdict(direction: str, margin: float, measured: Interval, p_holm: float | N
     high = measured.high
     if mean is None or low is None or high is None or measured.n < MIN_PAIRS:
         return "inconclusive"
-    # "less" is judged as "greater" of the negated interval, whose ends change places.
+    # Judge "less" as "greater" of the negated interval, whose ends change places.
     if direction == "less":
         mean = -mean
         low, high = -high, -low
-    # The interval is for one claim; p is corrected for all of the family, so both have to agree.
+    # The interval is for one claim, and p is corrected for the whole family, so both have to agree.
     sure = p_holm is not None and p_holm < LEVEL
     if sure and low > 0 and mean >= margin:
         return "reproduced"
@@ -170,7 +170,7 @@ def verdict(direction: str, margin: float, measured: Interval, p_holm: float | N
 def _on_equivalence(margin: float, measured: Interval, p_holm: float | None) -> str:
     if measured.low is None or measured.high is None or measured.n < MIN_PAIRS:
         return "inconclusive"
-    # Both one-sided tests together: the mean lies within the margin.
+    # Both one-sided tests reject: the mean lies within the margin.
     if p_holm is not None and p_holm < LEVEL:
         return "reproduced"
     outside = measured.low > margin or measured.high < -margin
@@ -180,10 +180,10 @@ def _on_equivalence(margin: float, measured: Interval, p_holm: float | None) -> 
 def _on_divergence(direction: str, values: Sequence[float]) -> str:
     if len(values) < MIN_SEEDS_DIVERGING:
         return "inconclusive"
-    # What is claimed is then that the arm does not diverge.
+    # With "less" the claim is that the arm does not diverge.
     if direction == "less":
         values = [1 - value for value in values]
-    # Every seed counts: a method that diverges now and then has not been shown to diverge.
+    # Every seed counts: a method that only sometimes diverges does not reproduce the claim.
     if all(values):
         return "reproduced"
     return "not reproduced" if any(values) else "contradicted"

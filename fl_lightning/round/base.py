@@ -18,7 +18,8 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.adapters import check_untied, users_of_parameters
 from fl_lightning.learner.layout import Layout
 
-Addition = tuple[str, Tensor, Tensor | None]  # name, left or the whole, right
+# name, left factor or the dense addition, right factor
+Addition = tuple[str, Tensor, Tensor | None]
 
 
 class Base:
@@ -198,7 +199,8 @@ class BaseWeights:
         added: list[Addition] = []
         for name, left, right in additions:
             value = values.get(name, self.values[name])
-            # A product of transposed views has other bits than one of what a message brings.
+            # A product of transposed views has other bits than a product of the tensors in a
+            # message.
             one = left.to(value).contiguous()
             other = None if right is None else right.to(value).contiguous()
             numbers = value.numel()
@@ -227,7 +229,7 @@ class BaseWeights:
         """Make these the values, by name."""
         for name, value in values.items():
             parameter = self.in_use[name]
-            # In place: copies of the learner and recorded steps read this memory.
+            # Change it in place: copies of the learner and recorded steps read this memory.
             parameter.data.copy_(value)
             self.values[name] = value if value.dtype != parameter.dtype else parameter.data
 

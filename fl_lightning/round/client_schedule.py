@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
 
-MOVED = ("lr", "momentum", "betas", "weight_decay")  # what a scheduler may set
+MOVED = ("lr", "momentum", "betas", "weight_decay")  # options that a scheduler may set
 Groups = list[dict[str, Any]]
 
 
@@ -44,15 +44,16 @@ class ClientSchedule:
     ) -> None:
         self.unit = unit
         self.another = another
-        self._others: dict[int, ClientSchedule] = {}  # by a client's local steps
+        # schedules for other numbers of local steps per client
+        self._others: dict[int, ClientSchedule] = {}
         self.schedulers = schedulers
         self._optimizer = optimizer
         self._groups = optimizer.param_groups
         steps = [(type(s).__name__, written(s), every) for s, every in schedulers]
         self.account = f"{unit}: {steps}"
         self._table = [self._now()]
-        # A scheduler that is built may set more than the rate, such as a cycle's momentum: that
-        # holds from the first step on, while the rates come from the table.
+        # A scheduler may set more than the rate when it is built, such as a cycle's momentum. That
+        # holds from the first step on; the rates come from the table.
         groups = []
         for group, set_by_scheduler in zip(given, self._table[0], strict=True):
             others = {k: v for k, v in set_by_scheduler.items() if k != "lr"}
@@ -98,11 +99,12 @@ class ClientSchedule:
         """
         optimizer = self._optimizer
         groups = optimizer.param_groups
-        # The schedulers go on from the groups as they left them, which clients never see.
+        # The schedulers continue from the groups as they left them, which clients never get.
         optimizer.param_groups = self._groups
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # that the optimizer has not stepped: its copies do
+                # torch warns that the optimizer has not stepped: its copies do
+                warnings.simplefilter("ignore")
                 while len(self._table) < entries:
                     for scheduler, frequency in self.schedulers:
                         if len(self._table) % frequency == 0:

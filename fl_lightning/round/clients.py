@@ -26,7 +26,8 @@ class Clients:
     def __init__(self, group: ClientGroup) -> None:
         self._group = group
         self._caller = "a method of this run"  # the class whose hook is being called
-        # What a hook puts on its clients is there for those after it, until the round ends.
+        # An attribute that a hook assigns to its clients is there for later hooks until the round
+        # ends.
         self.__dict__ = group.attributes
 
     @property
@@ -169,7 +170,8 @@ class Clients:
     @property
     def step(self) -> Tensor:
         """The number of the present local step, from 0: an int64 scalar; in the hooks of a step."""
-        # A tensor that counts on the device: a recorded step reads the number of each replay.
+        # A tensor that counts on the device, so that each replay of a recorded step reads its own
+        # number.
         group = self._group
         if group.step is None:
             group.step = to_device(self._in_step("clients.step").index, group.x.device)
@@ -268,8 +270,8 @@ class Clients:
         Where rates change from step to step, steps count by their rates.
         """
         elapsed = self.elapsed
-        # The round names this method in a note where that is not the mean gradient: with momentum,
-        # another optimizer or clipping.
+        # If this is not the mean gradient (with momentum, another optimizer or clipping), the round
+        # names the method in a note.
         self._group.mean_gradient_read = self._group.mean_gradient_read or self._caller
         return torch.where(elapsed > 0, (self.origin - self.x) / elapsed, 0.0).to(self.x.dtype)
 
@@ -300,8 +302,8 @@ class Clients:
         group = self._group
         weight_decay = self.weight_decay
         assert group.full_gradient is not None
-        group.looked_up = True  # it is of these clients' samples
-        # All steps do alike, so those of the first step stand for each of them.
+        group.looked_up = True  # the counts are those of these clients' samples
+        # All steps do the same, so the first step's counts stand for each of them.
         if group.local_step is None:
             group.full_gradients += 1
         elif group.local_step.first:
@@ -326,7 +328,7 @@ class Clients:
 
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""
-        # What is logged is what it is now: rows of states may be changed in place afterwards.
+        # Copy the values: rows of states may be changed in place afterwards.
         self._group.logs[name] = values.detach().reshape(len(self._group.ids)).clone()
 
     def sent(

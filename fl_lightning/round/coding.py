@@ -14,10 +14,10 @@ from torch import Tensor
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.sums import ordered_sum
 
-# What `transmit` leaves with its clients: rows (n, …) by name.
+# The tensors that `transmit` stores on its `clients` argument for `encode` to pack: name → (n, …).
 Message = dict[str, Tensor]
 Transmit = Callable[[Any, Any, Tensor], Tensor]
-# So many numbers are packed at a time; whole bytes, whatever the bits of a number.
+# Numbers packed at a time: a multiple of 8, so that each piece fills whole bytes.
 _PIECE = 2**20
 
 
@@ -28,7 +28,7 @@ class Blocks:
         slices = [slice(0, layout.size)]
         if per_layer:
             slices = [where for where, _ in layout.values()]
-        # A tensor without entries has nothing to scale.
+        # An empty tensor has no scale.
         self.slices = [where for where in slices if where.stop > where.start]
 
     def scales(self, v: Tensor, norm: Literal["l2", "max", "mean"]) -> Tensor:
@@ -78,7 +78,7 @@ def levels_of(v: Tensor, scale: Tensor, s: int, drawn: Tensor) -> Tensor:
     """
     r = torch.where(scale > 0, v.abs() * s / scale, 0.0)
     low = r.floor()
-    # A quotient may be rounded beyond s.
+    # Rounding may make a quotient larger than s.
     q = (low + (drawn < r - low)).clamp(max=s)
     return (v.sign() * q).int()
 

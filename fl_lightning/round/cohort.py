@@ -84,7 +84,7 @@ class Cohort:
         sampled = self._sampled(t)
         if not self.quick:
             return sampled
-        # A trial run has one client, even where the coins of this round fell on none.
+        # A trial run has one client, even if no client was drawn in this round.
         return (sampled or (0,))[:1]
 
     def there(self, t: int) -> Sequence[int]:
@@ -94,7 +94,7 @@ class Cohort:
 
     def _sampled(self, t: int) -> tuple[int, ...]:
         there = self.there(t)
-        # Where everybody takes part nothing is drawn, which is quicker and changes no other draw.
+        # If every client takes part, nothing is drawn. That is faster and changes no other draw.
         if self.n >= len(there) and self.sampling == "uniform":
             return tuple(there)
         draw = drawn_from(self.key, "participants", t)
@@ -122,8 +122,8 @@ class Cohort:
         if self.sampling == "uniform":
             return n
         share = self.participation if isinstance(self.participation, float) else n / self.m
-        # The number of heads first and then which clients: it has the distribution of m coins,
-        # and costs n draws instead of m.
+        # Drawing the number of heads first and then the clients has the same distribution as m
+        # coins, and costs n draws instead of m.
         heads = int(draw.binomial(m, share))
         return heads if self.sampling == "poisson" else max(min(1, m), heads)
 
@@ -160,10 +160,10 @@ class Cohort:
 
     def steps_of(self, i: int, local_epochs: float) -> int:
         """Steps of so many local epochs of client i; a step that was begun counts."""
-        # 0.3 as a binary float is a little less than 0.3, which would round some steps otherwise:
-        # its decimal form is what the user wrote.
+        # The float 0.3 is slightly less than 0.3, which would round some steps differently. So use
+        # the decimal form that you wrote.
         epochs = Fraction(str(local_epochs))
-        # The last step of an epoch takes the batches that are left.
+        # The last step of an epoch takes the remaining batches.
         steps = -(-int(self.data.batches_per_epoch(i)) // self.accumulate)
         whole = int(epochs)
         return whole * steps + -int(-((epochs - whole) * steps) // 1)
@@ -176,13 +176,13 @@ class Cohort:
         if not hasattr(self.data, "smallest_batch"):
             return None
         steps: Any = self.local_steps
-        # Less than an epoch may end before a client's last, shorter batch. Clients of one size take
-        # the same number of steps, so these are counted once a size.
+        # With less than an epoch, a client may stop before its last, shorter batch. Clients of
+        # equal size take equal numbers of steps, so compute these once per size.
         if steps is None and self.local_epochs is not None and self.local_epochs < 1:
             sizes = self.data.client_sizes()
             _, first, of = np.unique(sizes, return_index=True, return_inverse=True)
             steps = np.array([self.steps(int(i)) for i in first])[of]
-        # Where a method decides, any batch of a client may come in some round.
+        # If a method decides the steps, any batch of a client may come in some round.
         if self.own_steps is not None:
             steps = None
         if steps is not None:

@@ -16,7 +16,7 @@ from fl_lightning.round.client_schedule import ClientSchedule, Groups
 from fl_lightning.round.partial import Parts
 from fl_lightning.storage.secret import Key
 
-# The rows in which clients keep their own buffers have this before the buffer's name.
+# Prefix of the names of the rows in which clients keep their own buffers.
 BUFFER = "buffer."
 
 
@@ -56,7 +56,7 @@ class ClientRates:
     def in_round(self, t: int, factor: float, steps: Collection[int]) -> ClientRates:
         """The rates of round t, whose clients take these numbers of steps, times ``factor``."""
         schedule = self.schedule
-        # A table is filled here, on the main thread, as far as this round's clients may read it.
+        # Fill the table here, on the main thread, as far as this round's clients may read it.
         if schedule is None or schedule.by_step:
             if schedule is not None:
                 schedule.reach_each(steps)
@@ -157,7 +157,7 @@ class InStep(Protocol):
     def gradient_at(self, x: Tensor) -> Tensor: ...
 
 
-# (group, x, what) -> columns (n, 1) by name
+# (group, x, which samples) -> columns (n, 1) by name
 Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]
 
 
@@ -226,7 +226,7 @@ class Round:
         buffers = dict(self.buffers)
         for name, buffer in self.buffers.items():
             if name in self.own_buffers:
-                # A client that never trained has no row yet, and starts from the server's.
+                # A client that never trained has no row yet, and starts from the server's buffer.
                 row = self.read(BUFFER + name, client)
                 if row is not None:
                     buffers[name] = row.to(buffer)

@@ -100,7 +100,8 @@ class GlobalModel:
         if self._w is not None and not again:
             return
         parameters = [p for _, p in trainable(self.learner)]
-        # A layout's learner was checked before; a lazy parameter has no shape to compare.
+        # The learner of an existing layout has been checked; a lazy parameter has no shape to
+        # compare.
         if self._layout is None or [shape for _, shape in self._layout.values()] != [
             p.shape for p in parameters
         ]:
@@ -108,7 +109,7 @@ class GlobalModel:
             self._layout = Layout(self.learner)
             self._w = None
             self._evaluated = None
-        check_precision(self.learner)  # Lightning or a hook may have converted it since
+        check_precision(self.learner)  # Lightning or a hook may have converted the parameters since
         if self._w is None or not self._is_tied(parameters):
             self._take_over(flatten([p.detach() for p in parameters]))
         self._slots = slots_of_parameters(self.learner)
@@ -128,13 +129,13 @@ class GlobalModel:
         if self._w is None:
             self._w = flat.clone().requires_grad_(True)
         elif self._evaluated is not None and torch.equal(flat, self._evaluated.to(flat)):
-            # The parameters were moved to another device but not changed. They show what is
-            # evaluated, from which w differs under partial averaging: so w moves after them.
+            # The parameters were moved to another device but not changed. They hold the evaluated
+            # model, which differs from w under partial averaging. So move w, too.
             self._w.data = self._w.detach().to(flat)
             self._evaluated = flat
         else:
-            # Somebody else gave the learner new weights, and these are the model from here on.
-            # The optimizer knows w by identity, so its data change and it stays.
+            # Other code has assigned new weights to the learner, and they are the model from now
+            # on. The optimizer knows w by identity, so w stays and its data change.
             self._w.data = flat
             self._evaluated = None
 
@@ -209,7 +210,7 @@ class GlobalModel:
             "state_dict": learner.state_dict(),
             **self.hyper_parameters(learner),
         }
-        # The learner's own hook comes last, as in Lightning, so that it may change all of it.
+        # The learner's own hook comes last, as in Lightning, so that it may change every entry.
         with _attached(learner, trainer):
             learner.on_save_checkpoint(saved)
         AtomicCheckpointIO().save_checkpoint(saved, path)
@@ -220,7 +221,8 @@ class GlobalModel:
         w = self._w
         evaluated = self._evaluated
         buffers: dict[str, Tensor] = {}
-        # A copy that is made within a round has what the round found: it is not committed yet.
+        # A copy made within a round gets the model from the start of the round, which is not
+        # committed yet.
         if self.round_start is not None:
             w = self.round_start.w
             evaluated = self.round_start.evaluated
@@ -252,8 +254,8 @@ class GlobalModel:
             for part in lightning_modules(self.learner)
             if part._trainer is not None
         }
-        # What deepcopy finds in its memo it does not copy: a Trainer becomes None, and what an
-        # engine lent to the learner for its steps comes over as it is, to be taken away below.
+        # deepcopy does not copy the objects in its memo: a Trainer becomes None. Objects that an
+        # engine lent to the learner for its steps are carried over, and removed below.
         lent = lent_logs(self.learner)
         memo = {**trainers, **lent}
         try:

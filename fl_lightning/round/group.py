@@ -14,7 +14,7 @@ from fl_lightning.round.context import Evaluate, InStep, Round
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.round.state import PerClient, Upload
 
-# Where a method reads the loss of local steps, it travels with what is logged, under this name.
+# If a method reads the loss of local steps, the loss is logged under this name.
 LOSS = "the loss of local steps"
 
 
@@ -43,26 +43,26 @@ class ClientGroup:
         self.x = x
         self.full_gradient = full_gradient
         self.evaluate = evaluate
-        # (method, x, training) -> what its taps give there; (client) -> samples by class.
+        # (method, x, training) -> the outputs of its taps at x; (client) -> samples by class.
         self.seen_at: Callable[[str, Tensor, bool], dict[str, Any]] | None = None
-        self.measuring: Collection[str] = ()  # callbacks whose passes are no method's
-        self.models_of = ""  # the callback by whose own models they train; empty: from w
+        self.measuring: Collection[str] = ()  # callbacks whose passes do not count as a method's
+        self.models_of = ""  # callback whose own models the clients train; empty: from w
         self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
-        # What hooks read. A local step may read any of these tensors besides x.
+        # Tensors that hooks read. A local step may read any of these besides x.
         self.start: Tensor | None = None
         self.kept_origin: Tensor | None = None
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
-        self.resting: Tensor | None = None  # (n, D) bool: what they do not train; None: nothing
-        self.clipped: Tensor | None = None  # (n,): in how many steps clipping was active
-        self.rates_used: Tensor | None = None  # (n, 1): the factors of steps taken, summed
+        self.resting: Tensor | None = None  # (n, D) bool: untrained coordinates; None: no such
+        self.clipped: Tensor | None = None  # (n,): number of steps in which clipping was active
+        self.rates_used: Tensor | None = None  # (n, 1): sum of the factors of the steps taken
         self.step: Tensor | None = None
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.declared: dict[str, PerClient] = {}
-        self.attributes: dict[str, object] = {}  # what hooks put on their clients
-        # A row was written if its count of changes moved since it was loaded.
+        self.attributes: dict[str, object] = {}  # that hooks have assigned to their clients
+        # A row was written if its version counter has changed since it was loaded.
         self.change_counts: dict[str, int] = {}
 
         # What hooks gave.
@@ -70,23 +70,23 @@ class ClientGroup:
         self.logs: dict[str, Tensor] = {}
         self.transmitted: tuple[float | Tensor | None, float | Tensor | None] = (None, None)
 
-        # What the engine learns of the hooks on the way.
+        # Facts about the hooks that the engine collects while they run.
         self.local_step: InStep | None = None
-        self.looked_up = False  # a hook asked for the clients' numbers
-        self.mean_gradient_read = ""  # the method that read a client's mean gradient
-        self.batches: int | None = None  # of all steps, if these take several; None: one a step
+        self.looked_up = False  # a hook read the clients' numbers
+        self.mean_gradient_read = ""  # name of the method that read a client's mean gradient
+        self.batches: int | None = None  # of all steps, if a step takes several; else None
         # Gradients are counted in the first step, since all steps evaluate the same number.
         self.gradients_a_step = 1
         self.full_gradients = 0  # outside of steps
         self.full_gradients_a_step = 0
-        # Passes without a gradient likewise, of one batch and of all samples.
+        # Passes without a gradient: over one batch, and over all samples.
         self.forwards = 0
         self.forwards_a_step = 0
         self.evaluations = 0
         self.evaluations_a_step = 0
 
-        # What a client that stands alone brings home beside its model: the learner's buffers, what
-        # its steps left in the learner's metrics, and what its optimizer keeps.
+        # A single client's results besides its model: the learner's buffers, the states that its
+        # steps left in the learner's metrics, and the state of its optimizer.
         self.buffers: dict[str, Tensor] = {}
         self.metrics: object = None
         self.optimizer_rows: dict[str, Tensor] = {}
@@ -100,11 +100,11 @@ class ClientGroup:
 
     def begin(self, own_starts: bool) -> None:
         """Remember the starts, which are final; ``own_starts``: a method may have moved them."""
-        # Where every client starts from w, w itself is remembered, and no copy of n × D numbers.
+        # If every client starts from w, keep a reference to w, and no copy of n × D numbers.
         if own_starts or self.kept_mask is not None:
             self.start = self.x.clone()
         else:
-            # Through `.data` it has a count of changes of its own, which tells it from w.
+            # Through `.data` the tensor has a version counter separate from that of w.
             self.start = self.round.w.data.expand_as(self.x)
         if self.kept_mask is not None and self.kept_origin is not None:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
@@ -177,7 +177,7 @@ class ClientGroup:
         """A callback asked for a pass without a gradient; what only measures does not count."""
         if asking in self.measuring:
             return
-        # Steps over unequal numbers of batches do not all ask for as many passes.
+        # If steps take unequal numbers of batches, they ask for different numbers of passes.
         if self.local_step is None or self.batches is not None:
             self.forwards += 1
         elif self.local_step.first:
@@ -213,7 +213,7 @@ class ClientGroup:
             return to_device(row, self.x.device)
         if declaration.initial != "zeros":
             return declaration.first(self.round)
-        # The rows are stacked, which copies them, so one zero may stand for each row until then.
+        # Stacking copies the rows, so one zero may stand for each row until then.
         zero = torch.zeros((), dtype=declaration.dtype or self.x.dtype, device=self.x.device)
         return zero.expand(declaration.sized(self.x.shape[1]))
 
@@ -230,7 +230,7 @@ class ClientGroup:
                 rows.copy_(given)
             except RuntimeError as error:
                 raise _unfit(key, rows.shape, given) from error
-        # No count of changes is -1: the rows count as written, even where `value` is what they are.
+        # No version counter is -1, so the rows count as written, even if `value` equals them.
         self.change_counts[key] = -1
 
     def _keep(self, key: str, declaration: PerClient, rows: Tensor) -> None:
@@ -247,7 +247,7 @@ class ClientGroup:
             given = given.expand(len(self.ids), *shape)
         except RuntimeError as error:
             raise _unfit(key, (len(self.ids), *shape), given) from error
-        # What is sent is what it is now: x and rows of states may be changed in place afterwards.
+        # Copy what is sent: x and rows of states may be changed in place afterwards.
         memory = given.untyped_storage()._cdata
         changing = (self.x, *self.rows.values())
         if any(memory == rows.untyped_storage()._cdata for rows in changing):
@@ -286,14 +286,14 @@ class ClientGroup:
         part = slice(row, row + 1)
         own.ids = [self.ids[row]]
         own.x = self.x[part]
-        own.columns = {}  # these are made anew for the one client
+        own.columns = {}  # these are computed again for the one client
         own.attributes = dict(self.attributes)
         own.rows = {key: rows[part] for key, rows in self.rows.items()}
         own.change_counts = dict(self.change_counts)
         own.declared = dict(self.declared)
         own.uploads = {key: value[part] for key, value in self.uploads.items()}
         own.logs = {name: value[part] for name, value in self.logs.items()}
-        # What a hook before `transmit` said of clients that train together.
+        # A hook before `transmit` may have reported the size for clients that train together.
         parameters, number = self.transmitted
         own.transmitted = (_of_row(parameters, row), _of_row(number, row))
         for name in ("start", "kept_origin", "kept_elapsed", "kept_mask", "resting", "rates_used"):

@@ -7,7 +7,7 @@ from types import FrameType
 
 from fl_lightning.errors import UserError
 
-# A hook reads through these modules, so their frames lie between it and the refusal.
+# A hook reads through these modules, so their frames lie between the hook and the refusal.
 _BETWEEN = ("fl_lightning.round.", "fl_lightning.callback.")
 
 
@@ -18,7 +18,7 @@ def refuse_outsiders(what: str, caller: str = "") -> None:
         UserError: with ``caller``, the class whose hook it is; empty: it is seen from the code.
     """
     frame = sys._getframe(1)
-    # The first frame that is not our own reading of a state belongs to the hook that asked.
+    # The first frame outside these modules belongs to the hook that reads the state.
     while frame.f_back is not None and f"{_module(frame)}.".startswith(_BETWEEN):
         frame = frame.f_back
     if not _module(frame).startswith("fl_lightning."):

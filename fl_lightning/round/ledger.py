@@ -58,7 +58,8 @@ class Ledger:
         self.metrics: dict[int, Any] = {}
         self.logs: dict[str, Tensor | float] = {}
         self.notes: list[str] = []
-        self.updates: dict[int, Tensor] = {}  # of this process's clients, until all are gathered
+        # client → update, for this process's clients, until all are gathered
+        self.updates: dict[int, Tensor] = {}
         self.gathered: Tensor | None = None
         self.broadcast: Tensor | None = None
         self.base_weights: BaseWeights | None = None
@@ -68,8 +69,8 @@ class Ledger:
         self._at_server = False
         self._version: int | None = None
         self._initial: dict[str, Tensor] = {}
-        self._copies: dict[str, Tensor] = {}  # of server states that a server hook has read
-        # Server states that a hook of clients has read, with their counts of changes.
+        self._copies: dict[str, Tensor] = {}  # copies of server states that a server hook has read
+        # Server states that a hook of clients has read, with their version counters.
         self._lent: dict[str, tuple[Tensor, int]] = {}
 
     @property
@@ -138,7 +139,8 @@ class Ledger:
         return ""
 
     def _present(self, key: str, declaration: Declaration) -> Tensor:
-        # What a hook assigned comes before what it only read, and both before the round's start.
+        # A value that a hook assigned takes precedence over one that it only read, and both over
+        # the start of the round.
         if key in self.server:
             return self.server[key]
         if key in self._copies:
@@ -155,8 +157,7 @@ class Ledger:
     def written_server(self, key: str) -> Tensor | None:
         """A server state as this round leaves it so far; None: it was never written."""
         copy = self._copies.get(key)
-        # A hook may have changed its copy in place, which no assignment told us of;
-        # the tensor's own count of changes does.
+        # A hook may have changed its copy in place. The tensor's version counter shows that.
         if key not in self.server and copy is not None and copy._version > 0:
             return copy
         return self.server.get(key, self.round.server_states.get(key))
@@ -169,20 +170,20 @@ class Ledger:
             )
         current = self.server_state(key, declaration)
         if value is not current:
-            # The copy is filled in place, since a hook may still hold it from an earlier read.
+            # Fill the copy in place, because a hook may hold it from an earlier read.
             current.copy_(torch.as_tensor(value))
         self.server[key] = current
 
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]:
         """The sum over the clients that finished, and their number."""
         self.refuse_outsiders(f"the sums of {key}")
-        # A hook may change what it gets in place, and others read the sum, too.
+        # A hook may change its result in place, and other hooks read the sum, too.
         return self._uploaded(key, declaration).clone(), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
         """The p_i-weighted mean over the clients that finished."""
         self.refuse_outsiders(f"the sums of {key}")
-        # Under uniform weights the plain sum is the weighted one, and no other is kept.
+        # With uniform weights the plain sum is the weighted one, so only one is stored.
         weighted = self.total.weighted_uploads.get(key)
         if weighted is None:
             weighted = self._uploaded(key, declaration)
@@ -223,7 +224,7 @@ class Ledger:
             return settled
         mask = self.round.averaged.cpu()
         for key, by_client in settled.items():
-            # The framework's own rows are declared by nobody.
+            # No method declares the rows that the framework itself keeps.
             if key in declared:
                 for client, row in by_client.items():
                     committed = self.round.read(key, client)

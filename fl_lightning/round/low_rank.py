@@ -18,7 +18,7 @@ from fl_lightning.round.server import Server
 from fl_lightning.sampling import generator
 from fl_lightning.virtual.devices import Tiers, cut_by_shares
 
-NEGLIGIBLE = 1e-10  # singular values up to this share of the largest count as 0
+NEGLIGIBLE = 1e-10  # singular values up to this fraction of the largest count as 0
 
 
 class Ranks:

@@ -108,8 +108,8 @@ class Parts:
                 if self.valid(t, int(written), period):
                     mask[row] |= part
                     elapsed[row][part] = since[p].to(elapsed)
-            # A client writes all its parts in one row, of which some may be older than an average:
-            # only the mask says which coordinates of the row still hold.
+            # A client saves all its parts in one row, and some may be older than the last average.
+            # The mask shows which coordinates of the row are still valid.
             full = torch.zeros_like(x[row])
             full[self.kept] = copy.to(x)
             x[row] = torch.where(mask[row], full, x[row])

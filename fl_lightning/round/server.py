@@ -217,14 +217,14 @@ class Server:
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Log a scalar against the round, as it is now."""
-        # The hook may go on to change the tensor in place.
+        # The hook may change the tensor in place afterwards.
         self.logs[name] = value.detach().clone() if isinstance(value, Tensor) else value
 
     def committed(self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]) -> Tensor:
         """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""
         self._guard_rows(key, declaration)
         clients = [int(i) for i in ids]
-        # Each client's rows live with one process, which hands them to all others.
+        # One process stores each client's rows, and sends them to all other processes.
         home = self._round.home or self._round.read
         rows_here = {i: row for i in clients if (row := home(key, i)) is not None}
         rows: dict[int, Tensor] = {}
@@ -242,8 +242,8 @@ class Server:
         world = world_size()
         for j, client in enumerate(self._round.ids):
             row = rows_here.get(client)
-            # Process j mod W trained the round's j-th client, and everybody has to take part in
-            # each broadcast, whether there is a row or not.
+            # Process j mod W trained the round's j-th client. All processes must take part in each
+            # broadcast, even if there is no row.
             if world > 1:
                 box = [row]
                 dist.broadcast_object_list(box, src=j % world)

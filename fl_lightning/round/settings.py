@@ -54,7 +54,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         checks.count_participants(self.participation, 2**62)
-        # NumPy's numbers become Python's, since elsewhere whatever is no int is a share.
+        # Convert NumPy's numbers to Python's, because other code takes any number that is not an
+        # int for a share.
         if isinstance(self.participation, Real):
             number = int if isinstance(self.participation, Integral) else float
             object.__setattr__(self, "participation", number(self.participation))
@@ -129,7 +130,7 @@ class Settings:
         )
         settings = {name: repr(getattr(self, name)) for name in names}
         settings["buffer_policy"] = repr(self.buffers)
-        # Checkpoints of runs without it do not have it.
+        # Checkpoints of runs without it do not have this entry.
         if self.accumulate != 1:
             settings["accumulate"] = repr(self.accumulate)
         if self.asynchronous is not None:

@@ -21,7 +21,8 @@ from fl_lightning.schedules import LARGEST, Schedule
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Of one row. A name stands for an attribute of the callback, "D" for the number of parameters.
+# Shape of one row. A name stands for an attribute of the callback, "D" for the number of
+# parameters.
 Shape = tuple[int | str, ...]
 Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor], Tensor | float]
 
@@ -108,8 +109,8 @@ class Declaration:
     at_server: ClassVar[bool] = False
     summed: ClassVar[bool] = False
     initial: Initial = "zeros"
-    # Under partial averaging, whether coordinates that are not averaged keep their old value.
-    # None: the method does not say, and has to.
+    # Under partial averaging, whether coordinates that are not averaged keep their old value. None:
+    # the method does not say, but must.
     synchronised: bool | None = False
 
     def __init__(self, shape: Shape | None = None, dtype: torch.dtype | None = None) -> None:
@@ -159,7 +160,7 @@ class Declaration:
             value = round.initial_model
         else:
             value = round.w
-        # A number would be rounded to single precision on the way to a tensor of its own.
+        # Without a dtype a number would first be rounded to single precision.
         number = None if isinstance(value, Tensor) else self.dtype or round.w.dtype
         first = torch.as_tensor(value, device=round.w.device, dtype=number)
         first = first.to(self.dtype or round.w.dtype)
@@ -192,7 +193,7 @@ class Declaration:
         for name in names:
             size = vars(callback).get(name)
             if size is None and callback.has("on_layout"):
-                return self  # the model is not known yet, on which the size depends
+                return self  # the size depends on the model, which is not known yet
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise UserError(
                     f"{self.key(callback)}: shape={self.shape!r} names {name!r}, which is "
@@ -336,7 +337,7 @@ class ServerState(State):
             return self
         key = self.key(callback)
         declared = callback.declarations().values() if callback.role == "measurement" else ()
-        # A logger may keep what it sums over clients, without noise.
+        # A logger may keep values that it sums over clients, without noise.
         if any(each.summed for each in declared):
             callback._ledger.refuse_outsiders(key)
         return callback._ledger.server_state(key, self.of(callback))
@@ -485,7 +486,7 @@ class Coefficient:
         value = callback.__dict__[self.name]
         if not isinstance(value, Schedule):
             return value
-        # A schedule may leave its bounds in any round, so it is checked where it is read.
+        # A schedule may leave its bounds in any round, so it is checked when it is read.
         number = float(value(callback._ledger.t))
         self._check(callback, number, f"{value!r}, {number:g} in round {callback._ledger.t},")
         return number

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.nn.functional import pad
 
-# One thread sums a piece, and a piece is too short for PyTorch to share it out.
+# One thread sums a piece, which is too short for PyTorch to split.
 _PIECE = 4096
 
 
@@ -20,7 +20,7 @@ def ordered_sum(v: Tensor) -> Tensor:
     tensor(10000.)
     """
     v = v.reshape(-1)
-    # Zeros at the end change no sum, so each pass turns v into the sums of its pieces.
+    # Zeros at the end do not change a sum, so each pass replaces v by the sums of its pieces.
     while len(v) > _PIECE:
         v = pad(v, (0, -len(v) % _PIECE)).view(-1, _PIECE).sum(1)
     return v.sum()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 Some = TypeVar("Some", bound="Sums")
-Place = tuple[str, ...]  # a field; and the tensor's name, where a field has several
+Place = tuple[str, ...]  # a field, and the tensor's name if the field holds several
 
 
 @dataclass

@@ -54,7 +54,7 @@ class Apart:
     def of(cls, value: Any) -> Apart:
         """The bytes of an object; raises what pickle raises where it cannot be pickled."""
         saved = _saved(value)
-        # Its tensors come to the CPU, so that a machine without a GPU can read them.
+        # Move its tensors to the CPU, so that a machine without a GPU can read them.
         if torch.cuda.is_available() and b"cuda" in saved:
             saved = _saved(torch.load(io.BytesIO(saved), map_location="cpu", weights_only=False))
         return cls(saved)
@@ -65,7 +65,8 @@ class Apart:
 
 def read_plain(path: Any, **options: Any) -> Any:
     """``torch.load(weights_only=True)``, where objects that lie apart stay bytes."""
-    # Torch's own reader of bytes would run their code. Under its name the file finds `Apart`.
+    # Torch's own reader of bytes would run code from them. The file finds `Apart` under that name
+    # instead.
     with safe_globals([(Apart, "torch.storage._load_from_bytes")]):
         return torch.load(path, weights_only=True, **options)
 
@@ -138,7 +139,7 @@ def _saved(value: Any) -> bytes:
 
 
 def _readable(value: Any) -> bool:
-    # Torch knows best what it refuses, so it is asked.
+    # Torch itself decides what it refuses, so try it.
     try:
         torch.load(io.BytesIO(_saved(value)), weights_only=True)
     except (pickle.UnpicklingError, *_CANNOT_PICKLE):

@@ -52,7 +52,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         lock.check(target)
         checkpoint = self._all_readable(checkpoint)
-        # A process that was killed while it wrote has left its file aside.
+        # Remove the temporary file of a process that was killed while it wrote.
         with suppress(OSError):
             for stale in target.parent.glob(".*.ckpt.tmp"):
                 stale.unlink()
@@ -62,7 +62,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        map_location: Any = "cpu",  # a function, as Lightning's is, rebuilds no tensor subclasses
+        # Lightning passes a function; torch cannot rebuild tensor subclasses with one
+        map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
         """The checkpoint; objects apart stay bytes, unless ``weights_only=False`` is asked for.
@@ -86,7 +87,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             else:
                 checkpoint = read_plain(source, map_location=map_location)
         except pickle.UnpicklingError as error:
-            # The line that names the class is the reason, among many that say what torch advises.
+            # Torch prints much advice; the line that names the class is the reason.
             lines = [line for line in str(error).splitlines() if "GLOBAL" in line]
             reason = lines[0] if lines else str(error)
             raise _error(
@@ -96,7 +97,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
             raise _not_loaded(source, error) from error
         if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
             raise _error(source, "it is not a checkpoint of Lightning (no 'state_dict' in it)")
-        # An exported model has no version, which Lightning asks for; a run's checkpoint has one.
+        # Lightning requires a version, which a run's checkpoint has and an exported model does not.
         if "loops" not in checkpoint:
             checkpoint.setdefault("pytorch-lightning_version", vars(pl)["__version__"])
         version = checkpoint.get("pytorch-lightning_version")
@@ -113,7 +114,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         parts: dict[str, Any] = {}
         for key, part in checkpoint.items():
             try:
-                # `load_from_checkpoint` alone restores hyper-parameters, so a run goes on without
+                # Only `load_from_checkpoint` restores hyper-parameters, so a run continues without
                 # those that cannot be written.
                 if key in HYPER_PARAMETERS:
                     parts[key] = _hyper_parameters(key, part)
@@ -185,7 +186,7 @@ def _not_loaded(path: Path, error: Exception) -> Exception:
         kinds += [value for value in values if isinstance(value, type) and is_subclass(value)]
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
     if kinds:
-        # No other checkpoint is offered, since each one of the run holds such a tensor.
+        # Do not suggest another checkpoint: each one of the run holds such a tensor.
         return UserError(
             f"The checkpoint {path} cannot be loaded: it is not damaged, but torch cannot make a "
             f"tensor of the class {kinds[-1].__name__} again, which it holds ({reason}). The run's "
@@ -215,7 +216,7 @@ def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
         UserError: with its place, and how to have it read.
     """
     base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
-    # A learner with a hook of its own may read any entry of the checkpoint.
+    # A learner with its own hook may read any entry of the checkpoint.
     reads_all = type(learner).on_load_checkpoint is not base.on_load_checkpoint
     restored: tuple[str, ...] = ()
     if trainer.state.fn == "fit":

@@ -50,11 +50,11 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
     raw: _Remembering | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A frozen process may have the old file aside open, and would go on writing into ours.
+        # A stopped process may have the old temporary file open, and would later write into ours.
         aside.unlink(missing_ok=True)
         raw = _Remembering(aside, "wb", opener=lambda name, flags: os.open(name, flags, mode))
-        # The content is on the disk before the name is, so that no power failure leaves the name
-        # with half of it; the folder comes last, whose entry is the renaming.
+        # Flush the content to disk before renaming, so that a power failure cannot leave an
+        # incomplete file under the name. Flush the folder, which holds the name, last.
         with io.BufferedWriter(raw) as file:
             yield file
             file.flush()
@@ -65,13 +65,13 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
         if durable:
             _sync_folder(path.parent)
     except lock.TakenUp:
-        # The file aside may be the other process's by now, so it stays.
+        # The temporary file may belong to another process by now, so leave it.
         raise
     except BaseException as error:
         with suppress(OSError):
             aside.unlink()
         failed: object = error
-        # Torch wraps the system's error in one of its own, which hides the reason.
+        # Torch wraps the system's error in its own, which hides the reason.
         if isinstance(error, Exception) and not isinstance(error, OSError):
             failed = raw and raw.failed
         if isinstance(failed, OSError):

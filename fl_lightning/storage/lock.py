@@ -23,12 +23,12 @@ from fl_lightning.errors import UserError
 try:
     import fcntl
 except ImportError:
-    # On a system without such locks the mark is all there is.
+    # On a system without file locks, only the mark in the folder protects it.
     fcntl = None  # type: ignore[assignment]
 
 NAME = ".lock"
 _NO_LOCKS = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
-_held: dict[Path, RunLock] = {}  # of this process, by folder
+_held: dict[Path, RunLock] = {}  # folder → the lock that this process holds
 
 
 class TakenUp(UserError):
@@ -58,8 +58,8 @@ class RunLock:
         except FileNotFoundError:
             if self._descriptor is None or not self.folder.is_dir():
                 return
-            # Somebody removed the file, and the lock with it: another may hold a new one, which
-            # is refused here, or nobody does, and it is ours again.
+            # Somebody removed the file, and the lock with it. If another process holds a new lock,
+            # this is refused; otherwise we lock again.
             os.close(self._descriptor)
             self._descriptor = None
             self._descriptor, _ = _locked(self.folder)
@@ -99,7 +99,7 @@ def hold(folder: Path) -> RunLock:
         UserError: another process holds it; says which.
     """
     folder = folder.resolve()
-    # An earlier run of this process, which ended with an exception, may hold the folder still.
+    # An earlier run of this process that ended with an exception may still hold the folder.
     earlier = _held.pop(folder, None)
     descriptor = None if earlier is None else earlier._descriptor
     content: bytes | None = None
@@ -145,8 +145,8 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
                 if error.errno not in _NO_LOCKS:
                     os.close(descriptor)
                     raise
-            # A run that ends removes its file. If it did so between our opening and locking, what
-            # we locked is a file that nobody finds any more, so we begin again.
+            # A run that ends removes its lock file. If that happened between our opening and our
+            # locking, we locked a deleted file, so begin again.
             with suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(descriptor), os.stat(path)):
                     return descriptor, None if is_new else os.pread(descriptor, 1000, 0)
@@ -231,7 +231,8 @@ def held_by_all(folder: Path, trainer: Any) -> RunLock:
     lock: RunLock | None = None
     answer = ("", "")
     if trainer.is_global_zero:
-        # A refusal is sent to the others before it is raised, who would wait for ever otherwise.
+        # Send a refusal to the other processes before raising it: they would wait forever
+        # otherwise.
         try:
             lock = hold(folder)
             answer = (lock.mark, "")

@@ -85,7 +85,7 @@ class ClientRows:
             self.store.commit(rows, make_room=False)
 
     def _exchange(self, outgoing: list[Rows]) -> list[Rows]:
-        # Rows are on the CPU, wherever the run trains, so they travel over gloo.
+        # Rows are on the CPU, wherever the run trains, so they are sent over gloo.
         if self._group is None:
             self._group = dist.new_group(backend="gloo", timeout=timeout())
         blobs = [_pack(rows) for rows in outgoing]
@@ -93,7 +93,8 @@ class ClientRows:
         table = [torch.empty_like(sizes) for _ in range(self.world)]
         dist.all_gather(table, sizes, group=self._group)
         incoming: dict[int, Tensor] = {}
-        # Nobody waits before all is under way: two that send to each other first would both wait.
+        # Start all transfers before waiting for one: two processes that both send first would wait
+        # for each other.
         jobs = []
         for other in range(self.world):
             if other == self.rank:

@@ -17,7 +17,7 @@ from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.schema import IDS, damaged, each
 from fl_lightning.storage.segments import Index, merge_indices
 
-KEY = "federated"  # of the run's part in a checkpoint
+KEY = "federated"  # key of the run's part in a checkpoint
 
 
 class RowsOnDisk:
@@ -31,7 +31,7 @@ class RowsOnDisk:
     def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
         self.folder = folder
         self.checkpoints = checkpoints
-        self._known: dict[Any, Any] = {}  # indices of checkpoint files that were looked at
+        self._known: dict[Any, Any] = {}  # indices of the checkpoint files that have been read
 
     @classmethod
     def of(cls, trainer: Any) -> RowsOnDisk:
@@ -39,7 +39,7 @@ class RowsOnDisk:
         root = Path(trainer.default_root_dir)
         folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         checkpoints = [Path(folder) for folder in folders if folder]
-        # The run's own folder comes first: checkpoints of the user's may lie with a logger.
+        # The run's own folder comes first: your checkpoints may lie in a logger's folder.
         own = (root / "checkpoints").resolve()
         checkpoints.sort(key=lambda folder: folder.resolve() != own)
         if not checkpoints:
@@ -57,8 +57,8 @@ class RowsOnDisk:
         if store.names():
             store.flush(self.folder)
         index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
-        # The checkpoint that is being written is no file yet, so its index is given beside those
-        # of the files.
+        # The checkpoint that is being written is not a file yet, so add its index to those of the
+        # files.
         if store.names():
             store.collect(self.folder, chain([index], self._indices()))
         folders = [str(self.folder.resolve())]
@@ -76,7 +76,7 @@ class RowsOnDisk:
         present: dict[Any, Any] = {}
         for directory in self.checkpoints:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
-                # A link to nothing, or a pipe, has that name too.
+                # A dangling link or a pipe may have that name, too.
                 if not path.is_file():
                     continue
                 # A file that was written again has another inode, time or size.
@@ -101,8 +101,7 @@ def index_read(value: Any, place: str) -> Index:
             raise damaged(place)
         if key.startswith("parts."):
             parts.append(entry["clients"].sort().values)
-    # The four rows of a client that keeps parts of the model are written together, by
-    # round/clients.py.
+    # A client that keeps parts of the model has four rows, which round/clients.py writes together.
     if len(parts) not in (0, 4) or not all(torch.equal(ids, parts[0]) for ids in parts):
         raise damaged(place)
     return index
@@ -110,10 +109,10 @@ def index_read(value: Any, place: str) -> Index:
 
 def index_in(path: Path) -> Index:
     """A checkpoint's index of rows, copied out of the file; empty if it is damaged or no run's."""
-    # Reading a pipe would wait for ever.
+    # Reading a pipe would wait forever.
     if not path.is_file():
         return {}
-    # The user may keep files of any content there, and each fails in a way of its own.
+    # You may keep any files there, and each kind fails with its own error.
     try:
         loaded = read_plain(path, map_location="cpu", mmap=True)
         index: Index = index_read(loaded[KEY]["clients"], KEY) if isinstance(loaded, dict) else {}

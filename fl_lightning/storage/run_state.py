@@ -12,11 +12,11 @@ from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import gathered
 from fl_lightning.storage.rows import ClientRows, Rows
 
-# Number of the server's steps before → the model (D,) and the buffers by name.
+# Number of server steps so far → the model (D,) and the buffers by name.
 Versions = dict[int, tuple[Tensor, Mapping[str, Tensor]]]
 
 
-# Frozen weights after a round by name, how many numbers its additions are for each, and they.
+# Frozen weights by name after a round, the sizes of each round's additions, and the additions.
 BaseAfter = tuple[dict[str, Tensor], list[int], list[Any]]
 
 
@@ -83,10 +83,10 @@ class RunState:
         base: BaseAfter | None = None,
     ) -> None:
         """Make the result of round t, which is over, the state."""
-        # Copying rows needs memory, and may fail: then the round has not happened.
+        # Copying rows needs memory and may fail; then the round has not happened.
         rows = self.rows.store.owned(rows)
-        # This one assignment decides: from here on the round counts, whatever happens, and
-        # `finish_commit` does what an interrupt left undone.
+        # This one assignment decides: from here on the round counts. If an interrupt follows,
+        # `finish_commit` completes it.
         self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {}, sent, base)
         self.finish_commit(t)
 
@@ -98,7 +98,7 @@ class RunState:
         """
         partition = str(getattr(data, "partition_hash", ""))
         if self.partition is not None and self.partition != partition:
-            # Each process has rows of its own, and all have to refuse together.
+            # Each process has its own rows, and all processes have to refuse together.
             names = sorted(set().union(*gathered(self.rows.names())))
             if names:
                 raise UserError(
@@ -130,8 +130,8 @@ class RunState:
 
     def finish_commit(self, t: int) -> bool:
         """Finish a commit that was interrupted; tell whether round t is committed."""
-        # Each of these steps may be taken twice with the same end, so an interrupt between any of
-        # two does no harm: the outcome goes last.
+        # Each of these steps may be repeated with the same result, so an interrupt between two of
+        # them does no harm. The outcome is cleared last.
         if self._outcome is not None:
             outcome = self._outcome
             self.rows.commit(outcome.rows)

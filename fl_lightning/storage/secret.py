@@ -61,7 +61,7 @@ class Secret:
         about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()
         words = np.frombuffer(drawn, np.uint64)
-        # Philox counts the numbers that it draws in the first word of its counter.
+        # Philox uses the first word of its counter to count draws.
         counter = np.array([0, *words[2:]], np.uint64)
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
@@ -80,7 +80,7 @@ class Secret:
 
 
 NOT_YET = Secret("", b"")
-# Privacy draws from the run's secret, or from a seed that is known.
+# Draws for privacy use the run's secret, or a public seed.
 Key = int | Secret
 
 
@@ -99,8 +99,8 @@ def of_fit(trainer: Any, wanted: str | None, folders: Sequence[str], note: Any) 
         folders: of that checkpoint: where the file may lie.
         note: called with a text where the checkpoint's secret cannot be had.
     """
-    # One process reads or draws the secret, and all others have it from there: so all processes
-    # draw the same coins and noise.
+    # One process reads or draws the secret and sends it to the others, so that all draw the same
+    # coins and noise.
     answer: tuple[str, bytes, str] = ("", b"", "")
     if trainer.is_global_zero:
         answer = _found_or_drawn(wanted, _folders(trainer.ckpt_path, folders))
@@ -113,7 +113,7 @@ def of_fit(trainer: Any, wanted: str | None, folders: Sequence[str], note: Any) 
 def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes, str]:
     """Name and bytes of a secret, and a warning; empty: there is nothing to warn of."""
     paths: list[Path] = []
-    # The name comes from a checkpoint, which anybody may have made: it must lead to no other file.
+    # The name comes from a checkpoint, which may be forged: it must not lead to any other file.
     if wanted and _NAME.fullmatch(wanted):
         paths = [_path(folder, wanted) for folder in folders]
     for path in paths:
@@ -136,7 +136,7 @@ def _folders(ckpt_path: str | os.PathLike[str] | None, folders: Sequence[str]) -
     """The folders where the file may lie: beside the checkpoint, or where the run was."""
     if ckpt_path is None:
         return []
-    # An absolute folder stays what it is when it is joined to another.
+    # Joining an absolute folder to another leaves it unchanged.
     beside = Path(str(ckpt_path)).parent
     return [beside / folder for folder in folders]
 
@@ -147,7 +147,7 @@ def _path(folder: Path, name: str) -> Path:
 
 def _read(path: Path) -> bytes | None:
     """The bytes; None where there is no such file, or it holds something else."""
-    # Only a file is read: reading a pipe would wait for ever.
+    # Read only regular files: reading a pipe would wait forever.
     with suppress(OSError):
         if path.is_file() and path.stat().st_size == SIZE:
             return path.read_bytes()

@@ -126,7 +126,7 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
         offset = end
     entries = {"__metadata__": {"rows": json.dumps(about)}, **header}
     text = json.dumps(entries, separators=(",", ":")).encode()
-    # The format's header is filled up with spaces, so that the first tensor is aligned.
+    # Fill the header with spaces, so that the first tensor is aligned.
     text += b" " * (-len(text) % 8)
     with written_aside(path, durable) as file:
         file.write(len(text).to_bytes(8, "little") + text)
@@ -200,7 +200,7 @@ def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
             block = raw.numpy().data
             file.seek(start)
             done = 0
-            # One read gives at most 2 GiB.
+            # One read returns at most 2 GiB.
             while done < nbytes:
                 size = file.readinto(block[done:])
                 if not size:
@@ -220,7 +220,8 @@ def damaged(path: Path, name: str, client: int, why: str) -> UserError:
 
 def _checksum(name: str, client: int, dtype: str, shape: tuple[int, ...], block: memoryview) -> int:
     """The checksum of a row and of whose it is."""
-    # A flipped bit in a header must not hand one client another's row.
+    # The checksum includes client and name, so that a flipped bit in a header cannot assign a row
+    # to another client.
     return zlib.crc32(block, zlib.crc32(f"{name}/{client}/{dtype}/{shape}".encode()))
 
 
@@ -234,7 +235,7 @@ def merge_indices(indices: Iterable[Index]) -> Index:
     for name, entries in sorted(by_name.items()):
         clients = np.concatenate([entry["clients"].numpy() for entry in entries])
         where = np.concatenate([entry["segments"].numpy() for entry in entries])
-        # By client, then by segment: where two have the same row, the last one is the newer.
+        # Sort by client, then by segment: if two segments have a row, the last one is newer.
         order = np.lexsort((where, clients))
         clients = clients[order]
         where = where[order]

@@ -14,7 +14,7 @@ from fl_lightning.storage.segments import Index
 from fl_lightning.storage.store import ClientStore
 
 JOURNAL = "site.json"
-STAGED = "staged."  # before the names of rows of the last round, until that counts
+STAGED = "staged."  # prefix of the names of the last round's rows, until that round counts
 
 
 @dataclass

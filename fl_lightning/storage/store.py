@@ -26,11 +26,11 @@ from fl_lightning.storage import lock, segments
 from fl_lightning.storage.segments import RANKS, Index, segment_name, segment_number
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
-Placed = tuple[IntArray, IntArray]  # clients ascending, and the segment of each one's row
+Placed = tuple[IntArray, IntArray]  # clients, ascending, and the segment that holds each one's row
 
 GONE = "the file is missing (a run that goes on removes what no checkpoint beside it needs)"
-_SPARSE = 0.25  # a segment with a smaller share of rows still needed is rewritten
-_NEW = 1 / 32  # share of new segments from which on all are looked through again
+_SPARSE = 0.25  # a segment is rewritten if a smaller share of its rows is still needed
+_NEW = 1 / 32  # all segments are checked again if this share of them is new
 
 
 class ClientStore:
@@ -52,22 +52,23 @@ class ClientStore:
         self._reset()
 
     def _reset(self) -> None:
-        # Dirty rows are not on disk yet; clean ones are copies of rows on disk, by latest use.
+        # Dirty rows are not on disk yet. Clean ones are copies of rows on disk, ordered by latest
+        # use.
         self._dirty: dict[tuple[str, int], Tensor] = {}
         self._clean: OrderedDict[tuple[str, int], Tensor] = OrderedDict()
         self._dirty_bytes = 0
         self._clean_bytes = 0
         self._where: dict[str, Placed] = {}
-        # After a load the segments lie where another run may go on: we may read there, and write
-        # only from our first flush on.
+        # After a load the segments lie in a folder that another run may continue. So only read
+        # there, and write after our first flush.
         self._home: Path | None = None
         self._flushed = False
-        self._spilled: set[int] = set()  # segments that lie in the temporary folder
-        self._sparse: set[int] = set()  # segments to be rewritten by the next flush
-        self._rows: dict[int, int] = {}  # segment -> rows in its file
+        self._spilled: set[int] = set()  # segments in the temporary folder
+        self._sparse: set[int] = set()  # segments that the next flush rewrites
+        self._rows: dict[int, int] = {}  # segment -> number of rows in its file
         self._number = 0  # of the newest segment
         self._scanned: Path | None = None
-        # Of the last clean-up: its folder, the newest segment then, how many were needed.
+        # The last clean-up: its folder, the newest segment then, and the number of needed segments.
         self._collected: tuple[Path, int, int] | None = None
         self._header.cache_clear()
         if self._temporary is not None:
@@ -86,7 +87,8 @@ class ClientStore:
             for name, (clients, where) in self._where.items():
                 aside = np.isin(where, spilled)
                 placed[name] = clients[~aside], where[~aside]
-                # The temporary folder goes with this store, so the copy takes its rows along.
+                # The temporary folder is deleted with this store, so the copy takes those rows
+                # along.
                 for client in clients[aside]:
                     key = (name, int(client))
                     if key not in rows and (row := self.read(*key)) is not None:
@@ -116,8 +118,8 @@ class ClientStore:
             UserError: it is damaged.
         """
         key = (name, int(client))
-        # The disk is read outside of the lock, so that threads read side by side. Meanwhile a
-        # flush may move the row: then the place that was looked up is no longer its place.
+        # Read the disk outside of the lock, so that threads read in parallel. A flush may move the
+        # row meanwhile, so check its place again.
         while True:
             with self._lock:
                 row = self._dirty.get(key)
@@ -159,10 +161,10 @@ class ClientStore:
                 new[name, int(client)] = row
         with self._lock:
             replaced = sum(self._dirty[key].nbytes for key in new if key in self._dirty)
-            # One call into C, which no interrupt can stop half-way.
+            # One call into C, which an interrupt cannot stop half-way.
             self._dirty.update(new)
             self._dirty_bytes += sum(row.nbytes for row in new.values()) - replaced
-            # Copies of rows on disk are no longer the state.
+            # Cached copies of rows on disk are out of date now.
             for key in new:
                 self._forget(key)
             if make_room:
@@ -249,7 +251,7 @@ class ClientStore:
             numbers = numbers[mine]
             if len(clients):
                 where[name] = clients, numbers
-            # A missing file is said now, not in the round that needs a row of it.
+            # Report a missing file now, and not in the round that needs a row of it.
             for segment, first in zip(*np.unique(numbers, return_index=True), strict=True):
                 if segment_name(int(segment)) not in present:
                     path = folder / segment_name(int(segment))
@@ -258,7 +260,7 @@ class ClientStore:
             self._reset()
             self._where = where
             self._home = folder
-            # A spill before the first flush must not take the numbers of loaded segments.
+            # A spill before the first flush must not reuse the numbers of loaded segments.
             self._number = max(self._segments(), default=0) // RANKS
 
     def collect(self, folder: Path | str, keep: Iterable[Index], last: bool = False) -> None:
@@ -280,7 +282,8 @@ class ClientStore:
                 number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
                 if number is None or not self._may_delete(number):
                     continue
-                # A file aside is of a write that was killed: we hold the lock, so nobody writes it.
+                # A temporary file is left from a killed write: we hold the lock, so no process is
+                # writing it.
                 if path.name.endswith(".tmp") or number not in needed:
                     path.unlink(missing_ok=True)
             for segment in self._segments() - self._spilled:
@@ -310,8 +313,8 @@ class ClientStore:
         return self._rows[segment]
 
     def _may_delete(self, segment: int) -> bool:
-        # Each process deletes its own files; those of processes that a resumed run no longer has
-        # are the first one's.
+        # Each process deletes its own files. The first process also deletes those of processes that
+        # a resumed run no longer has.
         writer = segment % RANKS
         return writer == self.rank or (self.rank == 0 and writer >= self.world_size)
 
@@ -347,8 +350,8 @@ class ClientStore:
                     number = segment_number(path.name)
                     if number is not None:
                         self._number = max(self._number, number // RANKS)
-            # A folder's numbers begin anywhere: a checkpoint that was copied beside another run
-            # must not take that run's rows for its own.
+            # Start numbering at random: a checkpoint copied into another run's folder must not take
+            # that run's rows for its own.
             self._number = self._number or secrets.randbelow(10**7)
             self._scanned = folder
         self._number += 1
@@ -386,7 +389,7 @@ class ClientStore:
     def _bring(self, moving: set[int], folder: Path) -> None:
         """Copy segments into ``folder`` under new numbers."""
         renamed: dict[int, int] = {}
-        # Copies, not hard links: these would tie two runs together.
+        # Copy the files: hard links would tie two runs together.
         for segment in sorted(moving):
             renamed[segment] = self._new_segment(folder)
             segments.copy(self._path(segment), folder / segment_name(renamed[segment]))
@@ -429,5 +432,5 @@ def _owned(name: str, client: int, row: Tensor) -> Tensor:
     if client < 0 or not segments.storable(row.dtype):
         raise ValueError(f"row {name!r} of client {client} cannot be stored (dtype {row.dtype})")
     row = row.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
-    # A view would keep the whole tensor alive that it is a part of.
+    # A view would keep the whole tensor in memory.
     return row.clone() if row.untyped_storage().nbytes() != row.nbytes else row

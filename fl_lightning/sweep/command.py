@@ -33,7 +33,7 @@ ordinary run's folder, <out>/<arm>/seed-<s>; <out>/runs.csv says how each stands
 again goes on where it stopped: what is done stays, what was killed or failed goes on from its last
 checkpoint."""
 
-_TOLD = 10**8  # bytes of clients' rows from which on a sweep says how to free them
+_TOLD = 10**8  # bytes of clients' rows from which on a sweep prints how to free them
 
 
 def parser() -> ArgumentParser:
@@ -90,7 +90,7 @@ def main(argv: Sequence[str]) -> int:
         _list(sweep)
         return 0
     if os.getcwd() not in sys.path:
-        # So `my_learner.Lit` in the current directory is found.
+        # Python has to find the user's `my_learner.Lit` in the current directory.
         sys.path.insert(0, os.getcwd())
     if options.run is not None:
         return sweep.run_one(options.run)

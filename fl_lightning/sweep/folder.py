@@ -22,7 +22,7 @@ RUNNING = "running"
 DONE = "done"
 DIVERGED = "diverged"
 FAILED = "failed"
-# Seconds that what a killed sweep leaves may take to go.
+# Seconds to wait until the processes of a killed sweep have ended.
 _PATIENCE = 20.0
 
 
@@ -52,7 +52,7 @@ def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
         UserError: somebody alive holds it; ``what`` names it.
     """
     make(path.parent)
-    # The workers of a killed sweep hold its lock until they are gone, too.
+    # The workers of a killed sweep also hold its lock, until they have ended.
     deadline = time.monotonic() + _PATIENCE
     with open(path, "a+", encoding="utf-8") as file:
         while True:
@@ -81,7 +81,7 @@ def _alive(holder: str) -> bool:
         stat = Path(f"/proc/{int(holder)}/stat").read_text()
     except (OSError, ValueError):
         return False
-    # A zombie was killed, and not yet waited for by the process that started it.
+    # A zombie was killed, and the process that started it has not waited for it yet.
     return stat.rpartition(")")[2].split()[0] != "Z"
 
 
@@ -121,7 +121,7 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | No
 
 def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
     """Refuse claims about arms, axes or methods that the grid does not have."""
-    # Here, since what reads claims is slow to import, and most sweeps have none.
+    # Import here: this module is slow to import, and most sweeps have no claims.
     from fl_lightning.report.claims import read_claims
 
     names = [arm.name for arm in arms]
@@ -135,7 +135,7 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
                 )
         if claim.kind == "trend" and claim.over != "layers":
             known = claim.over in spec.grid and (not claim.arm or claim.arm in methods)
-            # Over several methods a trend needs to say which it is about.
+            # With several methods a trend has to name the arm that it is about.
             if not known or (len(methods) > 1 and not claim.arm and claim.over != "method"):
                 raise UserError(
                     f"sweep {spec.name}: claim {claim.id} of {path} is a trend over "
@@ -161,7 +161,7 @@ def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = No
     content = read_record(run.folder)
     status = content.get("status")
     done = content.get("rounds")
-    # A run that is done has more to do where more rounds are asked for.
+    # A finished run has more to do if you ask for more rounds.
     if status == DONE and rounds is not None and isinstance(done, int) and 0 <= done < rounds:
         return WAITING
     if status in (DONE, DIVERGED, FAILED):
@@ -171,7 +171,7 @@ def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = No
 
 def read_states(folder: Path) -> dict[str, str]:
     """Place → status, as runs.csv has them."""
-    # A broken runs.csv is written anew, from the runs' own files.
+    # A broken runs.csv is rebuilt from the runs' own files.
     states = reading.read_states(folder)
     return {f"{arm}/seed-{seed}": status for (arm, seed), status in states.items()}
 

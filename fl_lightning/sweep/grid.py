@@ -71,7 +71,7 @@ def arms(spec: Spec) -> list[PlannedArm]:
     for axis, values in spec.grid.items():
         items[axis] = [_item(spec, axis, value) for value in values]
     names = {axis: _names(its_items) for axis, its_items in items.items()}
-    # An axis of one value says nothing of an arm, unless all are such.
+    # An axis with a single value is not part of an arm's name, unless all axes have one.
     naming = [axis for axis in items if len(items[axis]) > 1] or list(items)
     made: dict[str, PlannedArm] = {}
     for places in itertools.product(*(range(len(its_items)) for its_items in items.values())):
@@ -98,7 +98,7 @@ def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]
         options |= item.options
     share = Fraction(1)
     if all(map(_whole, (options.get(ROUNDS), spec.own_rounds, spec.fixed.get(ROUNDS)))):
-        # 15 of 150 rounds stay a tenth of whatever is fixed.
+        # 15 of 150 rounds stay a tenth of the fixed number, whatever that is.
         share = Fraction(options[ROUNDS], spec.own_rounds)
         options[ROUNDS] = part_of(spec.fixed[ROUNDS], share)
     return PlannedArm(name, tuple(configs), {**spec.fixed, **options}, axes, share)
@@ -168,7 +168,7 @@ def value_name(value: Any) -> str:
         text = value
     else:
         text = json.dumps(value)
-        # This "-" is a sign, and no hyphen.
+        # This "-" is a minus sign, and not a hyphen.
         if text.startswith("-"):
             return text
     return re.sub(r"[^\w.+=-]+", "-", text).strip("-") or "none"
@@ -259,6 +259,6 @@ def _flags(options: Mapping[str, Any]) -> Iterator[str]:
     for key, value in options.items():
         several = key.endswith("+") and isinstance(value, list)
         for item in value if several else [value]:
-            # Text goes as it is; the empty one as "", which reads back as text.
+            # Text is used as it is; the empty text becomes "", which reads back as text.
             text = item if isinstance(item, str) and item else json.dumps(item)
             yield f"--{key}={text}"

@@ -18,7 +18,7 @@ from fl_lightning.sweep.grid import PlannedRun
 from fl_lightning.sweep.table import ProgressTable
 from fl_lightning.sweep.workers import STOPPING, Place, start
 
-# Seconds between two looks at the workers.
+# Seconds between two checks of the workers.
 _LOOK = 0.05
 
 
@@ -45,10 +45,10 @@ class Queue:
         self.claims_hash = claims_hash
         self.table = table
         self.listed = listed
-        # They are taken from the end.
+        # Places are taken from the end of the list.
         self._free = list(reversed(places))
         self._workers: dict[ForkProcess, tuple[PlannedRun, Place]] = {}
-        # The signal that asked to stop.
+        # The signal that asked the sweep to stop.
         self.stopped: int | None = None
         self._workers_know = False
 
@@ -59,7 +59,7 @@ class Queue:
         """
         handlers = {}
         for number in STOPPING:
-            # What nohup has told this process to ignore stays ignored.
+            # A signal that nohup has made this process ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 handlers[number] = signal.signal(number, self._on_signal)
         waiting = [run for run, status in self.states.items() if status == WAITING]
@@ -69,17 +69,17 @@ class Queue:
             while self._workers or (waiting and self.stopped is None):
                 while waiting and self._free and self.stopped is None:
                     self._start(waiting.pop())
-                # A look now and then, as a signal may have asked to stop.
+                # Wake up now and then, because a signal may have asked to stop.
                 wait([worker.sentinel for worker in self._workers], timeout=_LOOK)
                 self._take_ended()
-                # The handler only notes the signal: a worker that starts meanwhile is told here.
+                # The handler only notes the signal; a worker that has just started is told here.
                 if self.stopped is not None and not self._workers_know:
                     self._workers_know = True
                     for worker in self._workers:
                         worker.terminate()
                 self.table.show(self.states)
         finally:
-            # No worker is left, unless this ends by an error.
+            # No worker is left, unless this ends with an error.
             self._kill()
             for number, handler in handlers.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -88,7 +88,7 @@ class Queue:
     def _start(self, run: PlannedRun) -> None:
         place = self._free.pop()
         self.states[run] = RUNNING
-        # It comes before the fork: a run that runs.csv does not know of was not started.
+        # Write runs.csv before the fork, so that every run that was started is in it.
         self._write()
         self._workers[start(run, place, self.claims_hash)] = (run, place)
 
@@ -102,7 +102,7 @@ class Queue:
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)
             self._free.append(place)
-            # A run that was stopped before it handled signals has lost nothing: it waits again.
+            # A run that was stopped before it handled signals has lost nothing, so it waits again.
             unbegun = self.stopped is not None and -code in STOPPING
             self.states[run] = WAITING if unbegun else outcome(run, code)
             self.table.tell(run, self.states)
@@ -133,14 +133,14 @@ def outcome(run: PlannedRun, code: int) -> str:
     """
     status = read_record(run.folder).get("status")
     if code == 0 and status in ("running", None):
-        # It was killed after its last round, so there was nothing left to do.
+        # The run was killed after its last round, so it had nothing left to do.
         files.set_status(run, DONE)
         return DONE
     if code == 3 or status == DIVERGED:
         return DIVERGED
     if code == 0 and status == DONE:
         return DONE
-    # A "stopped" beside another code was written by an earlier process of the run.
+    # If the exit code says otherwise, an earlier process of the run wrote "stopped".
     if status == "stopped" and (code == 0 or code > 128):
         return WAITING
     if status == "running":

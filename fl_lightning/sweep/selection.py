@@ -22,7 +22,7 @@ from fl_lightning.sweep.folder import DIVERGED, DONE
 from fl_lightning.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
 from fl_lightning.sweep.spec import ROUNDS, Selection, as_list
 
-# A candidate is scored as a report compares arms.
+# Score a candidate as a report compares arms.
 SCORE = SCORES[0]
 
 
@@ -204,8 +204,9 @@ def choose(
     directions = which_way(select)
     ended: dict[PlannedRun, reading.ReportedRun] = {}
     apart: dict[str, Directions] = {}
-    # All are read before the first is scored: any of them may tell which way the metric is better.
-    # What a lost run scores is told by its own arm's: another's may end when this one has chosen.
+    # Read all candidates before scoring the first: any of them may show which direction is better.
+    # Only the runs of its own arm give the score of a lost run, because other arms may end after
+    # this one has chosen.
     for candidate in found:
         of_arm = apart.setdefault(candidate.arm, directions.apart())
         for run in candidate.runs:
@@ -218,10 +219,10 @@ def choose(
         if any(mean is None for mean, _ in own):
             continue
         known = [(mean, each) for mean, each in own if mean is not None and not math.isnan(mean)]
-        # Which way is better is asked for only where there is a choice; of equals the first wins.
+        # Ask for the direction only if there is a choice; among equals the first wins.
         if len(known) > 1:
             sign = -1 if directions.greater(select.metric) else 1
-            # The 0 of a run that has lost is no equal of one that was measured.
+            # Among equal scores, a measured 0 ranks before the 0 of a lost run.
             known.sort(key=lambda each: (sign * each[0], _losses(each[1], select, ended)))
         if known:
             best[arm] = known[0][1]
@@ -281,7 +282,7 @@ def _has(arm: PlannedArm, key: str) -> bool:
     section, _, name = key.partition(".")
     if section != "method":
         return True
-    # These bring torch, which --help need not wait for.
+    # These import torch, which --help should not wait for.
     from fl_lightning.cli.method_options import method_class
     from fl_lightning.cli.parsing_errors import parameters
 
@@ -316,6 +317,6 @@ def _mean(
                 f"select.metric {select.metric}: {run.folder} did not log it."
                 f"{suggest(select.metric, known)} Logged: {', '.join(known)}."
             )
-        # The run has lost, and no number would be worse: its candidate can win nothing.
+        # The run has lost, and has no worst number: its candidate cannot win.
         scores.append(math.nan if score is None else score)
     return sum(scores) / len(scores)

@@ -15,9 +15,9 @@ KEYS = ("configs", "fixed", "grid", "select", "claims")
 SELECT_KEYS = ("over", "arms", "from", "metric", "mode", "val_fraction", "seeds", "rounds")
 SEEDS = "seed_everything"
 ROUNDS = "trainer.max_epochs"
-# A sweep sets these itself.
+# A sweep sets these options itself.
 OWN = ("trainer.default_root_dir", "ckpt_path")
-# What does not go with choices that another sweep made.
+# Keys that cannot be combined with the choices of another sweep.
 _TRYING = ("over", "arms", "seeds", "rounds")
 
 
@@ -85,7 +85,7 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
     fixed = dict(_mapping(name, "fixed", document))
     grid = _grid(name, "grid", _mapping(name, "grid", document))
     select = dict(_mapping(name, "select", document))
-    # It is noted before overrides: arms with rounds of their own keep their share of it.
+    # Note it before the overrides: arms with their own rounds keep their share of this number.
     own_rounds = fixed.get(ROUNDS)
     for override in overrides:
         _override(name, override, fixed, grid, select)
@@ -190,7 +190,7 @@ def _texts(name: str, key: str, value: Any) -> list[str]:
 def _seeds(name: str, key: str, value: Any) -> list[int]:
     values = as_list(value)
     for seed in values:
-        # A bool would pass for an int.
+        # A bool is an int in Python, so check the exact type.
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(
                 f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one a run."
@@ -225,14 +225,14 @@ def _override(
     if key.startswith("select."):
         if key in ("select.over", "select.arms"):
             value = _mapping(name, key, {key: value})
-        # Choices of another sweep take the place of what would be tried.
+        # The choices of another sweep replace the values to try.
         if key == "select.from":
             for other in _TRYING:
                 select.pop(other, None)
         select[key.removeprefix("select.")] = value
         return
     for axis, items in grid.items():
-        # Rounds that items set are shares of the fixed ones, which each keeps.
+        # Rounds that an item sets are scaled with the fixed number, so they do not replace it.
         shared = key == ROUNDS and key in fixed
         if not shared and any(isinstance(item, dict) and key in item for item in items):
             raise UserError(

@@ -33,8 +33,8 @@ from fl_lightning.sweep.selection import (
 from fl_lightning.sweep.spec import Spec
 from fl_lightning.sweep.table import ProgressTable
 
-# What may differ in one folder: what names a run or says where things lie.
-# Of rounds there may be more than before, which are then added.
+# Settings that may differ in one folder: names of a run, and places of files. A higher number of
+# rounds is allowed, and the rounds are added.
 _FREE = (
     "seed_everything",
     "ckpt_path",
@@ -45,7 +45,7 @@ _FREE = (
     "data.init_args.download",
 )
 
-# One array job, a task a run.
+# One array job, with one task per run.
 _SLURM = """#!/bin/bash
 #SBATCH --job-name={name}
 #SBATCH --array=0-{last}
@@ -83,7 +83,7 @@ class Sweep:
         self.selecting = False
         self.metric = select.metric if select else None
         self._claims_hash: str | None = None
-        # The whole configuration of each run that was built.
+        # The complete configuration of each run that was built.
         self._configs: dict[PlannedRun, dict[str, Any]] = {}
 
     @property
@@ -117,7 +117,8 @@ class Sweep:
                     self._stand()
                     return stopped
             decided = [arm for arm in self.arms if arm.name not in self.undecided]
-            # What an arm chose is part of its runs' settings, so it is checked after the selection.
+            # The options that an arm chose are settings of its runs, so check them after the
+            # selection.
             rounds = self._check([self._runs(arm) for arm in decided], len(places))
             if self.spec.select is not None:
                 with self._one_of_an_array():
@@ -152,7 +153,7 @@ class Sweep:
             files.locked(run.folder / ".sweep.lock", f"sweep --run {place}"),
         ):
             status = files.standing(run, files.read_states(self.folder))
-            # What began with other settings is refused even where it is done.
+            # A run that began with other settings is refused, even if it has finished.
             if (run.folder / "run.json").is_file():
                 self._refuse_other_settings(run, self._configurations([run], 1)[0])
             if status == DONE:
@@ -162,7 +163,7 @@ class Sweep:
                 print(f"{run.folder}: has diverged")
                 return 3
             self._note(run, RUNNING)
-            # Whatever ends the fit, the others learn how the run stands.
+            # However the fit ends, the other processes get the status of the run.
             code = 1
             try:
                 code = workers.fit_here(run, claims_hash)
@@ -210,7 +211,7 @@ class Sweep:
         configs = self._configurations([*first, *self._later()], len(cores))
         self._ask_which_way(first)
         trainers = [config.get("trainer") or {} for config in configs]
-        # Runs that ask for the CPU leave the GPUs to others.
+        # If all runs use the CPU, leave the GPUs to other work.
         if all(trainer.get("accelerator") == "cpu" for trainer in trainers):
             gpus = []
         devices = 1
@@ -240,7 +241,7 @@ class Sweep:
     def _select(self, places: list[workers.Place]) -> int | None:
         stopped = None
         ended: dict[PlannedRun, str] = {}
-        # Arms that come after others are tried when those have chosen.
+        # Arms that depend on others are tried when those have chosen.
         while stopped is None and (groups := self._untried(ended)):
             rounds = self._check(groups, len(places))
             self._stand()

@@ -19,7 +19,7 @@ from fl_lightning.sweep.folder import (
 )
 from fl_lightning.sweep.grid import PlannedRun
 
-# Seconds between two looks at the runs' files.
+# Seconds between two reads of the runs' files.
 _EVERY = 1.0
 
 
@@ -42,7 +42,7 @@ class ProgressTable:
         self._lines_drawn = 0
         self._next = 0.0
         self._began = time.monotonic()
-        # What the runs that ended are shown by, by metric.
+        # metric → text, for each run that has ended.
         self._values: dict[PlannedRun, dict[str, str]] = {}
 
     def show(self, states: Mapping[PlannedRun, str], last: bool = False) -> None:
@@ -62,7 +62,7 @@ class ProgressTable:
         """Say that ``run`` has ended."""
         self._values.pop(run, None)
         status = states[run]
-        # In a terminal the table tells how runs end, but not why one failed.
+        # A terminal shows in the table how runs end, but not why one failed.
         if self._live and status != FAILED:
             return
         text = ""
@@ -78,7 +78,7 @@ class ProgressTable:
 
     def _clear(self) -> None:
         if self._lines_drawn:
-            # Up by so many lines, and all below is wiped.
+            # Move up by this number of lines, and clear everything below.
             print(f"\x1b[{self._lines_drawn}F\x1b[J", end="")
 
     def lines(self, states: Mapping[PlannedRun, str]) -> list[str]:
@@ -87,7 +87,7 @@ class ProgressTable:
         numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())
         done = [self._newest(run) for run, status in states.items() if status == DONE]
         shown = {tuple(values) for values in done if values}
-        # Arms that are shown by other metrics than the rest name theirs in each cell.
+        # An arm that shows other metrics than the rest names them in each cell.
         names: list[str] = list(*shown) if len(shown) == 1 else []
         cells: dict[str, dict[int, str]] = {}
         for run, status in states.items():

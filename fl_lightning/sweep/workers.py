@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fl_lightning.cli.cli import CommandCLI
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-# A server of forks would not inherit the sweep's lock, which its last worker gives back.
+# A fork server would not inherit the sweep's lock, which is released when the last worker ends.
 _FORK = multiprocessing.get_context("fork")
 
 
@@ -47,7 +47,7 @@ def warm() -> None:
 
     It starts no thread and touches no GPU, so what is forked afterwards starts clean.
     """
-    # A run imports these late, on its way.
+    # A run would import these late, so import them before the fork.
     import matplotlib.backends.backend_agg
     import matplotlib.figure  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
@@ -55,9 +55,10 @@ def warm() -> None:
     import fl_lightning.cli.commands  # noqa: F401
 
     gc.collect()
-    # The workers' collectors leave these pages alone, so they stay shared.
+    # Exclude these objects from garbage collection in the workers, so that memory pages stay
+    # shared.
     gc.freeze()
-    # At the end they are to be collected: bindings print what is left of them.
+    # Collect them at the end: bindings print a warning for objects that are left.
     atexit.register(gc.unfreeze)
 
 
@@ -104,7 +105,7 @@ def places(
     >>> [sorted(place.cores) for place in places(3, 1, [0, 1], [])]
     [[0], [1], [0]]
     """
-    # More workers than runs would only keep cores from them.
+    # More workers than runs would only take cores from the runs.
     number = jobs or max(1, len(gpus or cores) // devices)
     number = min(number, most or number)
     made = []
@@ -114,7 +115,7 @@ def places(
         share = cores[first:last]
         if len(cores) < number:
             share = [cores[worker % len(cores)]]
-        # Runs may take turns at GPUs, too.
+        # Several runs may share a GPU, too.
         numbers = range(worker * devices, worker * devices + min(devices, len(gpus)))
         names = ",".join(gpus[gpu % len(gpus)] for gpu in numbers)
         made.append(Place(frozenset(share), names or None))
@@ -136,7 +137,7 @@ def fit_here(run: PlannedRun, claims_hash: str | None) -> int:
     """Be ``fl-lightning fit`` for ``run`` in this process, and give its exit status."""
     from fl_lightning.cli.commands import run as fit
 
-    # Lightning's launcher starts further processes by this command line.
+    # Lightning's launcher starts further processes with this command line.
     sys.argv = [sys.argv[0], "fit", *run.argv]
     prepared = prepare("fit", list(run.argv))
     prepared.record = {"arm": run.arm, "claims_hash": claims_hash, "axes": dict(run.axes)}
@@ -205,13 +206,13 @@ def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) ->
     from fl_lightning.machine.devices import end_with_parent
 
     end_with_parent(parent)
-    # A Ctrl-C is for the sweep, which tells its workers.
+    # A Ctrl-C goes only to the sweep, which stops its workers.
     os.setsid()
-    # The sweep's own handlers are inherited by the fork.
+    # The fork has inherited the sweep's own handlers.
     for number in STOPPING:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    # A run asks nothing and prints into its log, also from processes that it starts itself.
+    # A run reads no input and prints into its log, and so do the processes that it starts.
     nothing = os.open(os.devnull, os.O_RDONLY)
     log = os.open(run.folder / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for target, descriptor in ((nothing, 0), (log, 1), (log, 2)):
@@ -226,7 +227,7 @@ def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) ->
         print(f"fl-lightning: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
-        # A forked process leaves without them, and loggers may need them.
+        # A forked process ends without exit functions, and loggers may need them.
         with suppress(Exception):
             atexit._run_exitfuncs()
 
@@ -241,7 +242,7 @@ def _share_threads(number: int) -> None:
         torch.set_num_threads(number)
     elif lowered := limit_threads(number):
         print(f"note: {lowered}")
-    # For the processes that the run starts itself.
+    # These variables are for processes that the run starts itself.
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = str(torch.get_num_threads())
 

@@ -197,11 +197,11 @@ class Events:
         self.time = 0
         self.version = 0
         self._number = 0
-        self._draws = 0  # STARTs of this version that had somebody to start
+        self._draws = 0  # STARTs at this version for which clients were free
         self._running: list[Job] = []  # a heap
-        self._due: list[Job] = []  # those that end now, backwards
+        self._due: list[Job] = []  # jobs that end at this time, in reverse order
         self._buffer: list[Job] = []
-        # Who may be started: neither running, nor in the buffer, nor started at this version.
+        # Clients that may start: not running, not in the buffer, and not started at this version.
         self._free = np.ones(heterogeneity.m, dtype=bool)
         self._there = heterogeneity.there(0)
         self._started_now: list[int] = []
@@ -215,7 +215,7 @@ class Events:
         while True:
             if self._due:
                 full = self._ends(self._due.pop())
-                # Whoever ends at the same instant does so before anybody starts.
+                # Clients that end at an instant end before others start at it.
                 self._to_start = True
                 if full:
                     return self._update()
@@ -228,7 +228,7 @@ class Events:
                     self._due.append(heapq.heappop(self._running))
                 self._due.reverse()
             else:
-                # Nobody is on the way: the server steps with what it has.
+                # No client is running: the server steps with the updates that it has.
                 self._to_start = True
                 return self._update()
 
@@ -265,7 +265,7 @@ class Events:
         limit = self.settings.max_staleness
         if job.dropped or (limit is not None and self.version - job.version > limit):
             (self._dropped if job.dropped else self._discarded).append(job)
-            # At its own version it does not start again.
+            # A client does not start again at the version that it has just trained.
             self._free[job.client] = job.version != self.version
             return False
         self._buffer.append(job)

@@ -114,7 +114,7 @@ def cut_by_shares(pairs: Sequence[tuple[float, float]], order: NDArray[np.int64]
     m = len(order)
     numbers = np.empty(m)
     begin = 0
-    # As decimals, since 0.1 as a binary float would cut some tiers one client early.
+    # Use decimals: the float 0.1 would cut some tiers one client early.
     cumulated = Fraction(0)
     for place, (share, number_of_tier) in enumerate(pairs):
         cumulated += Fraction(str(share))
@@ -264,8 +264,8 @@ class Durations:
         if self.devices.jitter is not None:
             z = float(generator(self.seed, "job", version, client).standard_normal())
             factor = self.devices.jitter.factor(z)
-        # From left to right, so that other programs come to the same tick.
+        # Add from left to right, so that other programs compute the same tick.
         seconds = self.devices.latency + steps * float(self.seconds[client]) * factor
         seconds = seconds + float(self.seconds_down[client]) + float(self.seconds_up[client])
-        # Python rounds half to even.
+        # Python's round rounds halves to even.
         return max(1, round(TICKS * seconds))

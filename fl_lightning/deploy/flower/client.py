@@ -82,13 +82,13 @@ class Resident:
         Raises:
             UserError: it does not start, or ends before it answers.
         """
-        # Two messages of a site must not both start the process.
+        # Two messages to a site must not both start its process.
         with open(self.folder / "site.start", "w") as alone:
             fcntl.flock(alone, fcntl.LOCK_EX)
             starts = 0
             status: int | None = -1
             while not (answered := self._asked(data)):
-                # One that was killed is started again, one that gave up is not.
+                # A process that was killed is started again. A process that gave up is not.
                 if status is not None and (status >= 0 or starts == _STARTS):
                     raise UserError(self._why())
                 if status is not None:
@@ -115,7 +115,7 @@ class Resident:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                # What ends the message's process is not to end it.
+                # A signal that ends the message's process must not end this one.
                 start_new_session=True,
             )
 

@@ -24,7 +24,7 @@ to start it and what leaves a site.
 Example: fl-lightning deploy flower base data/digits method/scaffold --out app"""
 
 PACKAGE = "sites_app"
-# In the app's folder, beside config.yaml.
+# These files are in the app's folder, with config.yaml.
 _FILES = {
     "pyproject.toml": "pyproject.toml",
     "README.md": "README.md",
@@ -32,7 +32,7 @@ _FILES = {
     "server_app.py": f"{PACKAGE}/server_app.py",
     "client_app.py": f"{PACKAGE}/client_app.py",
 }
-_MOST = 8 * 2**20  # bytes of a config; Flower takes apps of 10 MB
+_MOST = 8 * 2**20  # largest config in bytes; Flower accepts apps of up to 10 MB
 
 
 def main(argv: Sequence[str]) -> int:
@@ -102,7 +102,7 @@ def _of_a_run(prepared: Command) -> None:
 
 def write(folder: Path, prepared: Command) -> None:
     """Write the app's files, once its config is known to be one."""
-    # They bring torch, which a mistyped name need not wait for.
+    # These import torch, which the report of a mistyped name should not wait for.
     from fl_lightning.cli.cli import CommandCLI
     from fl_lightning.cli.commands import quiet
     from fl_lightning.deploy.server import refuse_methods

@@ -31,7 +31,7 @@ def bytes_in(record: Any, site: str) -> bytes:
         UserError: it is another app's record.
     """
     try:
-        # Flower reads the array with NumPy, with pickles disallowed.
+        # Flower reads the array with NumPy, and does not allow pickles.
         return bytes(record[KEY][KEY].numpy().astype(np.uint8, copy=False))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(

@@ -11,7 +11,7 @@ from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.transport import Transport
 
-# What a run has in any case, and would have more numbers travel than the run itself.
+# A callback that every other run has. At sites it would send more numbers than the run itself.
 STAYS_AWAY = ("DivergenceLogger",)
 
 
@@ -26,7 +26,7 @@ def fit(app: Path, transport: Transport, settings: Settings) -> int:
     options = {
         "--trainer.default_root_dir": settings.folder,
         "--trainer.max_epochs": settings.rounds,
-        # It goes on where the folder has a run.
+        # The run resumes if the folder has one.
         "--ckpt_path": "last",
     }
     arguments = ["-c", str(app / "config.yaml")]

@@ -15,8 +15,8 @@ from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.transport import Message, words
 from fl_lightning.errors import UserError
 
-# Flower's codes of errors in an app: it cannot be loaded, it raised, its bundle is not accepted.
-# The others tell of nodes, processes and messages that are gone.
+# Flower's codes for errors in an app: it cannot be loaded, it raised, or its bundle was rejected.
+# Other codes mean that a node, a process or a message is gone.
 _OF_THE_APP = (1, 2, 7)
 _SOON, _LATER = 0.1, 1.0  # seconds between questions for answers
 
@@ -36,7 +36,7 @@ class GridTransport:
         from flwr.app import MessageType
 
         for message in messages:
-            # An answer to what a site was asked before is of no use any more.
+            # An answer to an earlier question to this site is no longer of use.
             self._site_of = {k: site for k, site in self._site_of.items() if site != message.site}
             of_flower = FlowerMessage(
                 envelope.enclosed(message),
@@ -44,7 +44,7 @@ class GridTransport:
                 message_type=MessageType.TRAIN,
                 group_id=str(message.numbers.get("round", message.what)),
             )
-            # One by one: a request has a largest size.
+            # Push messages one by one, because Flower limits the size of a request.
             for number in self.grid.push_messages([of_flower]):
                 self._site_of[number or f"lost {message.site}"] = message.site
 
@@ -93,7 +93,7 @@ def serve(grid: Any, context: Any, file: str) -> None:
         UserError: something is to be mended, here or at a site.
         RuntimeError: the run diverged, or was stopped.
     """
-    # Without its link the server would wait for answers that cannot arrive.
+    # Without this link to its parent, the server would wait for answers that cannot arrive.
     end_with(os.getppid())
     settings = Settings(context.run_config)
     from fl_lightning.deploy.flower.fit import fit
@@ -101,7 +101,7 @@ def serve(grid: Any, context: Any, file: str) -> None:
     try:
         status = fit(Path(file).resolve().parents[1], GridTransport(grid), settings)
     except UserError as error:
-        # Flower shows where it was raised; of that nothing is to be mended.
+        # Flower would print the traceback, which does not help the user.
         raise UserError(str(error)) from None
     if status:
         raise RuntimeError(f"the run ended with status {status}; its reason stands above")

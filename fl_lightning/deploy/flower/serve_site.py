@@ -19,7 +19,7 @@ from fl_lightning.engines.batch_callbacks import START, looks
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import VALIDATION
 
-# A site writes only rows, does not validate, and is one process.
+# A site writes only its rows, does not validate, and is one process.
 _OPTIONS = {
     "logger": "false",
     "enable_checkpointing": "false",
@@ -67,7 +67,8 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     try:
         cli = CommandCLI("site", prepared)
     except UserError:
-        # A network of the server's size does not fit; which columns do not says more.
+        # A network for the server's columns would not fit this site's data. An error about the
+        # columns says more than one about shapes.
         if site is not None:
             of_data = prepare("partition", arguments[:2])
             own_data(of_data, site)
@@ -75,7 +76,8 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
         raise
     if site is not None:
         check_own(first, cli.datamodule)
-    # The learner's first step would fail, and name neither column nor site.
+    # Without this check the learner's first step would fail, and name neither the column nor the
+    # site.
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer

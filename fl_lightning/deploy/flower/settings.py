@@ -44,7 +44,7 @@ class NodeSettings:
     def __init__(self, given: Any) -> None:
         for name in ("clients", "site", "folder"):
             value = given.get(name, "")
-            # One client may be written as a number.
+            # You may write a single client as a number.
             if isinstance(value, bool) or not isinstance(value, str | int):
                 raise UserError(f"--node-config {name}={value!r}: give text, in quotes.")
         self.clients = str(given.get("clients", ""))

@@ -24,8 +24,8 @@ from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.round.group import ClientGroup
 
-SHORT_SECONDS = 0.02  # of a local step on a CPU: replaying saves about 0.1 ms
-TRIED_STEPS = 30  # recorded and replayed before round 0, against as many that are not
+SHORT_SECONDS = 0.02  # longest local step on a CPU that is recorded: replaying saves about 0.1 ms
+TRIED_STEPS = 30  # steps that are replayed before round 0, and compared with as many ordinary steps
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "format", "str")
 READS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
 Step = Callable[[Any, Any], None]
@@ -138,7 +138,7 @@ class Capture:
             if self.stream is None and not isinstance(error, IndexUsed):
                 raise
             why = first_line(error)
-            # What was done of the step so far is undone, and it is taken as usual.
+            # Undo the part of the step that was done, and take the step in the usual way.
             for tensor, value in zip(changing, held, strict=True):
                 tensor.copy_(value)
             copy.logged.clear()
@@ -151,7 +151,7 @@ class Capture:
             for name, number in copy.numbers.items():
                 made.counted[name] = number - before.get(name, 0)
             if self.stream is not None:
-                # While a graph was recorded nothing was computed.
+                # Recording a graph computes nothing, so replay it now.
                 copy.numbers.update(before)
                 made.replay(leaves, copy.numbers)
         if why:
@@ -231,7 +231,7 @@ def why_not_captured(copies: LearnerCopies) -> str:
     trial = DryRun(copies, recorder=recorder)
     try:
         return tried(trial, recorder, by_choice) or "".join(reasons[:1]) or recorder.unused()
-    except Exception as error:  # the first round will meet it again if it is the learner's
+    except Exception as error:  # if the error is the learner's, the first round will meet it again
         return f"a step fails when it is recorded ({type(error).__name__}: {first_line(error)})"
     finally:
         recorder.wait()
@@ -308,8 +308,8 @@ class Graph:
         self.leaves: list[Tensor] = tree_leaves(held)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
-            # Not torch.cuda.graph, which waits for the whole device: other clients' steps are under
-            # way.
+            # torch.cuda.graph would wait for the whole device, while other clients' steps are
+            # running.
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 step(held, NoIndex())

@@ -20,11 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
-ALIGNED = 64  # bytes, as new tensors are
+ALIGNED = 64  # alignment of new tensors in bytes
 VIEWS = (aten.t.default, aten.view.default)
 SAME = (aten.detach.default, aten.alias.default)
 FRESH = (aten.lift_fresh.default, aten.lift_fresh_copy.default)
-WRITTEN = (torch.dtype, torch.memory_format, torch.layout)  # their repr is how code writes them
+# the repr of these objects is valid code
+WRITTEN = (torch.dtype, torch.memory_format, torch.layout)
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Call:
     function: Any
     text: str
     scripted: bool
-    alone: bool = False  # one name, of a result that is a list
+    alone: bool = False  # whether a result that is a list has one name
     given: list[Tensor] = field(default_factory=list)
     out: Any = None
 
@@ -68,10 +69,10 @@ class Recording(TorchDispatchMode):
         self._storages = {tensor.untyped_storage().data_ptr(): name for name, tensor in own.items()}
         self._fixed: dict[tuple[int, int], str] = {}
         self._values: dict[str, Any] = {}
-        self._held: list[Any] = []  # so that no id is given twice
+        self._held: list[Any] = []  # keeps the objects alive, so that no id is given twice
         self._calls: list[Call] = []
         self._run: Callable[..., None] | None = None
-        # Names of values that are views of one of `own`: of which, and where in it.
+        # Names of values that are views of a tensor in `own` → which tensor, and where in it.
         self._fixed_own: dict[str, tuple[Any, ...]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -79,7 +80,7 @@ class Recording(TorchDispatchMode):
         out = func(*args, **kwargs)
         try:
             return out if func.namespace == "profiler" else self._note(func, args, kwargs, out)
-        except Exception as error:  # in recording: the step itself goes on
+        except Exception as error:  # the error is one of recording: the step itself goes on
             self.refused = f"{func} cannot be recorded ({type(error).__name__})"
             return out
 
@@ -91,7 +92,7 @@ class Recording(TorchDispatchMode):
         if func in SAME or (func.is_view and not made):
             if made:
                 self._names[id(out)] = self._names[id(given[0])]
-            # A view of a tensor that stays is fixed, too.
+            # A view of a fixed tensor is fixed, too.
             return out
         if func in FRESH:
             func = aten.clone.default
@@ -112,7 +113,7 @@ class Recording(TorchDispatchMode):
         alone = several and len(names) == 1
         constants = [self._values[name] for name in uses if name[0] == "c"]
         known = all(isinstance(value, Tensor | float) for value in constants)
-        # TorchScript would not see a change of tensors in a list.
+        # TorchScript would not notice that tensors in a list change.
         scripted = known and not alone and not changes_lists(func)
         self._calls.append(Call(names, uses, func, ", ".join(texts), scripted, alone, given, out))
         return out
@@ -140,7 +141,7 @@ class Recording(TorchDispatchMode):
 
     def _there(self, tensor: Tensor) -> str:
         """A tensor that existed before."""
-        # Parameters may be tied elsewhere later, so it is named by where it lies now.
+        # Parameters may be tied differently later, so the key includes the present memory address.
         key = id(tensor), tensor.data_ptr()
         if key not in self._fixed:
             self._fixed[key] = self._constant(tensor.detach())
@@ -175,7 +176,7 @@ class Recording(TorchDispatchMode):
                 lines.append(" = ".join(ends) + " = None")
         self._values["torch"] = torch
         code = f"def replay({', '.join(self._arguments)}):\n " + "\n ".join(lines)
-        # The code is made of names and numbers alone.
+        # The code consists only of names and numbers.
         exec(compile(code, "<recorded local step>", "exec"), self._values)
         for name, value in self._values.items():
             whose = isinstance(value, Tensor) and self._owner(value)
@@ -192,7 +193,7 @@ class Recording(TorchDispatchMode):
         """Write matrix products that are only copied elsewhere, as gradients are, there at once."""
         made_by: dict[str, int] = {}
         uses = Counter[str]()
-        # By storage: which call, from which byte to which.
+        # For each storage: the call, and the first and last byte that it touches.
         touched: dict[int, list[tuple[int, int, int]]] = {}
         for j, call in enumerate(self._calls):
             made_by.update(dict.fromkeys(call.names, j))
@@ -273,7 +274,7 @@ class Recording(TorchDispatchMode):
         """The step once more, on this batch."""
         if self._run is None:
             self._run = self._compiled()
-        jit: Any = torch.jit  # which does not declare all that it has
+        jit: Any = torch.jit  # torch.jit does not declare all its functions
         with jit.optimized_execution(False):
             self._run(*leaves)
         for name, number in self.counted.items():
@@ -288,7 +289,7 @@ def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
     whole = copied.data_ptr() == product.data_ptr() and there.shape == copied.shape
     tensors = (there, copied, product)
     in_order = all(t.is_contiguous() and t.numel() == product.numel() for t in tensors)
-    # A product's last bits depend on how its place is aligned.
+    # The last bits of a product depend on the alignment of its memory.
     aligned = there.data_ptr() % ALIGNED == 0
     return whole and in_order and aligned and there.dtype == product.dtype
 
@@ -318,5 +319,5 @@ def script(code: str) -> Callable[..., Any] | None:
             unit: Any = torch.jit.CompilationUnit(code)
             piece: Callable[..., Any] = unit.piece
             return piece
-    except Exception:  # calls that TorchScript does not know, or a Python for which it is not made
+    except Exception:  # TorchScript does not know a call, or does not support this Python
         return None

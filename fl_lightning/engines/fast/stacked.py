@@ -52,7 +52,7 @@ class _Step(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         slots = slots_of_parameters(self.learner)
         output = self.step(*arguments)
-        # This has to be seen here: `functional_call` puts back whatever it replaced.
+        # Check this here, because `functional_call` restores every replaced tensor afterwards.
         check_same_parameters(self.learner, slots)
         return output
 
@@ -91,7 +91,7 @@ class Stack:
                 views["learner." + name] = x[:, where].view(len(rows), *shape)
             version = x._version
             gradients, logs = self._stacked(views, leaves, spec, step)
-            # A step may change weights in place (Embedding's max_norm), and these are a copy.
+            # A step may change weights in place (Embedding's max_norm), and these are only a copy.
             if not everyone and x._version != version:
                 self.x[rows] = x
             parts = [gradients[name].reshape(len(rows), -1) for name in views]
@@ -139,8 +139,8 @@ class Stack:
             return value, (value, logs)
 
         gradients_of = vmap(grad(loss, has_aux=True), randomness="different")
-        # The parameters given to it ask for no gradients under `enable_grad`, so that a loss which
-        # asks for one was computed from the learner's own.
+        # Parameters passed to the function require no gradients under `enable_grad`. If the loss
+        # requires one, it was computed from the learner's own parameters.
         with torch.enable_grad():
             gradients, (losses, logs) = gradients_of(parameters, leaves)
         if losses.requires_grad:
@@ -236,8 +236,8 @@ class Stacked:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
         with self.copy.tied(round.evaluated), random_state_kept(self.copy.x):
-            # While clients are stacked, the learner's own parameters are no client's model. Code
-            # that reads them by mistake finds NaN.
+            # While clients are stacked, the learner's own parameters are not any client's model.
+            # NaN shows code that reads them by mistake.
             self.copy.x.fill_(torch.nan)
             while waiting:
                 group = waiting[: self.at_once]
@@ -269,15 +269,17 @@ class Stacked:
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
-            # Clients have different numbers of batches, so the Trainer must not show one.
+            # Clients have different numbers of batches, so the Trainer must not show a single
+            # number.
             self.copy.begin(work.data)
             begin(work, group)
             rates = round.rates.of_client(round.steps[ids[0]])
             optimizer.begin(rates, None)
-            # The learner may look at the optimizer that is over its own parameters.
+            # Learner code may read the optimizer over its own parameters.
             self.worker.optimizer.begin(rates, None)
             step = LocalStep(work, stack, group, optimizer)
-            # A limit for each client, as those that have finished must not count as clipped.
+            # Use one limit per client, because clients that have finished must not count as
+            # clipped.
             if step.limit is not None:
                 step.limit = stack.x.new_full((len(ids), 1), step.limit)
             for index, groups in enumerate(self._batches(stack, group, step.limit)):
@@ -316,7 +318,7 @@ class Stacked:
             kept = Kept(group, finished) if finished else None
             if limit is not None:
                 limit[finished] = torch.inf
-            # The generator goes on here after the step, before the next one begins.
+            # This generator resumes here after the step, before it yields the next one.
             yield stack.groups([(row, next(sources[row])) for row in training])
             if kept is not None:
                 kept.restore()
@@ -352,7 +354,7 @@ class Kept:
             group.rates_used[self.finished] = self.rates_used
         for key, rows in group.rows.items():
             version, values = self.rows.get(key, (None, None))
-            # Rows that were first read in this step go back to what they were loaded as.
+            # Rows that were first read in this step get back the values that they were loaded with.
             if values is None:
                 declared = group.declared[key]
                 ids = [group.ids[row] for row in self.finished]
@@ -362,7 +364,7 @@ class Kept:
                 rows[self.finished] = values
         for present, earlier in self.given:
             for key, value in earlier.items():
-                # Another tensor means that a hook gave the value anew in this step.
+                # A different tensor means that a hook assigned the value in this step.
                 if present[key] is not value:
                     present[key] = present[key].clone()
                     present[key][self.finished] = value[self.finished]
@@ -378,7 +380,7 @@ def one(group: ClientGroup, row: int, logged: dict[str, list[bool]]) -> ClientGr
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    # A CPU's allocator has no error of its own: these are its words on Windows and Linux.
+    # A CPU's allocator raises a plain RuntimeError; these are its messages on Windows and Linux.
     words = ("not enough memory", "can't allocate memory")
     return isinstance(error, torch.OutOfMemoryError) or any(text in str(error) for text in words)
 
@@ -406,7 +408,7 @@ def why_not_stacked(copies: LearnerCopies) -> str:
         return f"the callback {type(situation.looking[0]).__name__} takes one client's batch"
     before = RandomState(situation.w)
     try:
-        # A copy is tried, so that the learner keeps its attributes.
+        # Try a copy, so that the learner keeps its attributes.
         return what_a_stack_breaks(copies)
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)[:120]}"
@@ -422,7 +424,7 @@ def what_a_stack_breaks(copies: LearnerCopies) -> str:
     stack = Stack(copy, 2)
     stack.x.copy_(situation.w.detach().expand_as(stack.x))
     copy.begin(situation.work.data)
-    # Only a learner that reads parameters past the stack would look there.
+    # Only a learner that reads parameters outside the stack would read these.
     copy.x.fill_(torch.nan)
     before = Attributes(copy.learner, metrics=True)
     own = {name: id(buffer) for name, buffer in copy.buffers.items()}
@@ -445,7 +447,7 @@ def what_a_stack_breaks(copies: LearnerCopies) -> str:
 
 def without_gradient(copies: LearnerCopies, batches: list[tuple[int, Any]]) -> str:
     """The first parameter that a batch's loss gives no gradient; empty: each has one."""
-    # Gradients of a stack are zeros there, so one client's step is taken.
+    # Gradients in a stack are zero here, so take one client's step.
     alone = copies.original.another(aliased=False)
     alone.x.copy_(copies.situation.w.detach())
     alone.begin(copies.situation.work.data)

@@ -20,7 +20,7 @@ from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 
-# From so many steps of a client on, capturing one saves more than it costs.
+# From this number of steps per client on, capturing saves more than it costs.
 WORTH = 8
 
 
@@ -49,7 +49,8 @@ class Streams:
 
         def finish() -> None:
             worker, leaf, group = busy.popleft()
-            # The caller's stream reads the client's tensors, so it waits for the one that writes.
+            # The caller's stream reads the client's tensors, so it waits for the stream that writes
+            # them.
             if worker.stream is not None:
                 torch.cuda.current_stream().wait_stream(worker.stream)
             collect(leaf, group)
@@ -72,8 +73,7 @@ class Streams:
                 finish()
         finally:
             if round.w.is_cuda:
-                # After a failure other clients may still be under way, in memory that is reset
-                # below.
+                # After a failure other clients may still be running, in memory that is reset below.
                 torch.cuda.synchronize(round.w.device)
             for worker in self.workers:
                 worker.copy.reset()
