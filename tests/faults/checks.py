@@ -14,6 +14,8 @@ ENDS, TAKEN = "tests/round/test_round_hooks.py", "tests/round/test_steps.py"
 ROWS = "tests/round/test_rows_of_states.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
 MODERN = "tests/callbacks/test_modern_agreement.py"
+ADAPTERS, BASES = "tests/callbacks/test_adapters.py", "tests/callbacks/test_adapters_base.py"
+AT_SITES = "tests/deploy/test_adapters.py"
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
@@ -201,6 +203,8 @@ OWN = {  # where neither the test of its name nor the oracle sees most of it
     "quantized_update": COMPRESSION,
     "random_epochs": TAKEN,
     "random_k": COMPRESSION,
+    **dict.fromkeys(("factor_schedule", "padded_ranks", "truncated_product"), ADAPTERS),
+    **dict.fromkeys(("stacked_adapters", "residual_merge", "corrected_factor"), BASES),
     "sign_update": COMPRESSION,
     "top_k_compression": COMPRESSION,
 }
@@ -218,6 +222,11 @@ def of_method(file: str) -> list[str]:
 
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
+    "fl_lightning/learner/adapters.py": [BASES],
+    "fl_lightning/round/base.py": [BASES],
+    "fl_lightning/round/low_rank.py": [ADAPTERS],
+    "fl_lightning/round/resting.py": [ADAPTERS],
+    "fl_lightning/deploy/frozen.py": [AT_SITES],
     "fl_lightning/callback.py": [ENDS],
     "fl_lightning/round/state.py": ["tests/round/test_ledger.py", ROWS],
     "fl_lightning/module.py": [TAKEN],

@@ -112,8 +112,8 @@ FAULTS = [
         [
             (
                 "fl_lightning/round/cohort.py",
-                "-int(-((epochs - whole) * batches) // 1)",
-                "int(((epochs - whole) * batches) // 1)",
+                "-int(-((epochs - whole) * steps) // 1)",
+                "int(((epochs - whole) * steps) // 1)",
             )
         ],
     ),

@@ -21,6 +21,7 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field, fields
 from functools import cache, partial
 
+from tests.faults.adapter_faults import ADAPTER_FAULTS
 from tests.faults.checks import CORE, OTHERS, of_method
 from tests.faults.faults_list import FAULTS, Fault
 from tests.faults.hook_faults import HOOK_FAULTS
@@ -283,7 +284,14 @@ def caught_of(alive: dict[str, Fault], planted: Planted) -> set[str]:
 
 def main(arguments: list[str]) -> int:
     names = [name for name in arguments if name != NAMED]
-    listed = [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS, *MODERN_FAULTS]
+    listed = [
+        *FAULTS,
+        *PERSONAL_FAULTS,
+        *LOOKING_FAULTS,
+        *HOOK_FAULTS,
+        *MODERN_FAULTS,
+        *ADAPTER_FAULTS,
+    ]
     faults = [f for f in listed if not names or any(n in f.name for n in names)]
     every = [*CORE, *METHOD_FILES]
     asked = [name.partition(":") for name in names] or [("", "", "")]

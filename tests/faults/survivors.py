@@ -44,12 +44,6 @@ SURVIVORS = {
         "boundary: self.local_epochs < 1 (column 55)",
     ),
     **_equal(
-        "fl_lightning/round/group.py",
-        "if whole and self.round.steps_of is not None:",
-        "equivalent but slower: no gradients times the batches of an epoch",
-        "and ↔ or: whole and self.round.steps_of is not None (column 3)",
-    ),
-    **_equal(
         "robust_aggregation",
         "return away.sort(1).values[:, : len(u) - f - 2].sum(1)",
         "equivalent: a score is compared with others over as many distances",

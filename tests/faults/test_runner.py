@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from tests.faults import planting
+from tests.faults.adapter_faults import ADAPTER_FAULTS
 from tests.faults.checks import CORE
 from tests.faults.faults_list import FAULTS
 from tests.faults.hook_faults import HOOK_FAULTS
@@ -61,7 +62,14 @@ def test_only_a_test_an_endless_one_and_the_end_of_the_process_are_a_catch() -> 
 
 
 def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
-    for fault in [*FAULTS, *PERSONAL_FAULTS, *LOOKING_FAULTS, *HOOK_FAULTS, *MODERN_FAULTS]:
+    for fault in [
+        *FAULTS,
+        *PERSONAL_FAULTS,
+        *LOOKING_FAULTS,
+        *HOOK_FAULTS,
+        *MODERN_FAULTS,
+        *ADAPTER_FAULTS,
+    ]:
         assert edited(fault), fault.name
     keys = {
         mutant.key

@@ -1,0 +1,83 @@
+"""Faults in methods for adapters, in the base that they change, and in what sites are sent."""
+
+from __future__ import annotations
+
+from tests.faults.faults_list import Fault
+
+BASE, SENT = "fl_lightning/round/base.py", "fl_lightning/deploy/frozen.py"
+LOW_RANK, FLORA = "fl_lightning/round/low_rank.py", "callbacks/stacked_adapters.py"
+
+ADAPTER_FAULTS = [
+    Fault(
+        "RoLoRA: A comes first",
+        [
+            (
+                "callbacks/factor_schedule.py",
+                "self.factors[t % len(self.factors)]",
+                "self.factors[(t + 1) % len(self.factors)]",
+            )
+        ],
+    ),
+    Fault(
+        "FLoRA: B goes on from the mean",
+        [(FLORA, "adapter.matrices(new)[1].zero_()", "pass")],
+    ),
+    Fault(
+        "FLoRA: A is drawn as in the round before",
+        [(FLORA, "server.layout, server.round + 1)", "server.layout, server.round)")],
+    ),
+    Fault(
+        "FedEx-LoRA: the residual is that of all B, not of what differs from the mean",
+        [("callbacks/residual_merge.py", "p * (b - mean_b)", "p * b")],
+    ),
+    Fault(
+        "FlexLoRA: Σ goes into A",
+        [
+            (
+                LOW_RANK,
+                "torch.where(there, (u * signs * sigma)[:, :k], 0.0)",
+                "torch.where(there, (u * signs)[:, :k], 0.0)",
+            )
+        ],
+    ),
+    Fault(
+        "HetLoRA: the server weighs by squared norms",
+        [("callbacks/padded_ranks.py", "norms = squares.sqrt()", "norms = squares")],
+    ),
+    Fault(
+        "LoRA-FAIR: λ is left out",
+        [("callbacks/corrected_factor.py", "a @ a.T + self.penalty * ", "a @ a.T + 0.0 * ")],
+    ),
+    Fault(
+        "an adapter's scale is left out of what the base gets",
+        [
+            (
+                "fl_lightning/learner/adapters.py",
+                "return self.scale * left, right",
+                "return left, right",
+            )
+        ],
+    ),
+    Fault(
+        "the base's additions cost no more than their factors",
+        [(BASE, "numbers = min(one.shape[1] * sum(value.shape), numbers)", "numbers = 0")],
+    ),
+    Fault(
+        "the mean over holders is that over all",
+        [("fl_lightning/round/resting.py", 'if rule == "holders":', 'if rule == "all":')],
+    ),
+    Fault(
+        "a site applies the latest round's additions alone",
+        [
+            (
+                SENT,
+                "history[t] for t in range(since, now)",
+                "history[t] for t in range(now - 1, now)",
+            )
+        ],
+    ),
+    Fault(
+        "a site takes additions to whatever base it has",
+        [(SENT, "not in (ANY, self.mark)", "in ()")],
+    ),
+]
