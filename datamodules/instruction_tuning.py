@@ -131,7 +131,9 @@ class InstructionTuning(FederatedDataModule):
         self.pack = pack
         self.group = group
         self.encoder: Bytes | Folder | None = None  # None until the data are loaded
-        self._texts: list[tuple[list[int], list[int]]] = []  # the packed records
+        # Records that are packed: each one's tokens and targets, and all as samples.
+        self._texts: list[tuple[list[int], list[int]]] = []
+        self._unpacked: RecordSamples | None = None
         # number of tokens in the vocabulary; None until the data are loaded
         self.vocabulary: int | None = None
 
@@ -155,6 +157,9 @@ class InstructionTuning(FederatedDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Load once; split, and pack, once per seed."""
         split_before = self._split
+        # Records are split, and not the rows of an earlier seed.
+        if self._unpacked is not None and self._split_seed != self.run_seed:
+            self.train_set = self._unpacked
         super().setup(stage)
         if self.pack and self._split is not split_before:
             self._join(self._split)
@@ -230,11 +235,12 @@ class InstructionTuning(FederatedDataModule):
                 f"data.length {self.length} tokens, and are left out.",
                 stacklevel=2,
             )
+        longest = max(map(len, texts))
+        samples = RecordSamples(padded(texts, longest), padded(targets, longest))
         if pack:
             self._texts = list(zip(texts, targets, strict=True))
-        longest = max(map(len, texts))
-        x, y = padded(texts, longest), padded(targets, longest)
-        return RecordSamples(x, y), groups
+            self._unpacked = samples
+        return samples, groups
 
     def _records(self, given: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
         """What records are called in messages, and the records."""

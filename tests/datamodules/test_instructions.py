@@ -175,7 +175,13 @@ def test_another_seed_packs_another_split(tmp_path: Path) -> None:
     for seed in (0, 1):
         data = loaded(tmp_path, records, num_clients=2, seed=seed, length=16, pack=True)
         sets.append(data)
-    assert sets[0].partition_hash != sets[1].partition_hash
+    first, second = sets
+    assert first.partition_hash != second.partition_hash
+    # The same data module in a run of another seed.
+    first.seed = 1
+    first.setup("fit")
+    assert first.partition_hash == second.partition_hash
+    assert torch.equal(first.train_set.x, second.train_set.x)
 
 
 def test_what_cannot_be_packed_is_refused(tmp_path: Path) -> None:
