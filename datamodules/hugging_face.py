@@ -193,10 +193,17 @@ class FromHuggingFace(FileDataModule):
 
     def _present(self, rows: Any, column: str, name: str) -> Any:
         """A column of pyarrow, of which no value is missing."""
+        import pyarrow
         import pyarrow.compute as compute
 
         values = column_of(rows, column)
-        missing = compute.is_null(values, nan_is_null=True)
+        if pyarrow.types.is_nested(values.type):
+            raise UserError(
+                f"Column {column!r} of {name} holds {values.type}: one number or text per row is "
+                "needed."
+            )
+        fractions = pyarrow.types.is_floating(values.type)
+        missing = compute.is_null(values, nan_is_null=fractions)
         row = compute.index(missing, True).as_py()
         if row >= 0:
             raise UserError(
@@ -220,8 +227,15 @@ class FromHuggingFace(FileDataModule):
                 return codes
             texts = list(map(str, own))
         elif numbers and self.classes is None:
-            whole = pyarrow.types.is_integer(values.type)
-            return np.asarray(values.to_numpy(), np.int64 if whole else np.float32)
+            if pyarrow.types.is_floating(values.type):
+                return np.asarray(values.to_numpy(), np.float32)
+            codes = np.asarray(values.to_numpy())
+            if int(codes.max(initial=0)) > np.iinfo(np.int64).max:
+                raise UserError(
+                    f"Column {self.y!r} of {name} has the number {codes.max()}, which is beyond 64 "
+                    "bits with a sign: number the classes from 0."
+                )
+            return codes.astype(np.int64)
         else:
             texts, codes = distinct(values)
         if not self.class_names:
@@ -279,6 +293,11 @@ def column_of(rows: Any, column: str) -> Any:
 
 def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
     """The distinct values of pyarrow's column as texts, and the place of each row's value."""
+    import pyarrow
+
+    if pyarrow.types.is_decimal(values.type):
+        # pyarrow cannot tell their distinct values.
+        values = values.cast(pyarrow.string())
     encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
     found = [str(value) for value in encoded.dictionary.to_pylist()]
     return found, np.asarray(encoded.indices.to_numpy(), np.int64)
@@ -326,6 +345,8 @@ def opened(path: Path) -> Any:
             split = next((one for one in SPLITS if file.name.startswith(f"{one}-")), "train")
             parts.setdefault(split, []).append(file)
         return {split: rows_of(datasets, own) for split, own in parts.items()}
+    except UserError:
+        raise
     except Exception as error:  # the library and pyarrow raise many kinds of errors
         raise UserError(
             f"data.data is {str(path)!r}, which cannot be read ({type(error).__name__}: "
@@ -343,5 +364,8 @@ def rows_of(datasets: Any, files: list[Path]) -> Any:
     if not arrow:
         return ParquetRows(files, datasets)
     if len(arrow) < len(files):
-        raise ValueError("it has Parquet and Arrow files of one split: keep one kind")
+        raise UserError(
+            f"{str(files[0].parent)!r} has Parquet and Arrow files of one split: keep one kind, or "
+            "begin their names with their splits (train-, test-)."
+        )
     return datasets.concatenate_datasets([datasets.Dataset.from_file(str(one)) for one in files])

@@ -176,9 +176,14 @@ class FromLEAF(FileDataModule):
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
         if not sides["train"]:
+            hint = ""
+            if any(self.path.glob("*.json")):
+                hint = f" Did you mean {str(self.path.parent)!r}?"
+            if any((self.path / "train").glob("*.gz")):
+                hint = " Its files are packed: unpack them (gunzip train/*.gz test/*.gz)."
             raise UserError(
                 f"data.path is {str(self.path)!r}, and there are no files train/*.json in it: give "
-                "the folder in which LEAF's scripts wrote train and test, often data/."
+                f"the folder in which LEAF's scripts wrote train and test, often data/.{hint}"
             )
         self._files = [*sides["train"], *sides["test"]]
         for file in self._files:

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.errors import UserError
+
 # Bytes of row groups kept in memory, for all files together: as many as FromFolders keeps of
 # pictures.
 KEPT_BYTES = 2**30
@@ -25,7 +27,7 @@ class ParquetRows:
         columns: that a row has; None: all.
 
     Raises:
-        ValueError: a file has other columns or types than the first.
+        UserError: a file has other columns or types than the first.
     """
 
     def __init__(
@@ -43,7 +45,11 @@ class ParquetRows:
                 if schema is None:
                     schema = opened.schema_arrow
                 elif not schema.equals(opened.schema_arrow):
-                    raise ValueError(f"{file.name} has other columns than {self.files[0].name}")
+                    raise UserError(
+                        f"The file {str(file)!r} has other columns or types than "
+                        f"{self.files[0].name!r}, which holds the same split: make them alike, or "
+                        "begin their names with their splits (train-, test-)."
+                    )
         self._schema = schema
         self.features = datasets.Features.from_arrow_schema(schema)
         self._bind(columns)

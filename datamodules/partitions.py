@@ -30,12 +30,20 @@ class LazyClients(Sequence[Indices]):
 
     ``sizes`` are the clients' numbers of samples ``(m,)``; ``draw(i)`` gives client i's indices,
     always the same; ``recipe`` names everything the draw depends on (for the partition's hash).
+    ``flat``: all clients' indices, one client after the other, where they lie like this.
     """
 
-    def __init__(self, sizes: Indices, draw: Callable[[int], Indices], recipe: str) -> None:
+    def __init__(
+        self,
+        sizes: Indices,
+        draw: Callable[[int], Indices],
+        recipe: str,
+        flat: Indices | None = None,
+    ) -> None:
         self.sizes = sizes
         self.draw = draw
         self.recipe = recipe
+        self.flat = flat
 
     def __len__(self) -> int:
         return len(self.sizes)
@@ -236,7 +244,7 @@ class ByGroup(Partition):
             )
         # A list of a million arrays would take seconds, and a hundred bytes per client.
         order = np.argsort(group, kind="stable")
-        return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "")
+        return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "", order)
 
     def check_number(self, samples: int) -> None:
         """Refuse groups of more or fewer samples than there are."""

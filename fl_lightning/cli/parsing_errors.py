@@ -258,7 +258,8 @@ class Refusal:
 
     def _owners(self, path: str, argument: str) -> list[str]:
         """Classes for ``path`` with this argument: the one that is chosen, else those of ours."""
-        base = self.bases.get(path.rpartition(".")[2])
+        # FromHuggingFace's own argument `data` is no data module.
+        base = None if path == "data.data" else self.bases.get(path.rpartition(".")[2])
         chosen = self.known.get(_class_at(path, self.config, self.options))
         names: list[str] = []
         if chosen is not None:

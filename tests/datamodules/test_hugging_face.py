@@ -121,6 +121,23 @@ def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     assert "2, " in data.card()["data files"]
 
 
+@pytest.mark.parametrize(
+    ("values", "what"),
+    [
+        ([[1], [2]], "holds list.*: one number or text per row is needed"),
+        (np.array([0, 2**63 + 1], np.uint64), "which is beyond 64 bits with a sign"),
+        ([0, 2**40], "has the label 1099511627776, and classes are numbered from 0"),
+    ],
+)
+def test_labels_that_number_no_classes_are_refused(values: Any, what: str, tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.parquet.write_table(pa.table({"x": [1.0, 2.0], "y": values}), tmp_path / "a.parquet")
+    with pytest.raises(UserError, match=what):
+        FromHuggingFace(tmp_path / "a.parquet", "x", "y", num_clients=1).setup()
+
+
 def test_rows_that_were_selected_keep_their_labels() -> None:
     data = FromHuggingFace(table().select([5, 0]), "a", "kind", client="writer")
     assert data.num_clients == 2 and list(data.client_names) == ["a", "w10"]
@@ -139,7 +156,9 @@ def test_rows_without_a_label_are_refused() -> None:
 def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     table().to_parquet(tmp_path / "a.parquet")
     table().remove_columns("b").to_parquet(tmp_path / "b.parquet")
-    with pytest.raises(UserError, match=r"b\.parquet has other columns than a\.parquet"):
+    with pytest.raises(
+        UserError, match=r"b\.parquet' has other columns or types than 'a\.parquet'"
+    ):
         FromHuggingFace(tmp_path, "a", "kind", num_clients=1).setup()
 
 

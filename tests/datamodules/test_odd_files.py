@@ -106,6 +106,20 @@ def test_what_is_no_file_is_named(kind: str, tmp_path: Path) -> None:
         data.setup()
 
 
+def test_a_folder_too_deep_is_told_which_one(tmp_path: Path) -> None:
+    leaf(tmp_path, {"a": user()})
+    with pytest.raises(UserError, match=f"Did you mean '{tmp_path}'"):
+        FromLEAF(tmp_path / "train").setup()
+
+
+def test_packed_files_are_named(tmp_path: Path) -> None:
+    data = leaf(tmp_path, {"a": user()})
+    file = tmp_path / "train" / "a.json"
+    file.rename(file.with_suffix(".json.gz"))
+    with pytest.raises(UserError, match="Its files are packed: unpack them"):
+        data.setup()
+
+
 def pictures(path: Path, mode: str = "RGB") -> Path:
     for name in ("cat", "dog"):
         (path / "art" / name).mkdir(parents=True)

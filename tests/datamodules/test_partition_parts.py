@@ -21,6 +21,7 @@ from fl_lightning.datamodules import (
     SortedShards,
 )
 from fl_lightning.datamodules.partitions import LazyClients, check_client, check_number
+from fl_lightning.datamodules.split import partition_hash
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
@@ -162,3 +163,10 @@ def test_what_is_no_index_of_a_sample_is_refused(indices: Any, words: str) -> No
 def test_a_sigma_is_a_finite_number_of_at_least_zero(sigma: Any) -> None:
     with pytest.raises(UserError, match=r"QuantitySkew's sigma is .*: give a number of at least 0"):
         QuantitySkew(sigma)
+
+
+def test_clients_that_lie_one_after_the_other_have_the_hash_of_lists() -> None:
+    groups = np.random.default_rng(0).integers(0, 9, 200)
+    lazy = ByGroup(groups.tolist()).split(np.zeros(200, np.int64), 9, 0)
+    lists = [np.flatnonzero(groups == group) for group in range(9)]
+    assert partition_hash(lazy, None) == partition_hash(lists, None)
