@@ -117,11 +117,9 @@ class StackedAdapters(FederatedCallback):
         return update
 
     def _begun(self, w: Tensor, layout: Layout, t: int) -> Tensor:
-        """w with the adapters with which round t begins: A is drawn, B is 0."""
+        """w with the A with which round t begins; its B is 0 in every round."""
         new = w.clone()
         self._draw(new, layout, self._keyed("flora", t))
-        for adapter in layout.adapters:
-            adapter.matrices(new)[1].zero_()
         return new
 
     @staticmethod

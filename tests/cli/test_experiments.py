@@ -45,7 +45,8 @@ UNSAID = {  # how a run is made, not what it computes; of simulated systems no p
 
 # Devices, all methods, and domains are compared for our own pages; FlowerTune is no paper.
 OURS = tuple(
-    f"experiment/{name}/" for name in ("systems", "methods", "flowertune", "fedbn", "domains")
+    f"experiment/{name}/"
+    for name in ("adapters", "systems", "methods", "flowertune", "fedbn", "domains")
 )
 
 

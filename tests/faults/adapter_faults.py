@@ -20,7 +20,13 @@ ADAPTER_FAULTS = [
     ),
     Fault(
         "FLoRA: B goes on from the mean",
-        [(FLORA, "adapter.matrices(new)[1].zero_()", "pass")],
+        [
+            (
+                FLORA,
+                "received.put(update, adapter, *adapter.matrices(new))",
+                "received.put(update, adapter, adapter.matrices(new)[0], left[:, : adapter.rank])",
+            )
+        ],
     ),
     Fault(
         "FLoRA: A is drawn as in the round before",
