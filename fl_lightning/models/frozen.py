@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,6 +21,21 @@ def blocks(weight: Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
+_scratch = threading.local()
+
+
+def widened(rows: Tensor) -> Tensor:
+    """These rows in float32, in memory that the thread's next call uses again."""
+    # A gradient that is differentiated again keeps what it was made of.
+    if torch.is_grad_enabled():
+        return rows.float()
+    # New memory each time would stay with the thread's allocator, some 100 MB per worker.
+    memory = getattr(_scratch, "memory", None)
+    if memory is None or len(memory) < rows.numel():
+        memory = _scratch.memory = torch.empty(max(rows.numel(), WIDENED))
+    return memory[: rows.numel()].view(rows.shape).copy_(rows)
+
+
 class Widened(torch.autograd.Function):
     """x Wᵀ + b of W in fewer bits, computed in float32, also in the backward pass."""
 
@@ -33,7 +49,7 @@ class Widened(torch.autograd.Function):
             for rows in blocks(weight):
                 own = None if bias is None else bias[rows].float()
                 # The product has the dtype of the stored weight, as in low precision.
-                parts.append(linear(x, weight[rows].float(), own).to(weight.dtype))
+                parts.append(linear(x, widened(weight[rows]), own).to(weight.dtype))
             return torch.cat(parts, -1)
 
     @staticmethod
@@ -48,7 +64,7 @@ class Widened(torch.autograd.Function):
         (weight,) = ctx.saved_tensors
         with torch.autocast("cpu", enabled=False):
             gradient = gradient.float()
-            products = [gradient[..., rows] @ weight[rows].float() for rows in blocks(weight)]
+            products = [gradient[..., rows] @ widened(weight[rows]) for rows in blocks(weight)]
             return torch.stack(products).sum(0).to(ctx.dtype), None, None
 
 

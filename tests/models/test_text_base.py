@@ -188,3 +188,8 @@ def test_a_product_in_float32_is_that_of_the_weights(
     g = torch.randn(3, 5, 10).to(torch.bfloat16)
     (gradient,) = torch.autograd.grad(y, x, g)
     torch.testing.assert_close(gradient, g.float() @ layer.weight.float())
+    # A gradient of a gradient, as curvature needs it.
+    (first,) = torch.autograd.grad((layer(x).float() ** 2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), x)
+    w = layer.weight.float()
+    torch.testing.assert_close(second, (2 * w.sum(1) @ w).expand_as(x), rtol=0.05, atol=0.05)
