@@ -319,13 +319,15 @@ def opened(path: Path) -> Any:
 
 
 def _keep_small(file: Any) -> None:
-    """Keep HDF5's cache of groups as small as it begins.
+    """Keep HDF5's cache of groups as small as it begins, but for the names of all clients.
 
-    It grows by itself while clients are read, to 32 MiB by its own count and 200 MiB of memory.
+    It grows by itself while clients are read, to 32 MiB by its own count and 200 MiB of memory. The
+    names of a group lie in one piece, which every client needs: for that it may still grow, since
+    the piece would otherwise be read again for each client.
     """
     config = file.id.get_mdc_config()
     config.incr_mode = 0
-    config.flash_incr_mode = 0
+    config.max_size = 128 * 2**20
     file.id.set_mdc_config(config)
 
 
