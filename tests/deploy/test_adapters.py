@@ -130,13 +130,54 @@ def test_masks_and_bases_of_a_users_own(tmp_path: Path) -> None:
     assert torch.equal(over.learner.first.weight, simulated.learner.first.weight)
 
 
+class Larger(pl.LightningModule):
+    """Its middle weight is larger than some rounds' additions, which then travel as factors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.first = LowRank(3, 40, 2, 0.7)
+            self.middle = LowRank(40, 40, 1, 0.7)
+            self.head = LowRank(40, 4, 2, 0.5)
+        self.to(torch.float64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.middle(torch.tanh(self.first(x)))))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        x, y = batch
+        return torch.nn.functional.cross_entropy(self(x), y)
+
+
+class Views(FederatedCallback):
+    """Adds a product of transposed views."""
+
+    base = Base("middle.weight")
+
+    def on_server_update(self, server: Any) -> None:
+        drawn = torch.from_numpy(server.generator("noise").standard_normal((80, 3)))
+        self.base.add("middle.weight", drawn[:40], drawn[40:].T)
+
+
+@pytest.mark.parametrize(
+    "method", [c.StackedAdapters, c.ResidualMerge, Views], ids=lambda method: method.__name__
+)
+def test_factors_leave_the_bits_of_the_simulation(method: Any, tmp_path: Path) -> None:
+    """Also where a site lacks those of several rounds."""
+    shares = {str(i): [i] for i in range(len(SIZES))}
+    simulated, _ = both(lambda: [method()], tmp_path, learner=Larger, shares=shares, rounds=5)
+    before = Larger().middle.weight
+    assert not torch.equal(simulated.base["middle.weight"], before)
+
+
 NAMES = ["rolora", "flora", "fedex"]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sites_that_forget_everything_are_sent_what_they_lack(name: str, tmp_path: Path) -> None:
     """Each message starts its site's process anew, with the weights of its config."""
-    both(METHODS[name], tmp_path, carrier=Restarted)
+    both(METHODS[name], tmp_path, carrier=Restarted, learner=Larger)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,7 +190,7 @@ def test_a_site_that_is_killed_before_it_answers(name: str, tmp_path: Path) -> N
             return Broken(post, at=1)
         return post
 
-    both(METHODS[name], tmp_path, wrap=wrap, participation="all")
+    both(METHODS[name], tmp_path, wrap=wrap, participation="all", learner=Larger)
     assert killed == ["south"]
 
 
@@ -163,9 +204,9 @@ def test_a_server_that_is_started_again(name: str, back: int, tmp_path: Path) ->
         return [*METHODS[name](), c.CommunicationLogger()]
 
     ours: list[dict[str, float]] = []
-    simulated = trained(counted(), 4, ours, **OPTIONS)
+    simulated = trained(counted(), 4, ours, **{**OPTIONS, "learner": Larger})
     sites, path = tmp_path / "sites", tmp_path / "last.ckpt"
-    options = {**OPTIONS, "shares": SHARES, "timeout": 60}
+    options = {**OPTIONS, "learner": Larger, "shares": SHARES, "timeout": 60}
     over_sites(counted, sites, rounds=3 - back, save=path, **options)
     if back:
         over_sites(counted, sites, rounds=3, resume=path, **options)
@@ -178,7 +219,7 @@ def test_a_server_that_is_started_again(name: str, back: int, tmp_path: Path) ->
 
 def test_a_second_server_does_not_take_the_sites_for_new(tmp_path: Path) -> None:
     """The sites' processes outlive the server, and know more of the base than its checkpoint."""
-    options = {**OPTIONS, "participation": "all"}
+    options = {**OPTIONS, "participation": "all", "learner": Larger}
     path = tmp_path / "last.ckpt"
     methods = METHODS["fedex"]
     simulated = trained(methods(), 4, [], **options)

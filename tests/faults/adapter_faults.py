@@ -78,7 +78,7 @@ ADAPTER_FAULTS = [
             (
                 SENT,
                 "history[t] for t in range(since, now)",
-                "history[t] for t in range(now - 1, now)",
+                "history[t] for t in range(max(since, now - 1), now)",
             )
         ],
     ),
