@@ -66,8 +66,8 @@ class AlternatingHead(FederatedCallback):
     moves_start = False
     notes = (
         Note(
-            "the client optimizer, {optimizer}, keeps state, which sees a gradient of 0 on what "
-            "rests (head or body); the paper's is plain SGD.",
+            "the client optimizer, {optimizer}, keeps state, and gets a gradient of 0 for the part "
+            "that rests (head or body). The paper uses plain SGD.",
             when=lambda method, run: bool(run.optimizer),
         ),
     )

@@ -92,7 +92,9 @@ class ByzantineClients(FederatedCallback):
         if scale is not None:
             number(f"{name}: scale", scale, above=0)
             if attack == "label_flip":
-                raise UserError(f"{name}: scale={scale!r} is not accepted: label flips have none.")
+                raise UserError(
+                    f"{name}: scale={scale!r} is not accepted: label flips have no scale."
+                )
         self.attack = attack
         self.fraction = fraction
         self.scale = scale

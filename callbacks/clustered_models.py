@@ -88,8 +88,8 @@ class ClusteredModels(FederatedCallback):
             when=lambda method, run: method.k > 1 and (bool(run.server) or run.server_rate != 1.0),
         ),
         Note(
-            "what is validated is the mean of {k} clusters' models, which means nothing. Look at "
-            "clients/… of PerClientEvaluation, and at clusters/share_<j>.",
+            "the validated model is the mean of {k} clusters' models, which is not a useful model. "
+            "Use clients/… of PerClientEvaluation, and clusters/share_<j>.",
             when=lambda method, run: method.k > 1,
         ),
     )

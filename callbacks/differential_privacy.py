@@ -103,19 +103,19 @@ class DifferentialPrivacy(FederatedCallback):
     }
     notes = (
         Refusal(
-            "its ε holds only with sampling='poisson', where each client takes part by a coin of "
-            "its own; this run has sampling={sampling!r}. Set sampling='poisson'.",
+            "its ε holds only with sampling='poisson', which decides for each client independently "
+            "whether it takes part; this run has sampling={sampling!r}. Set sampling='poisson'.",
             when=lambda method, run: run.sampling != "poisson",
             settings={"sampling": "poisson", "buffers": "keep"},
         ),
         Note(
-            "the aggregation weights p_i play no part (weighting='samples').",
+            "the aggregation weights p_i of weighting='samples' are not used.",
             when=lambda method, run: run.weighting == "samples",
         ),
         Note("outside its guarantee: {outside}.", when=lambda method, run: True),
         Note(
-            "ε does not hold with noise_seed={noise_seed}: whoever knows it computes noise and "
-            "coins. It is for tests.",
+            "ε does not hold with noise_seed={noise_seed}: anybody who knows the seed can compute "
+            "the noise and the participants. Use it only for tests.",
             when=lambda method, run: isinstance(method.draws_from, int),
         ),
     )
@@ -213,9 +213,9 @@ class DifferentialPrivacy(FederatedCallback):
         deviation = self._deviation(expected)
         if deviation <= sigma / 2:
             raise UserError(
-                f"DifferentialPrivacy: count_stddev={deviation:.4g} leaves nothing of "
-                f"noise_multiplier={sigma:.4g} for the updates, as it has to be above "
-                f"{sigma / 2:.4g}. Give count_stddev={sigma:.4g}, or let more than "
+                f"DifferentialPrivacy: count_stddev={deviation:.4g} uses up "
+                f"noise_multiplier={sigma:.4g}, so that no noise is left for the updates. It has "
+                f"to be above {sigma / 2:.4g}. Give count_stddev={sigma:.4g}, or let more than "
                 f"{10 * sigma:.4g} clients take part in a round."
             )
         of_sum: float = (sigma**-2 - (2 * deviation) ** -2) ** -0.5
@@ -237,7 +237,7 @@ class DifferentialPrivacy(FederatedCallback):
         if self.noise_multiplier is None and self._rounds < 0:
             raise UserError(
                 "DifferentialPrivacy's target_epsilon without noise_multiplier needs max_epochs, "
-                "to share it."
+                "to divide it among the rounds."
             )
         names = [name for name, _ in pl_module.learner.named_buffers()]
         self._refuse_buffers(settings.buffers, names)
@@ -278,7 +278,7 @@ class DifferentialPrivacy(FederatedCallback):
                 leak = "its server reads sums over clients of more than their updates"
             if leak:
                 raise UserError(
-                    f"method: DifferentialPrivacy and {name} cannot run together: {leak}, which "
+                    f"method: DifferentialPrivacy and {name} cannot run together: {leak}, and that "
                     "is neither clipped nor noised. Keep one of them."
                 )
             # These loggers publish values of clients' samples without noise.

@@ -65,7 +65,7 @@ class ErrorFeedback21(FederatedCallback):
     cannot_run_with = {"parts": "what is not averaged is not sent, and would be lost"}
     notes = (
         Note(
-            "with average='all' the aggregation weights p_i play no part (weighting='samples').",
+            "with average='all' the aggregation weights p_i of weighting='samples' are not used.",
             when=lambda method, run: method.average == "all" and run.weighting == "samples",
         ),
     )
@@ -134,6 +134,6 @@ def refuse_no_contraction(compressor: Any) -> None:
         return
     raise UserError(
         f"ErrorFeedback21: compressor={compressor!r} is not accepted: EF21 needs a contraction "
-        "without a state of its own; accepted are TopKCompression(fraction), "
+        "that keeps no state; accepted are TopKCompression(fraction), "
         "SignUpdate(per_layer), RandomK(fraction, memory=True), or null (all is sent)."
     )

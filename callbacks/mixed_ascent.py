@@ -74,8 +74,8 @@ class MixedAscent(FederatedCallback):
     notes = (
         UNIFORM_OPTIMUM,
         Note(
-            "with {n} of {m} clients a round aggregate='participants', the rule as printed, does "
-            "not reach the optimum of the clients' mean; 'all' does.",
+            "with {n} of {m} clients per round, aggregate='participants' (the rule as printed in "
+            "the paper) does not reach the optimum of the clients' mean; aggregate='all' does.",
             when=lambda method, run: method.aggregate_ == "participants" and run.n < run.m,
         ),
     )

@@ -123,8 +123,8 @@ class MuonDirection(FederatedCallback):
             number("MuonDirection: betas", beta, least=0, below=1)
         if variates and (start != "own" or nesterov):
             raise UserError(
-                f"MuonDirection: variates=True corrects a momentum that each client keeps; "
-                f"start={start!r} and nesterov={nesterov} were given. Set start='own' and "
+                "MuonDirection: variates=True corrects a momentum that each client keeps, but you "
+                f"gave start={start!r} and nesterov={nesterov}. Set start='own' and "
                 "nesterov=False."
             )
         self.momentum = momentum

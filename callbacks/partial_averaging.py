@@ -88,7 +88,7 @@ class PartialAveraging(FederatedCallback):
     neutral = {"period": 1}
     notes = (
         Note(
-            "with {n} of {m} clients a round and a period of {longest}, about {lost:.0%} of the "
+            "with {n} of {m} clients per round and a period of {longest}, about {lost:.0%} of the "
             "local work on that part never reaches the server: only the participants of the "
             "round in which it is averaged send it.",
             when=lambda method, run: lost_work(method, run) > 0,
@@ -96,9 +96,9 @@ class PartialAveraging(FederatedCallback):
             lost=lost_work,
         ),
         Note(
-            "nothing is averaged: clients train alone, w stays as it was, and what is validated "
-            "is the mean of the participants' models, which means nothing. Look at clients/… of "
-            "PerClientEvaluation.",
+            "nothing is averaged: each client trains by itself, w does not change, and the "
+            "validated model is the mean of the participants' models, which is not a useful model. "
+            "Use clients/… of PerClientEvaluation.",
             when=lambda method, run: method.periods in ({"all": "never"}, {"*": "never"}),
         ),
     )
@@ -115,14 +115,15 @@ class PartialAveraging(FederatedCallback):
         named = [name for name, value in options.items() if value is not None]
         if len(named) > 1:
             raise UserError(
-                f"PartialAveraging: {' and '.join(named)} each say which part is kept; give one "
-                "of them."
+                f"PartialAveraging: {' and '.join(named)} each choose the part that clients keep; "
+                "give one of them."
             )
         for value in (period, *(periods or {}).values()):
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if value != "never" and not (is_whole and int(value) >= 1):
                 raise UserError(
-                    f"PartialAveraging: {value!r} is no period; accepted are whole rounds from 1, "
+                    f"PartialAveraging: {value!r} is not a period; accepted are whole rounds from "
+                    "1, "
                     "and 'never'."
                 )
         self.periods = periods

@@ -69,26 +69,28 @@ class RandomSkips(FederatedCallback):
     }
     notes = (
         Refusal(
-            "Scaffnew's rule is for all clients in every round, and {n} of {m} with "
-            "sampling='{sampling}' were asked for. Set participation='all'.",
+            "Scaffnew's rule needs all clients in every round, but you asked for {n} of {m} with "
+            "sampling='{sampling}'. Set participation='all'.",
             when=lambda method, run: run.n < run.m or run.sampling != "uniform",
             settings={"participation": "all"},
         ),
         Refusal(
-            "Scaffnew's rule is for the uniform mean; set weighting='uniform'.",
+            "Scaffnew's rule needs the uniform mean; set weighting='uniform'.",
             when=lambda method, run: run.weighting != "uniform",
         ),
         Refusal(
-            "a step is its gradient times the rate in Scaffnew's rule; set clip_norm=None.",
+            "in Scaffnew's rule a step is the gradient times the learning rate; set "
+            "clip_norm=None.",
             when=lambda method, run: run.clip_norm is not None,
         ),
         Refusal(
-            "a step is its gradient times the rate in Scaffnew's rule; the client optimizer has "
+            "in Scaffnew's rule a step is the gradient times the learning rate; the client "
+            "optimizer has "
             "to be SGD with one lr, without momentum.",
             when=lambda method, run: bool(run.optimizer),
         ),
         Refusal(
-            "Scaffnew's rule has one learning rate a round; set client_scheduler='rounds' or "
+            "Scaffnew's rule has one learning rate per round; set client_scheduler='rounds' or "
             "'ignore'.",
             when=lambda method, run: run.by_step,
         ),

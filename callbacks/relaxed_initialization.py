@@ -84,8 +84,8 @@ class RelaxedInitialization(FederatedCallback):
     offset = "own"
     notes = (
         Note(
-            "beta={beta:g} with {n} of {m} clients a round amplifies a constant drift without "
-            "bound; it stays bounded below n/(m - n) = {bound:.3g}, or with aggregate='updates'.",
+            "beta={beta:g} with {n} of {m} clients per round amplifies a constant drift without "
+            "bound. Give beta below n/(m - n) = {bound:.3g}, or aggregate='updates'.",
             when=unbounded,
             bound=lambda method, run: run.n / (run.m - run.n),
         ),

@@ -96,7 +96,7 @@ class RobustAggregation(FederatedCallback):
     )
     notes = (
         Note(
-            "the weights of weighting='samples' play no part: each participant counts once.",
+            "the weights of weighting='samples' are not used: each participant counts once.",
             when=lambda method, run: run.weighting == "samples",
         ),
     )
@@ -133,7 +133,7 @@ class RobustAggregation(FederatedCallback):
             option = "mixing" if mixes else f"rule={self.rule!r}"
             raise UserError(
                 f"{type(self).__name__}: {option} with byzantine={f} needs {self.times} · {f} + 3 "
-                f"= {self.times * f + 3} clients a round, and participation gives {n}. Let more "
+                f"= {self.times * f + 3} clients per round, but participation gives {n}. Let more "
                 "take part, or lower byzantine."
             )
         if self.rule == "multi_krum" and self.keep is not None and self.keep > n:
@@ -159,8 +159,8 @@ class RobustAggregation(FederatedCallback):
         f = min(self.byzantine, (len(u) - 3) // self.times)
         if self.uses_f and max(f, 0) < self.byzantine:
             server.note(
-                f"{type(self).__name__}: a round of {len(u)} clients withstands "
-                f"byzantine={max(f, 0)}, not {self.byzantine}."
+                f"{type(self).__name__}: a round of {len(u)} clients withstands only "
+                f"byzantine={max(f, 0)}, and not {self.byzantine}."
             )
         # With one or two clients, no client is nearer to the others.
         if self.uses_f and f < 0:

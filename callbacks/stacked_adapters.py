@@ -84,8 +84,8 @@ class StackedAdapters(FederatedCallback):
         for adapter in layout.adapters:
             if adapter.matrices(w)[1].any():
                 raise UserError(
-                    f"method: StackedAdapters: {adapter.b} does not begin at 0 (as with PiSSA and "
-                    "similar), and the frozen weight would get its product a second time. Use "
+                    f"method: StackedAdapters: {adapter.b} does not start at 0 (as in PiSSA), so "
+                    "its product would be added to the frozen weight a second time. Use "
                     "LoraConfig(init_lora_weights=True), or FedEx-LoRA (-c method/fedex_lora)."
                 )
 

@@ -197,7 +197,7 @@ def augmentations_of(given: Any) -> tuple[Named, ...]:
             ((name, arguments),) = item.items()
         if name not in NAMES:
             raise UserError(
-                f"data.augment has {name!r}, which is no augmentation; there are "
+                f"data.augment has {name!r}, which is not an augmentation; there are "
                 f"{', '.join(NAMES)}.{suggest(str(name), list(NAMES))}"
             )
         made.append(_made(NAMES[name], name, arguments or {}))
@@ -270,7 +270,7 @@ def _checked(batch: Batch, mixing: Sequence[Named], classes: int | None) -> tupl
         return x, y
     if classes is None or not isinstance(y, Tensor) or y.ndim != 1 or y.is_floating_point():
         raise UserError(
-            "data.augment: mixup and cutmix mix classes, and y are no whole numbers of classes: "
-            "leave them out."
+            "data.augment: mixup and cutmix mix classes, but y are not class indices: leave them "
+            "out."
         )
     return x, one_hot(y, classes).to(x.dtype)

@@ -224,8 +224,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             return
         if self.groups is not None and isinstance(self.partition, ByGroup):
             raise UserError(
-                f"pooled=True joins training and test data, and {type(self).__name__} has clients "
-                "of its own, which its test data do not name: give a partition, such as "
+                f"pooled=True joins training and test data, and {type(self).__name__} has its own "
+                "clients, which its test data do not name: give a partition, such as "
                 "DirichletByClass, or leave pooled out."
             )
         assert self.train_set is not None

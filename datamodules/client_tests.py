@@ -145,7 +145,8 @@ class OwnTests:
         if len(self.clients) != clients:
             raise UserError(
                 f"test_clients gives {len(self.clients)} clients' test samples, and there are "
-                f"{clients} clients: give one entry a client, an empty one where it has none."
+                f"{clients} clients: give one entry per client, and an empty one if a client has "
+                "no test samples."
             )
 
     @property

@@ -163,7 +163,7 @@ def sampled(
             sampler,
             "sampler",
             name,
-            "with replacement=False an epoch of all samples is one without weights",
+            "with replacement=False an epoch has all samples once, so the weights have no effect",
         )
     if weighted:
         return None, np.asarray(sampler.weights, np.float64)
@@ -173,6 +173,6 @@ def sampled(
 def refuse(sampler: Any, kind: str, name: str, why: str) -> None:
     raise UserError(
         f"The training loader of {name} has the {kind} {type(sampler).__name__}, which clients "
-        f"cannot honour: {why}. Give the loader shuffle=True in its place (what is honoured: help "
-        "of FromDataModule), or the samples as Datasets to FromDatasets."
+        f"cannot use: {why}. Give the loader shuffle=True instead (the help of FromDataModule "
+        "lists the samplers that work), or the samples as Datasets to FromDatasets."
     )

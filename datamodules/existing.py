@@ -266,9 +266,9 @@ class FromDataModule(FederatedDataModule):
                 raise UserError(
                     "clients are given, and the training loader of "
                     f"{type(self.datamodule).__name__} uses {len(facts.positions)} of "
-                    f"{len(dataset)} samples, so that clients' indices may mean either. Give the "
-                    "loader all samples and clients those of theirs, or a partition in place of "
-                    "clients."
+                    f"{len(dataset)} samples, so that it is not clear to which samples the "
+                    "clients' indices refer. Give the loader all samples, and let clients choose "
+                    "theirs; or give a partition in place of clients."
                 )
             if targets is not None and len(targets) == len(dataset):
                 targets = [targets[i] for i in facts.positions]

@@ -258,8 +258,8 @@ class Grouped(Partition):
         rest = len(names) % self.size
         if rest and self.mode == "strict":
             raise UserError(
-                f"Grouped: {len(names)} groups do not make bunches of {self.size} without a rest "
-                f"of {rest}, and mode is 'strict'. Give another size, or "
+                f"Grouped: {len(names)} groups cannot be divided into bunches of {self.size}: "
+                f"{rest} are left over, and mode is 'strict'. Give another size, or "
                 "mode='allow-smaller', 'allow-bigger' or 'drop-remainder'."
             )
         if not whole and self.mode != "allow-smaller":
@@ -359,7 +359,7 @@ class ByValue(Partition):
         std = np.std(v)
         if std < 1e-6 and self.strictness > 0:
             raise UserError(
-                f"ByValue: all values are {v[0]:g}, which sorts nothing: give other values, or "
+                f"ByValue: all values are {v[0]:g}, so they give no order: give other values, or "
                 "strictness=0 for a random split."
             )
         z = (v - np.mean(v)) / std if std else v

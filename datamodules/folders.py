@@ -181,7 +181,7 @@ class FromFolders(FileDataModule):
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         if not self.path.is_dir():
-            raise UserError(f"data.path is {str(self.path)!r}, which is no folder.")
+            raise UserError(f"data.path is {str(self.path)!r}, which is not a folder.")
         layout: str = self.layout
         if layout == "auto":
             layout = layout_of(self.path)
@@ -241,7 +241,7 @@ class FromFolders(FileDataModule):
             one.y = [label for _, label in pairs]
             made.append(one)
         if others:
-            self.tell(f"{others} files that are no pictures by their names are not read")
+            self.tell(f"{others} files are not read, because their names are not those of pictures")
         return made
 
     def _lists(self) -> list[Domain]:

@@ -60,8 +60,8 @@ def as_tensor(values: Any, what: str) -> Tensor:
             array = array.astype(np.float32)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{what} is a {type(values).__name__} with values that are no numbers "
-                f"({str(error)[:200]}): make numbers of them, leave the column out, or give the "
+                f"{what} is a {type(values).__name__} with values that are not numbers "
+                f"({str(error)[:200]}): convert them to numbers, leave the column out, or give the "
                 "whole frame to FromTable(df, target=…), which numbers a target's classes."
             ) from None
     # A frame's numbers are float64 by default, and a network's are float32. Copy them, because a

@@ -218,7 +218,7 @@ class FromHDF5(FileDataModule):
         if kind == "tokens":
             return np.full(len(rows), -1, np.int64)
         if rows.dtype.kind not in "iufb":
-            raise UserError(f"{where}: {x!r} holds {rows.dtype}, and x have to be numbers.")
+            raise UserError(f"{where}: {x!r} holds {rows.dtype}, but x has to be numbers.")
         labels = np.asarray(client[y][()])
         labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
         whole = labels.dtype.kind in "iub"
@@ -235,7 +235,7 @@ class FromHDF5(FileDataModule):
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
         """The names of x and y, and the kind."""
         if not hasattr(client, "keys"):
-            raise UserError(f"{where} is no group: each client needs one, with its datasets.")
+            raise UserError(f"{where} is not a group: each client needs a group with its datasets.")
         if self.x is not None and self.y is not None:
             return self.x, self.y, "arrays"
         for kind, (x, y) in NAMES.items():

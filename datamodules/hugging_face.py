@@ -71,7 +71,8 @@ class Rows(Dataset[Any]):
         if found.dtype.kind not in "iubf" or not np.isfinite(found).all():
             raise UserError(
                 f"Row {i} of {self.name} has {str(values)[:80]!r} in {', '.join(self.columns)}, "
-                "which are no finite numbers, no text and no picture: mend the row, or leave it "
+                "which is neither finite numbers nor a text nor a picture: mend the row, or leave "
+                "it "
                 "out."
             )
         return values
@@ -124,8 +125,8 @@ class FromHuggingFace(FileDataModule):
     ) -> None:
         if client is not None and partition is not None:
             raise UserError(
-                f"data.client={client!r} says whose each row is, and data.partition splits the "
-                "rows anew: give one of the two."
+                f"data.client={client!r} names the client of each row, but data.partition splits "
+                "the rows again: give one of the two."
             )
         super().__init__(
             num_workers=num_workers,
@@ -258,7 +259,7 @@ class FromHuggingFace(FileDataModule):
         if len(unknown):
             raise UserError(
                 f"Column {self.y!r} of {name} has the label {codes[unknown[0]]} in row "
-                f"{unknown[0]}, by which the library datasets marks rows without a label "
+                f"{unknown[0]}, which the library datasets gives to rows without a label "
                 f"({len(unknown)} rows): leave these rows out, or give another split."
             )
 

@@ -108,7 +108,8 @@ class InstructionTuning(FederatedDataModule):
         no_pixels("InstructionTuning", augment, biases)
         if download:
             raise UserError(
-                "InstructionTuning's download is true, but records are your own: put them into "
+                "InstructionTuning's download is true, but you have to bring the records yourself: "
+                "put them into "
                 "data.root."
             )
         check_template("InstructionTuning", template)
@@ -338,7 +339,7 @@ def conversation(messages: Any, tokenizer: Bytes | Folder, place: str) -> Pair:
         for each in messages
     )
     if not fits or not messages:
-        raise UserError(f"{place} has messages that are no list of {{role, content}}.")
+        raise UserError(f"{place} has messages that are not a list of {{role, content}}.")
     tokens: list[int] = []
     answers: list[bool] = []
     for k, message in enumerate(messages):
@@ -361,8 +362,9 @@ def _with_message(
         return [*header, *words.tolist(), end_of(tokenizer)], len(header)
     if rendered[: len(before)] != before:
         raise UserError(
-            f"{place} cannot be cut into messages: the tokenizer's chat template renders "
-            f"{len(messages)} messages otherwise than {len(messages) - 1} and one more. Use "
+            f"{place} cannot be cut into messages: the tokenizer's chat template renders the first "
+            f"{len(messages) - 1} of {len(messages)} messages differently if the last one follows. "
+            "Use "
             "another template, or records of instructions."
         )
     header = before

@@ -37,8 +37,8 @@ class _LabelSkew(Partition):
         if size == 0:
             how = " with replacement=True" if not self.replacement else ""
             raise UserError(
-                f"num_clients is {num_clients}, but there are {len(labels)} training samples, so "
-                f"that none is left for each: give at most {len(labels)}, or "
+                f"num_clients is {num_clients}, but there are only {len(labels)} training samples, "
+                f"fewer than one per client: give at most {len(labels)}, or "
                 f"{type(self).__name__}'s samples_per_client{how}."
             )
         if not self.replacement and size * num_clients > len(labels):

@@ -64,7 +64,8 @@ class LanguageModelling(FederatedDataModule):
         no_pixels("LanguageModelling", augment, biases)
         if download:
             raise UserError(
-                "LanguageModelling's download is true, but the text is your own: put it in "
+                "LanguageModelling's download is true, but you have to bring the text yourself: "
+                "put it in "
                 "data.root."
             )
         if length < 1:

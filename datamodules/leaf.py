@@ -189,8 +189,8 @@ class FromLEAF(FileDataModule):
         for file in self._files:
             if not file.is_file():
                 raise UserError(
-                    f"{str(file)!r} is no file that can be read: it is a folder, or a link to a "
-                    "file that is not there. Take it away, or copy the file again."
+                    f"{str(file)!r} is not a file that can be read: it is a folder, or a link to a "
+                    "file that is not there. Remove it, or copy the file again."
                 )
         options = {"reader": "leaf", "kind": self.kind, "unknown": self.unknown}
         index = indexed(self.path, self._files, options, partial(self._index, sides), self.tell)

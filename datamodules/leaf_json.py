@@ -43,7 +43,7 @@ class _Text:
             self.text = raw.decode("utf-8")
         except UnicodeDecodeError as error:
             raise UserError(
-                f"The file {str(file)!r} is no UTF-8 text: byte {error.start} cannot be read. "
+                f"The file {str(file)!r} is not UTF-8 text: byte {error.start} cannot be read. "
                 "Save it as UTF-8."
             ) from None
         self._plain = len(raw) == len(self.text)
@@ -143,7 +143,8 @@ def users_of(file: Path, notes: list[str]) -> Iterator[User]:
         )
     if not isinstance(listed, list | None) or not isinstance(numbers, list):
         raise UserError(
-            f"The file {str(file)!r} has users or num_samples that are no lists. Mend the file, or "
+            f"The file {str(file)!r} has users or num_samples that are not lists. Mend the file, "
+            "or "
             "make it again with LEAF's scripts."
         )
     for name in listed or []:

@@ -74,7 +74,7 @@ class LabelShares(Partition):
             for client, piece in zip(clients, np.split(stock[: ends[-1]], ends[:-1]), strict=True):
                 client.append(piece)
         left = len(labels) - int(taken.sum())
-        tell_left(self, left, len(labels), "as the shares and sizes leave them out")
+        tell_left(self, left, len(labels), "because the shares and sizes leave them out")
         return [np.concatenate(own) for own in clients]
 
     def __repr__(self) -> str:
@@ -236,7 +236,7 @@ class Imported(Partition):
         counts = np.bincount(used, minlength=total)
         shared = int((counts > 1).sum())
         if shared:
-            rank_zero_warn(f"{self!r}: {shared:,} of {total:,} samples are of several clients")
+            rank_zero_warn(f"{self!r}: {shared:,} of {total:,} samples belong to several clients")
         tell_left(self, int((counts == 0).sum()), total, "as no list has them")
 
     def __repr__(self) -> str:
@@ -255,7 +255,7 @@ def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
     if path.suffix in (".pkl", ".pickle"):
         raise UserError(
             f"The index lists {str(path)!r} are a pickle, which can run any program when it is "
-            f"read. Where you trust it, make JSON of it: {TO_JSON}"
+            f"read. If you trust it, convert it to JSON: {TO_JSON}"
         )
     if not path.exists():
         raise UserError(f"The index lists {str(path)!r} are not there: give a file or a folder.")

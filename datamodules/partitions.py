@@ -120,8 +120,9 @@ class Partition:
 def need_samples(num_clients: int, samples: int) -> None:
     if not 1 <= num_clients <= samples:
         raise UserError(
-            f"num_clients is {num_clients}, but there are {samples} training samples and each "
-            f"client needs one of its own: give a number from 1 to {samples}, or a partition with "
+            f"num_clients is {num_clients}, but there are {samples} training samples, and each "
+            f"client needs at least one of its own: give a number from 1 to {samples}, or a "
+            "partition with "
             "replacement=True and samples_per_client."
         )
 
@@ -233,14 +234,14 @@ class ByGroup(Partition):
         if self.groups is None:
             raise UserError(
                 "The partition ByGroup has groups=None, but this data set brings no groups: "
-                "give one group a training sample, or another partition such as IID."
+                "give one group per training sample, or another partition such as IID."
             )
         self.check_number(len(labels))
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         if num_clients != len(sizes):
             raise UserError(
                 f"num_clients is {num_clients}, but the partition ByGroup has {len(sizes)} "
-                f"groups, one a client: give {len(sizes)}, or another partition such as IID."
+                f"groups, one per client: give {len(sizes)}, or another partition such as IID."
             )
         # A list of a million arrays would take seconds, and a hundred bytes per client.
         order = np.argsort(group, kind="stable")
@@ -321,7 +322,7 @@ class Saved(Partition):
     def restrict(self, kept: Indices) -> Partition:
         if self._kept not in (None, digest(kept)):
             raise UserError(
-                f"The partition in {self.path!r} was made where other samples were held out for "
+                f"The partition in {self.path!r} was made when other samples were held out for "
                 "validation: give the val_fraction and the seed that it was made with "
                 "(--data.seed), or another partition."
             )
@@ -362,9 +363,8 @@ def check_sequence(name: str, clients: Any, each: str) -> None:
     counted = hasattr(clients, "__len__") and hasattr(clients, "__getitem__")
     if not counted or isinstance(clients, Mapping | str | bytes):
         raise UserError(
-            f"{name} is of type {type(clients).__name__}, which is no sequence: give one that "
-            f"knows how many clients there are, len(clients), and has {each} at clients[i], such "
-            "as a list."
+            f"{name} is of type {type(clients).__name__}, which is not a sequence. Give one with a "
+            f"length, len(clients), and with {each} at clients[i], such as a list."
         )
 
 

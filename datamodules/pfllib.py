@@ -104,8 +104,8 @@ def numbered(folder: Path) -> dict[int, Path]:
         other = files.setdefault(int(file.stem), file)
         if other != file:
             raise UserError(
-                f"The files {str(other)!r} and {str(file)!r} have one number: take one of them "
-                "away."
+                f"The files {str(other)!r} and {str(file)!r} have the same number: remove one of "
+                "them."
             )
     return dict(sorted(files.items()))
 
@@ -193,7 +193,7 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
     whole = y.dtype.kind in "iu" or bool((np.isfinite(y) & (y == np.floor(y))).all())
     if not whole or (len(y) and min(y.min(), y.astype(np.int64).min()) < 0):
         raise UserError(
-            f"The file {str(file)!r} has y that are no whole numbers from 0: classes are numbered "
+            f"The file {str(file)!r} has y that are not whole numbers from 0: classes are numbered "
             "from 0."
         )
     if x.dtype == np.float64:

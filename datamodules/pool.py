@@ -71,8 +71,9 @@ def global_test(pool: Samples, split: Split) -> Samples | None:
     """
     if split.test is None:
         raise UserError(
-            "pooled=True splits training and test data together, so clients need test samples: "
-            "give the partition's test_share=0.25 (DirichletByClass, LabelsPerClient, or Imported "
+            "pooled=True splits training and test data together, so each client needs its own test "
+            "samples: give the partition's test_share=0.25 (DirichletByClass, LabelsPerClient, or "
+            "Imported "
             "lists with test samples), or the data module's client_test_fraction=0.25."
         )
     tests = [split.test_indices(i) for i in range(len(split.clients))]

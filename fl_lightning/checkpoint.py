@@ -535,8 +535,8 @@ def check_savable(trainer: Any) -> None:
     """
     if trainer.interrupted and trainer.world_size > 1:
         raise UserError(
-            "a run of several processes cannot save a checkpoint as an exception passes: the "
-            "other processes are elsewhere. Resume from the last checkpoint of a round."
+            "a run of several processes cannot save a checkpoint after an exception, because the "
+            "other processes do not take part. Resume from the last checkpoint of a round."
         )
 
 

@@ -80,13 +80,13 @@ def check_learner(learner: Any) -> None:
             hint = "pass one"
         raise UserError(
             f"learner: {name} is no LightningModule; accepted is any LightningModule of "
-            "pytorch_lightning or lightning.pytorch, whose training_step gives the local loss; "
+            "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
             f"{hint}."
         )
     if not learner.automatic_optimization:
         raise UserError(
-            f"learner: {name} uses manual optimization (automatic_optimization=False), whose "
-            "steps cannot be run per client: a federated run steps one optimizer itself. Let "
+            f"learner: {name} uses manual optimization (automatic_optimization=False), and a "
+            "federated run cannot run such steps per client: it steps one optimizer itself. Let "
             "training_step return one loss and configure_optimizers give one optimizer, and "
             "remove that line."
         )
@@ -97,9 +97,9 @@ def check_learner(learner: Any) -> None:
             )
     if overrides(learner, "optimizer_zero_grad") and not clears_gradients(learner):
         raise UserError(
-            f"learner: {name} overrides optimizer_zero_grad and leaves gradients standing, but "
-            "each local step of a federated run has a gradient of its own. Remove it; to "
-            "accumulate, give model.accumulate."
+            f"learner: {name} overrides optimizer_zero_grad and keeps old gradients, but each "
+            "local step of a federated run computes a new gradient. Remove that hook; to "
+            "accumulate gradients, give model.accumulate."
         )
 
 
@@ -223,9 +223,9 @@ def check_processes(trainer: Any) -> None:
         name = type(callback).__name__
         if getattr(callback, "save_on_exception", False) or name == "OnExceptionCheckpoint":
             raise UserError(
-                f"callback {name} saves as an exception passes (save_on_exception), which several "
-                "processes cannot do together: where one fails, the others are elsewhere. Set "
-                "save_on_exception=False; the checkpoint of the last round is what to resume from."
+                f"callback {name} saves after an exception (save_on_exception). Several processes "
+                "cannot do that together: if one fails, the others do not take part. Set "
+                "save_on_exception=False, and resume from the checkpoint of the last round."
             )
 
 
@@ -292,7 +292,9 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
         raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
     if isinstance(participation, int):
         if participation < 1:
-            raise UserError(f"participation={participation} is no number of clients; {accepted}.")
+            raise UserError(
+                f"participation={participation} is not a number of clients; {accepted}."
+            )
         if participation > num_clients:
             raise UserError(
                 f"participation={participation} clients a round, but {num_clients} are "
@@ -300,7 +302,9 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
             )
         return participation
     if not 0 < participation <= 1:
-        raise UserError(f"participation={participation!r} is no fraction of clients; {accepted}.")
+        raise UserError(
+            f"participation={participation!r} is not a fraction of clients; {accepted}."
+        )
     # The float 0.35 is slightly less than 0.35, so rounding it would turn a half down.
     exact = Fraction(str(participation)) * num_clients
     return max(1, int(exact + Fraction(1, 2)))
@@ -377,8 +381,8 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         why = "takes sparse gradients alone"
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise UserError(
-            f"{name}: {kind} has maximize=True and would go up, while methods and the server count "
-            "on optimizers that go down the gradient. Leave it out; to maximize, return the "
+            f"{name}: {kind} has maximize=True and would step up the gradient, but methods and the "
+            "server need optimizers that step down. Leave it out; to maximize, return the "
             "negated loss."
         )
     for group in optimizer.param_groups:

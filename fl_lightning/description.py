@@ -70,8 +70,8 @@ def line(run: Any) -> str:
     """
     if run.loop is None:
         raise UserError(
-            "describe(): what runs is known once a run has begun: after trainer.fit, or in "
-            "its callbacks."
+            "describe(): the run's description is known only after a run has begun. Call it after "
+            "trainer.fit, or in a callback."
         )
     learner = type(run.model.learner)
     title = title_of(run)

@@ -120,7 +120,8 @@ def _explaining(command: Any, kind: type, other: str) -> Any:
         if isinstance(model, kind):
             raise UserError(
                 f"this Trainer is of {other}, and {kind.__name__} of {NAMESPACE}: fl_lightning "
-                "takes whichever a process imports first, which another package may have done. "
+                "uses the one that the process imports first, and another package may have "
+                "imported it. "
                 f"Use its Trainer and callbacks, import {NAMESPACE} as pl; or import {other} "
                 "before everything else."
             )

@@ -193,8 +193,8 @@ class FederatedLoop:
         if any(other != ids for other in gathered(ids)):
             raise ValueError(
                 f"{getattr(select, '__qualname__', select)} chose other clients in another "
-                "process; it may depend on what the server knows alone, and draws from "
-                "server.generator"
+                "process. Its choice may depend only on what the server knows, and it has to draw "
+                "from server.generator"
             )
         return ids
 
@@ -301,7 +301,8 @@ class FederatedLoop:
             raise Diverged(diverged_text(round.t, what))
         if diverged:
             self.note(
-                f"round {round.t}: clients {diverged} were left out, their updates are not finite"
+                f"round {round.t}: clients {diverged} were left out, because their updates are not "
+                "finite"
             )
         out = {*diverged, *dropped}
         return [i for i in round.ids if i not in out]
@@ -381,8 +382,8 @@ class FederatedLoop:
             logged |= ledger.planned.metrics
         for name in sorted((means.keys() | metrics.keys()) & (logged.keys() | TIMES)):
             self.note(
-                f"{name} is logged by the learner and by the run, whose value takes its place; "
-                "log the learner's under another name"
+                f"{name} is logged by the learner and by the run, and the run's value replaces the "
+                "learner's. Log the learner's under another name"
             )
         return {**means, **metrics, **logged}
 
@@ -403,8 +404,8 @@ class FederatedLoop:
         elif not rates.plain_sgd:
             self.note(
                 f"{reading}; a step of {rates.optimizer} is not its gradient times the learning "
-                "rate, so what the method keeps is on another scale than the gradients that it "
-                "is added to. SGD is what the method is made for"
+                "rate, so the method's state has another scale than the gradients to which it is "
+                "added. The method is made for SGD"
             )
         if float(ledger.total.logs.get("clipped_steps", 0)) > 0:
             self.note(

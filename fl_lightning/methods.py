@@ -119,8 +119,8 @@ class Methods:
             if len(owners) > 1:
                 both = " and ".join(type(c).__name__ for c in owners)
                 raise UserError(
-                    f"method: {both} both decide {decision} (the hook `{hook}`), which one "
-                    "callback of a run can do. Keep one of them."
+                    f"method: {both} both decide {decision} (the hook `{hook}`), but only one "
+                    "callback of a run may do that. Keep one of them."
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
@@ -173,14 +173,14 @@ class Methods:
         if callback.has("evaluated"):
             parts = type(self._owned_by["parts"]).__name__
             raise UserError(
-                f"method: {name} and {parts} both decide {OWNED['evaluated']}, which one callback "
-                "of a run can do. Keep one of them."
+                f"method: {name} and {parts} both decide {OWNED['evaluated']}, but only one "
+                "callback of a run may do that. Keep one of them."
             )
         for declared in callback.declarations().values():
             if declared.synchronised is None:
                 raise UserError(
-                    f"method: {declared.key(callback)} does not say what partial averaging does "
-                    "to it, so the two cannot run together. Declare synchronised=True (kept "
+                    f"method: {declared.key(callback)} does not say how partial averaging affects "
+                    "it, so the two cannot run together. Declare synchronised=True (kept "
                     "where a part is not averaged) or False."
                 )
 
@@ -473,7 +473,7 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
         near = suggest(name, hooks) if name.startswith("on_") and name not in hooks else ""
         if near and name != "on_client_end":
             raise UserError(
-                f"method: {type(callback).__name__}.{name} is no hook, so it would never be "
+                f"method: {type(callback).__name__}.{name} is not a hook, so it would never be "
                 f"called.{near}"
             )
 
@@ -544,7 +544,7 @@ def _changed_vector(call: Callable[..., Any], name: str) -> UserError:
     also = " (clients.origin is the same vector here)" if name == "clients.start" else ""
     return UserError(
         f"method: {getattr(call, '__qualname__', call)} changed {name}{also} in place, or a view "
-        "of it. It is the run's own, which other clients and methods read, too. Change a copy: "
+        "of it. It belongs to the run, and other clients and methods read it, too. Change a copy: "
         f"own = {name}.clone()."
     )
 

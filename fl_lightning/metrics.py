@@ -68,7 +68,8 @@ def higher_is_better(name: str) -> bool:
     greater = _by_name(name)
     if greater is None:
         raise UserError(
-            f"higher_is_better({name!r}): the name does not tell which way is better. Its last "
+            f"higher_is_better({name!r}): the name does not show which direction is better. Its "
+            "last "
             f"word counts: greater is better for {', '.join(sorted(_GREATER))}, rouge…; less for "
             f"{', '.join(sorted(_LESS))}."
         )
@@ -113,7 +114,8 @@ def check_mode(option: str, mode: Any) -> None:
     """Refuse a mode that is neither None, ``max`` nor ``min``."""
     if mode is not None and mode not in MODES:
         raise UserError(
-            f"{option} {mode!r}: which way is better. Accepted: max (greater is), min (less is)."
+            f"{option} {mode!r}: not a direction. Accepted: max (greater is better), min (less is "
+            "better)."
         )
 
 
@@ -273,7 +275,7 @@ def read_rows(
     """
     # Reading a pipe would wait forever.
     if path.exists() and not path.is_file():
-        raise UserError(f"Cannot read {path}: it is no file. It should be a run's metrics.csv.")
+        raise UserError(f"Cannot read {path}: it is not a file. It should be a run's metrics.csv.")
     try:
         content = _content(path)
         content[: content.find(b"\n")].decode()

@@ -111,7 +111,7 @@ def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> None:
             kind = "SGD with momentum, maximize or several groups"
         raise UserError(
             f"method: {direction} decides in which direction clients step, and the client "
-            f"optimizer is {kind}, whose own rule would change that direction again. Use plain "
+            f"optimizer is {kind}, whose update rule would change that direction again. Use plain "
             "SGD: model.client_optimizer=torch.optim.SGD, with lr and weight_decay only."
         )
     if rate and run.by_step:
@@ -122,7 +122,7 @@ def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> None:
         )
     if rate and run.optimizer and run.optimizer not in LINEAR:
         raise UserError(
-            f"method: {rate} multiplies the learning rate of each local step, and a step of "
-            f"{run.optimizer} is not its learning rate times something. Use one of torch.optim's "
+            f"method: {rate} multiplies the learning rate of each local step, but a step of "
+            f"{run.optimizer} is not proportional to its learning rate. Use one of torch.optim's "
             f"{', '.join(LINEAR)}."
         )

@@ -166,7 +166,8 @@ class FederatedRun:
         plan = systems.plan(cohort, self.settings, methods, self.model.w)
         if plan is None or plan.durations is None:
             raise UserError(
-                "schedule: nothing says how long clients take. Give FederatedModule(asynchronous="
+                "schedule: no option gives the time that clients take. Give "
+                "FederatedModule(asynchronous="
                 "Buffered(devices, …)), or VirtualClock(devices) among the callbacks."
             )
         return list(plan.jobs(rounds))
@@ -271,8 +272,8 @@ class FederatedRun:
         self.state.initial_vector = self.model.w.detach().clone()
         if self.state.rounds:
             self.note(
-                "The initial model w^0 of this run was not kept, as no method asked for it before: "
-                "the model that the run goes on from stands for it."
+                "The initial model w^0 of this run was not stored, because no method needed it "
+                "before. The run uses the model that it resumes from in its place."
             )
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
@@ -375,8 +376,8 @@ class FederatedRun:
         self.model.as_buffers = self.plan.as_buffers
         if earlier is not None and earlier.engine != self.plan.engine:
             self.note(
-                f"engine='{self.plan.engine}' goes on with what '{earlier.engine}' began: "
-                "alike to rounding, not to the bit"
+                f"engine='{self.plan.engine}' continues a run that '{earlier.engine}' began: the "
+                "results agree up to rounding, but not in every bit"
             )
         return situation.policy
 

@@ -147,8 +147,8 @@ class VirtualClock(FederatedCallback):
         super().__init__()
         if not isinstance(devices, Devices):
             raise UserError(
-                f"VirtualClock: devices={devices!r} are none: give fl_lightning.systems.Devices("
-                "compute=…)."
+                f"VirtualClock: devices={devices!r} is not accepted: give "
+                "fl_lightning.systems.Devices(compute=…)."
             )
         if deadline is not None:
             number("VirtualClock: deadline", deadline, above=0)
@@ -246,23 +246,24 @@ def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods
     """Refuse what cannot work with updates of earlier models."""
     if asynchronous.buffer > cohort.m:
         raise UserError(
-            f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients, each "
-            "of which waits for the step that its update goes into. Give a smaller size."
+            f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients. Each "
+            "client waits for the step that uses its update, so this number never arrives. Give a "
+            "smaller size."
         )
     for callback in methods.callbacks:
         name = type(callback).__name__
         if isinstance(callback, VirtualClock):
             raise UserError(
-                "VirtualClock beside asynchronous: that has a clock of its own, by its devices. "
-                "Leave VirtualClock out."
+                "VirtualClock beside asynchronous: an asynchronous run has its own clock, from its "
+                "devices. Leave VirtualClock out."
             )
         sends = any(key.startswith(f"{name}.") for key in methods.sent_to_clients())
         if sends or not (callback.role == "measurement" or callback.tolerates_staleness):
             raise UserError(
                 f"method: {name} does not say that it tolerates staleness, and in an asynchronous "
-                "run clients train from earlier models, with server states of now. Leave one of "
-                "the two out, or set tolerates_staleness = True in the class, where its clients "
-                "read no sent ServerState and its server no number of participants."
+                "run clients train from earlier models, but with present server states. Leave one "
+                "of the two out. Or set tolerates_staleness = True in the class, if its clients "
+                "read no sent ServerState and its server does not read the number of participants."
             )
 
 

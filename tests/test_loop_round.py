@@ -175,7 +175,7 @@ def test_a_name_that_the_run_logs_too_is_told() -> None:
     module = federated(Logging())
     run = trainer(2)
     run.fit(module, sized())
-    told = [note.split()[0] for note in module.notes if "takes its place" in note]
+    told = [note.split()[0] for note in module.notes if "replaces the learner's" in note]
     assert told == ["client_lr", "time/round"]
     assert float(run.callback_metrics["client_lr"]) == pytest.approx(0.1)
 

@@ -29,7 +29,7 @@ def test_an_optimizer_that_is_no_function(name, given) -> None:
     if given == "made":
         given = torch.optim.SGD(torch.nn.Linear(1, 1).parameters(), lr=0.1)
     with pytest.raises(
-        UserError, match=f"^{name}=.* is no function.*lambda params: torch.optim.SGD"
+        UserError, match=f"^{name}=.* is not a function.*lambda params: torch.optim.SGD"
     ):
         FederatedModule(Lit(), **{name: given})
 

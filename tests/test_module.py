@@ -347,7 +347,7 @@ def test_what_runs_is_told_once_it_has_begun_and_from_then_on() -> None:
     module, elsewhere = federated(), trainer(1)
     elsewhere.validate(module, blobs(), verbose=False)
     for asked in (module.describe, lambda: module.export(client=7)):
-        with pytest.raises(UserError, match="once a run has begun"):
+        with pytest.raises(UserError, match="only after a run has begun"):
             asked()
     trainer(1).fit(module, blobs())
     told, weights = module.describe(), module.export(client=7).net[0].weight

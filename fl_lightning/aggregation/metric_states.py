@@ -117,9 +117,10 @@ def check_reset(learner: nn.Module, metric: Metric, name: str, before: dict[str,
     if not alike(before[name], outside(metric).get(name)):
         kind = type(metric).__name__
         raise UserError(
-            f"learner {type(learner).__name__}: its metric {kind} counts in {name}, which is no "
-            f"state of it (add_state) and which {kind}.reset() leaves as it is, so it would go on "
-            f"from client to client. Declare it with self.add_state({name!r}, "
+            f"learner {type(learner).__name__}: its metric {kind} counts in the attribute {name}. "
+            f"That is not one of its states (add_state), and {kind}.reset() does not reset it, so "
+            "one client's count would continue with the next client. Declare it with "
+            f"self.add_state({name!r}, "
             "default=torch.tensor(0), dist_reduce_fx='sum')."
         )
 

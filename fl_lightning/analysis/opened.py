@@ -80,8 +80,8 @@ def opened(path: Path) -> Opened:
         folder = [*with_config, path.parent][0]
     if not (folder / "config.yaml").is_file():
         raise UserError(
-            f"analyse {path}: neither a run's folder nor a checkpoint in one (there is no "
-            "config.yaml, which says what the data are). Give the folder of a run, such as runs/x, "
+            f"analyse {path}: this is neither a run's folder nor a checkpoint in one: there is no "
+            "config.yaml, which names the data. Give the folder of a run, such as runs/x, "
             "or runs/x/checkpoints/best.ckpt."
         )
     run = Run(folder, path if path.is_file() else None)

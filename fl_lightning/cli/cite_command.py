@@ -47,7 +47,9 @@ def main(argv: Sequence[str]) -> int:
     # If the file is not a config, it may fail as text, as YAML, or because of its content.
     except (YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"cite {run}: config.yaml is not that of a run ({reason}).") from None
+        raise UserError(
+            f"cite {run}: this config.yaml does not belong to a run ({reason})."
+        ) from None
     print(text)
     return 0
 

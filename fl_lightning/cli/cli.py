@@ -337,8 +337,8 @@ class CommandCLI(LightningCLI):
             if found:
                 way_out = f"Go on with it by fl-lightning fit {self.folder}, or"
             raise UserError(
-                f"--trainer.default_root_dir {self.folder}: this folder already holds a run, "
-                f"which is left as it is. {way_out} give another folder for a new run with these "
+                f"--trainer.default_root_dir {self.folder}: this folder already holds a run, and "
+                f"it was not changed. {way_out} give another folder for a new run with these "
                 "settings: --trainer.default_root_dir DIR."
             )
 
@@ -504,8 +504,8 @@ def _built(settings: dict[str, Any]) -> pl.Trainer:
         raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error
     if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
         raise UserError(
-            f"--trainer.strategy {settings['strategy']}: it starts its processes from within "
-            "Python, and what they train does not come back to the command line. "
+            f"--trainer.strategy {settings['strategy']}: this strategy starts its processes from "
+            "within Python, so the command line does not get the model that they train. "
             "Accepted: auto, federated."
         )
     return trainer

@@ -476,7 +476,7 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
             )
         raise UserError(
             f"{command} {prepared.run}: this run was made in Python, and its config.yaml lacks "
-            f"{', '.join(lacking)}, which only the program knows. Give it by options or by a "
+            f"{', '.join(lacking)}, which only your program can give. Give it by options or by a "
             f"config (-c FILE); or, in Python: {instead}."
         )
 

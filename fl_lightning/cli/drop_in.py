@@ -85,8 +85,9 @@ class FederatedCLI(LightningCLI):
         optimizer = self._get(self.config_init, "optimizer")
         if self._get(self.config_init, "lr_scheduler"):
             raise UserError(
-                "--lr_scheduler: it would step one optimizer, and each client has its own. Give "
-                "--federated.lr_decay, over rounds; or return a scheduler from the learner's "
+                "--lr_scheduler: it would step a single optimizer, but each client has its own. "
+                "Give --federated.lr_decay for a decay over rounds, or return a scheduler from the "
+                "learner's "
                 "configure_optimizers, with --federated.client_scheduler."
             )
         if optimizer:

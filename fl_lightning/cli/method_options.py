@@ -175,14 +175,14 @@ def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
         methods = ", ".join(map(class_name, items)) or "no method is given"
         options = listed(f"--method.{option}" for option in accepted)
         raise UserError(
-            f"--method.{key} {value}: no method of this run has {name!r} ({methods})."
+            f"--method.{key} {value}: no method of this run has the option {name!r} ({methods})."
             f"{suggest(name, accepted)} Accepted: {options or 'nothing; FedAvg has no settings'}."
         )
     if len(owners) > 1:
         names = list(map(class_name, owners))
         raise UserError(
-            f"--method.{key} {value}: {' and '.join(names)} both have {name!r}. "
-            f"Say which: {', '.join(f'--method.{each}.{key}' for each in names)}."
+            f"--method.{key} {value}: {' and '.join(names)} both have the option {name!r}. Name "
+            f"the one that you mean: {', '.join(f'--method.{each}.{key}' for each in names)}."
         )
     arguments = owners[0]["init_args"]
     if rest:

@@ -256,7 +256,7 @@ def _check_texts(learner: Any, facts: SampleFacts) -> None:
     if isinstance(cls, type) and issubclass(cls, TextLearner) and facts.shape is not None:
         raise UserError(
             f"model.learner: {cls.__name__} takes texts, but a sample of {facts.name} "
-            f"({facts.size}) is none. Use data of texts (-c data/text, -c data/multinli), or "
+            f"({facts.size}) is not a text. Use data of texts (-c data/text, -c data/multinli), or "
             "another learner."
         )
 
@@ -324,7 +324,7 @@ def _check_images(cls: Any, network: dict[str, Any], facts: SampleFacts) -> None
         if len(facts.shape) != 1:
             raise UserError(
                 f"{_AT}: {cls.__name__} takes texts, but a sample of {facts.name} ({facts.size}) "
-                "is none. Use MLP (-c model/mlp), or another network."
+                "is not a text. Use MLP (-c model/mlp), or another network."
             )
         return
     if len(facts.shape) != 3:

@@ -171,12 +171,12 @@ def _check(name: str, module: str, title: str, folder: Path) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*", name) or keyword.iskeyword(module):
         raise refuse(
             "a package's name is small letters, digits and single hyphens or underscores between "
-            "them, such as own-anchor, and no word of Python"
+            "them, such as own-anchor, and not a keyword of Python"
         )
     if f"method/{module}" in packaged():
         raise refuse(f"there is a config method/{module} already. Give another name")
     if folder.exists():
-        raise refuse(f"{folder.resolve()} exists already, and is left as it is")
+        raise refuse(f"{folder.resolve()} exists already, and was not changed")
     if find_spec(module) is not None:
         raise refuse(f"Python has a module {module} here already. Give another name")
     # This import is slow, and a typing error should be reported before it.
@@ -184,6 +184,6 @@ def _check(name: str, module: str, title: str, folder: Path) -> None:
 
     if title in names_of_ours():
         raise refuse(
-            f"its class would be {title}, and there is a class of this name already, which short "
-            "names would mean. Give another name"
+            f"its class would be {title}, but a class of this name exists already, and the short "
+            "name would mean that class. Give another name"
         )

@@ -121,7 +121,7 @@ class RunFolder(Checkpoint):
             self._card = self._record = None
             where = repr(str(self.folder))
             raise UserError(
-                f"RunFolder({where}): this folder already holds a run, which is left as it is. Go "
+                f"RunFolder({where}): this folder already holds a run, and it was not changed. Go "
                 f"on with it by trainer.fit(…, ckpt_path=RunFolder({where}).last), or give another "
                 "folder."
             )

@@ -85,9 +85,9 @@ def check_goes_on(loggers: Any, ids: dict[str, str], folder: Path) -> None:
             reason = " ".join(str(error).split())[:200]
         if reason:
             raise UserError(
-                f"MLFlowLogger: {folder} went on in MLflow's run {own}, which cannot be taken up "
-                f"in {logger._tracking_uri} ({reason.rstrip('.')}). Bring that store back, say by "
-                "MLFLOW_TRACKING_URI where it is, or go on without MLflow: -c logger/csv."
+                f"MLFlowLogger: {folder} continued MLflow's run {own}, but that run cannot be "
+                f"opened in {logger._tracking_uri} ({reason.rstrip('.')}). Restore that store, or "
+                "set MLFLOW_TRACKING_URI to its address, or go on without MLflow: -c logger/csv."
             )
 
 

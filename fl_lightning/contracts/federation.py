@@ -325,8 +325,8 @@ def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
             seen = texts[0] if texts else f"exit status {codes}"
             raise Failed(
                 f"a run in {world} processes failed: {seen}",
-                "server hooks run in every process and must do the same there: what the server "
-                "needs of all clients goes through Upload or staged()",
+                "server hooks run in every process and must do the same there: read values of all "
+                "clients only through Upload or staged()",
             )
         together: Outcome = {}
         # If several processes have an entry, use that of the first process.

@@ -259,8 +259,9 @@ def untouched_self(method: Method) -> None:
         if changed:
             raise Failed(
                 f"{hook} set or changed {', '.join(changed)}",
-                "hooks that take clients run in several threads with different clients: keep it in "
-                "Scratch (a round) or ClientState (for good), as self.name[clients]",
+                "hooks that take clients run in several threads with different clients: keep the "
+                "value in Scratch (for one round) or in ClientState (for the whole run), as "
+                "self.name[clients]",
             )
         return returned
 

@@ -303,7 +303,8 @@ def declared(method: Method) -> None:
         )
     except Exception as error:
         raise Failed(
-            f"{names} changed during the run, is not declared, and is needed later: {where(error)}",
+            f"{names} changed during the run and is needed later, but is not declared as a state: "
+            f"{where(error)}",
             hint,
         ) from error
     require_same(

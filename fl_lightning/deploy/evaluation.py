@@ -68,7 +68,7 @@ def unpacked(
         return there, modes
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise UserError(
-            f"site {answer.site}: what it measured of its clients {list(clients)} is not what it "
-            f"was asked for ({type(error).__name__}: {str(error)[:100]}). Both need the same "
+            f"site {answer.site}: its measurements of its clients {list(clients)} do not match the "
+            f"server's question ({type(error).__name__}: {str(error)[:100]}). Both need the same "
             "config and version."
         ) from error

@@ -120,10 +120,10 @@ class SiteRows:
         if committed == t:
             return None
         raise UserError(
-            f"site folder {self.folder}: the server goes on from round {t} of client {client}, and "
-            f"the site has its rows of rounds {sorted({committed, here} - {-2})} alone (-1: none "
-            "yet). The server's checkpoint and the folder have to be of the same run, the "
-            "checkpoint its last; or begin another run."
+            f"site folder {self.folder}: the server resumes client {client} after round {t}, but "
+            f"the site has this client's rows only of rounds {sorted({committed, here} - {-2})} "
+            "(-1: none yet). Resume from the last checkpoint of the run that this folder belongs "
+            "to, or begin another run."
         )
 
     def _adopt(self, client: int, t: int, names: list[str]) -> None:

@@ -122,7 +122,7 @@ def number_in(folder: Path, begins: int) -> int:
         if begins:
             raise UserError(
                 f"--run-config folder={str(folder)!r}: the run in it trained {begins} rounds "
-                "without sites, which have no rows of its clients. Give another folder."
+                "without sites, so the sites have no rows of its clients. Give another folder."
             ) from None
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise UserError(
@@ -145,7 +145,7 @@ def refuse_methods(callbacks: list[Any]) -> None:
     for callback in callbacks:
         if what := getattr(callback, "not_over_sites", ""):
             raise UserError(
-                f"method: {type(callback).__name__} needs {what} at the server, and they stay at "
+                f"method: {type(callback).__name__} needs {what} at the server, but they stay at "
                 "the sites. Leave it out, or simulate with `fl-lightning fit`."
             )
 
@@ -159,8 +159,8 @@ def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
     refuse_methods(callbacks)
     if loop.settings.asynchronous is not None:
         raise UserError(
-            "asynchronous: sites train when the server asks them to, round by round; a simulated "
-            "order of arrivals is for `fl-lightning fit`. Leave it out."
+            "asynchronous: sites train when the server asks them to, round by round; only "
+            "`fl-lightning fit` simulates an order of arrivals. Leave this option out."
         )
     if world_size() > 1:
         raise UserError(

@@ -355,8 +355,8 @@ class AtSiteLedger(Ledger):
     def server_state(self, key: str, declaration: Declaration) -> Tensor:
         if key not in self.round.server_states:
             raise UserError(
-                f"method: {key} is read in a hook that takes clients and is not sent to them, so "
-                "sites do not have it. Declare it as ServerState(sent=True)."
+                f"method: {key} is read in a hook that takes clients, but it is not sent to "
+                "clients, so sites do not have it. Declare it as ServerState(sent=True)."
             )
         return super().server_state(key, declaration)
 

@@ -81,8 +81,8 @@ class Sites:
             self.decode = callback.decode
         elif callback is not None:
             loop.note(
-                f"{type(callback).__name__} has no encode and decode: what its clients send "
-                "travels as whole vectors"
+                f"{type(callback).__name__} has no encode and decode: its clients send whole "
+                "vectors"
             )
 
     def wait_for(self, number: int) -> None:
@@ -195,7 +195,7 @@ class Sites:
             other = self.holder.get(client, site)
             if other != site:
                 raise UserError(
-                    f"clients: client {client} is held by two sites, {other} and {site}. Give "
+                    f"clients: two sites, {other} and {site}, have client {client}. Give "
                     "each client to one site (--node-config 'clients=\"0,3\"')."
                 )
             self._check_samples(site, client, place, answer)
@@ -276,7 +276,7 @@ class Sites:
         if leaf_of:
             self.loop.note(
                 f"round {round.t}: clients {sorted(leaf_of)} dropped: their sites did not answer "
-                f"within timeout={self.timeout:g} s, or told other numbers of samples meanwhile"
+                f"within timeout={self.timeout:g} s, or reported other numbers of samples"
             )
         for client, leaf in leaf_of.items():
             collect(leaf, Brought(client, None))
@@ -477,8 +477,8 @@ class Sites:
             return None
         raise UserError(
             "PerClientEvaluation: no client has test samples of its own at its site: give "
-            "client_test_fraction in the sites' data (0.25, say: the share of its samples that "
-            "each client holds out), or leave it out."
+            "client_test_fraction in the sites' data (for example 0.25: each client holds out this "
+            "share of its samples), or leave it out."
         )
 
     def _brought(self, answer: Message, client: int, round: Round) -> Brought:
@@ -492,8 +492,8 @@ class Sites:
             home = travel.unpacked_client(answer, client, round, whole, self.decode)
         except (KeyError, ValueError, RuntimeError, IndexError) as error:
             raise UserError(
-                f"site {answer.site}: what it sent of client {client} in round {round.t} does not "
-                f"fit the server's config ({type(error).__name__}: {str(error)[:100]}). Both need "
+                f"site {answer.site}: its results of client {client} in round {round.t} do not fit "
+                f"the server's config ({type(error).__name__}: {str(error)[:100]}). Both need "
                 "the same config and version."
             ) from error
         # Do not rely on the site's report: check the update here.

@@ -126,7 +126,8 @@ def unpacked(data: bytes, site: str) -> Message:
         return Message(str(header["what"]), site, numbers, arrays)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(
-            f"site {site}: what came is no message of fl-lightning ({str(error)[:100]}). Both ends "
+            f"site {site}: the data that arrived are not a message of fl-lightning "
+            f"({str(error)[:100]}). Both ends "
             "need the same version of fl-lightning."
         ) from error
 

@@ -102,7 +102,9 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
             text = f"are {_list(ours)}, and the server's {_list(theirs)}"
         mended = "Its table needs them" if lacks and kind == "column_names" else ""
         mended = mended or f"Give the server's by data.init_args.{option} in site.yaml"
-        raise UserError(f"this site's {what} {text}: they are taken by their places. {mended}.")
+        raise UserError(
+            f"this site's {what} {text}: the run identifies them by their positions. {mended}."
+        )
 
 
 def _list(names: list[str]) -> str:

@@ -66,7 +66,8 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
         except MisconfigurationException:
             raise UserError(
                 f"model.accumulate: the number of samples in a batch of {learner} cannot be read "
-                "from it, and the batches of a step are weighed by that. Let training_step "
+                "from the batch, but the run weights the batches of a step by that number. Let "
+                "training_step "
                 'return {"loss": loss, "count": number}, where loss is a mean over that number.'
             ) from None
     count = output["count"]

@@ -130,16 +130,16 @@ def take_over(trainer: Any) -> None:
         name = type(callback).__name__
         if looks(callback, END):
             raise UserError(
-                f"callback {name} looks at the batch in on_train_batch_end, which in a federated "
-                "run is called once a round and has no batch of a client's. Look at it in "
-                "on_train_batch_start, which is called with each client's batches, or in the "
+                f"callback {name} reads the batch in on_train_batch_end. In a federated run this "
+                "hook is called once per round, without a client's batch. Read the batch in "
+                "on_train_batch_start, which gets each client's batches, or in the "
                 "learner's own on_train_batch_end."
             )
         if isinstance(callback, FederatedCallback) and looks(callback, START):
             raise UserError(
-                f"callback {name} looks at the batch in on_train_batch_start, where a "
-                "FederatedCallback has none: override local_batch(client, batch), which gives "
-                "the batch that the client trains on."
+                f"callback {name} reads the batch in on_train_batch_start, but a FederatedCallback "
+                "gets no batch there. Override local_batch(client, batch), which returns the batch "
+                "that the client trains on."
             )
     trainer.callbacks = [
         View(c, **{START: partial(elsewhere, c)}) if looks(c, START) else c

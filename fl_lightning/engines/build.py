@@ -157,9 +157,9 @@ def check_stacked(situation: Situation) -> None:
     method = situation.work.methods.look
     if method and situation.engine == "stacked":
         raise UserError(
-            f"engine='stacked' cannot train with {method}, which looks at what the learner's "
-            "modules give in one client's step (taps, local_loss, local_output), and stacked "
-            "clients take one step together. Use engine='auto', 'concurrent' or 'sequential'."
+            f"engine='stacked' cannot train with {method}, which reads the outputs of the "
+            "learner's modules in one client's step (taps, local_loss, local_output), but stacked "
+            "clients take each step together. Use engine='auto', 'concurrent' or 'sequential'."
         )
 
 
@@ -307,15 +307,15 @@ def beside(
     if one_by_one is not None:
         way_out = ", or keep such state in a buffer" if one_by_one.keeps else ""
         raise UserError(
-            f"engine='concurrent' cannot train {name}: {one_by_one.text}. Clients side by side "
-            "share the process's random generators and each has its own copy of the learner, so "
-            "results would depend on which copy trained which client. Use engine='sequential' (or "
+            f"engine='concurrent' cannot train {name}: {one_by_one.text}. Parallel clients share "
+            "the process's random generators and use several copies of the learner, so results "
+            "would depend on which copy trained which client. Use engine='sequential' (or "
             f"'auto'){way_out}."
         )
     note(
-        f"engine='concurrent' was asked for: first steps of {name} were looked at, and it is not "
-        "proven, as under engine='auto', that a client leaves the same bits whichever copy trains "
-        "it; state that it keeps outside its buffers (an own generator, a counter) would make "
+        f"you asked for engine='concurrent', so only first steps of {name} were tried. Unlike "
+        "engine='auto', that does not prove that each copy of the learner trains a client to the "
+        "same bits. If the learner keeps state outside its buffers (its own generator, a counter), "
         "results depend on chance"
     )
     return plan

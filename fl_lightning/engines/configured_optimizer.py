@@ -246,8 +246,8 @@ def check_scheduler(
     by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau
     if factory is not None:
         raise UserError(
-            f"{option} steps the lr scheduler of the learner's configure_optimizers, and "
-            "client_optimizer takes that one's place. Leave out one of the two."
+            f"{option} steps the lr scheduler of the learner's configure_optimizers, but "
+            "client_optimizer replaces that optimizer. Leave out one of the two."
         )
     if not schedulers:
         raise UserError(
@@ -257,12 +257,12 @@ def check_scheduler(
     if any(isinstance(scheduler, by_metric) for scheduler, _ in schedulers):
         raise UserError(
             f"{option}: ReduceLROnPlateau steps by a metric, which is not known before the run. "
-            "Use a scheduler that counts, or client_scheduler='ignore' with lr_decay."
+            "Use a scheduler that counts steps, or client_scheduler='ignore' with lr_decay."
         )
     if overrides(learner, "lr_scheduler_step"):
         raise UserError(
-            f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by what "
-            "only plain training knows. Remove that hook, or use client_scheduler='ignore'."
+            f"{option}: learner {name} steps its scheduler itself (lr_scheduler_step), by values "
+            "that only plain training has. Remove that hook, or use client_scheduler='ignore'."
         )
 
 

@@ -411,9 +411,8 @@ class LearnerCopy:
         if not isinstance(loss, Tensor):
             raise TypeError(
                 f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; "
-                "it has to return the loss, a scalar tensor, or a dict with 'loss'. A step "
-                "cannot be skipped: where there is nothing to learn from, return a zero loss (0 "
-                "* loss)"
+                "it has to return the loss, a scalar tensor, or a dict with 'loss'. A step cannot "
+                "be skipped: if a batch has nothing to learn from, return a zero loss (0 * loss)"
             )
         return loss
 

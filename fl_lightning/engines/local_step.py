@@ -265,7 +265,7 @@ class LocalStep:
         """∇ℓ(x; the present batch) ``(n, D)``; generators, logs and buffers stay as they are."""
         if not self.remembers:
             raise RuntimeError(
-                "clients.gradient_at is called from a client's first local step on, or not at all"
+                "a hook calls clients.gradient_at in a client's first local step or never"
             )
         present_state: RandomState | None = None
         present_buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}

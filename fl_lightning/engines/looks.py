@@ -103,7 +103,7 @@ class Looks:
         """What a method's taps give at x, on the present batch; nothing is left of the pass."""
         if self.latest is None:
             raise RuntimeError(
-                "clients.seen_at is there in local_loss, and in the hooks of a local step"
+                "clients.seen_at may be called only in local_loss and in the hooks of a local step"
             )
         taps = self.taps.get(method)
         if not taps:
@@ -182,14 +182,15 @@ def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> N
         other = by_path.setdefault(tap.path, tap)
         if other is not tap:
             raise UserError(
-                f"method: {other} and {tap} both decide what the module {tap.path!r} gives (the "
-                "hook `local_output`), which one tap of a run can do. Keep one of them."
+                f"method: {other} and {tap} both replace the output of the module {tap.path!r} "
+                "(the hook `local_output`), but only one tap of a run may do that. Keep one of "
+                "them."
             )
     for method in owners:
         if all(tap.method != method for tap in by_path.values()):
             raise UserError(
-                f"method: {method} has the hook `local_output`, and its `taps` name no output of a "
-                "module, such as {'logits': 'last'}."
+                f"method: {method} has the hook `local_output`, but its `taps` do not name the "
+                "output of a module, such as {'logits': 'last'}."
             )
 
 
@@ -208,8 +209,8 @@ def check_classes(method: str, batch: Any) -> None:
     elif isinstance(labels, Tensor):
         found = f"batch[1] has the shape {tuple(labels.shape)} and is {labels.dtype}"
     raise UserError(
-        f"method: {method} takes batches (x, y) whose labels y are class indices, one integer a "
-        f"sample, and here {found}. Mixed or soft labels are not accepted; use another method."
+        f"method: {method} takes batches (x, y) whose labels y are class indices, one integer per "
+        f"sample, but here {found}. Mixed or soft labels are not accepted; use another method."
     )
 
 
@@ -231,8 +232,8 @@ def check_logits(taps: list[Tap], seen: Mapping[Tap, Any], labels: Tensor) -> No
             raise UserError(
                 f"method: {tap}: the module {tap.path!r} gives {shape}, and logits are "
                 f"({len(labels)}, C) with C from {classes} here, the labels of a batch. 'last' is "
-                "the module that the learner registers last: assign the one that classifies after "
-                "all others in its __init__, or name it in a subclass's taps."
+                "the module that the learner registers last. In its __init__, assign the module "
+                "that classifies after all others, or name it in the taps of a subclass."
             )
 
 

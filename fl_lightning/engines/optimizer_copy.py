@@ -76,9 +76,10 @@ def check_alone(optimizer: Optimizer) -> None:
         if getattr(optimizer, f"_optimizer_{name}s", None):
             raise UserError(
                 f"client_optimizer: {kind} has hooks of its steps (register_{name}). Each client "
-                "steps with a copy, often over one vector of all parameters, which does not call "
-                "them. Remove them; the learner's on_before_optimizer_step sees the gradients of "
-                "each step, its on_train_batch_end the model after it."
+                "steps with a copy of the optimizer, often over one vector of all parameters, and "
+                "the copy does not call these hooks. Remove them. The learner's "
+                "on_before_optimizer_step sees the gradients of each step, and its "
+                "on_train_batch_end sees the model after it."
             )
     for name, value in own_attributes(optimizer).items():
         for held in inside(value, DEPTH):

@@ -288,8 +288,8 @@ def check_tied(trial: DryRun) -> None:
     for name, parameter, view in zip(copy.layout, copy.parameters, views, strict=True):
         if parameter.data_ptr() != view.data_ptr():
             raise UserError(
-                f"learner {type(copy.learner).__name__}: its training_step assigns another tensor "
-                f"to the trainable parameter {name} (its data), which would then no longer be "
+                f"learner {type(copy.learner).__name__}: its training_step assigns a new tensor to "
+                f"the data of the trainable parameter {name}, so the parameter would no longer be "
                 "trained. Change it in place (…data.copy_(…), …data.clamp_(…)), or freeze it "
                 "(requires_grad_(False)) if only your code moves it."
             )

@@ -68,8 +68,8 @@ class StepHooks:
         if self.learner.on_train_batch_start(batch, index) == -1:
             raise UserError(
                 f"learner {type(self.learner).__name__}: on_train_batch_start returned -1, which "
-                "ends an epoch of plain training; a client's number of local steps is fixed "
-                "before the round. Set local_steps or local_epochs instead."
+                "ends an epoch in plain training. In a federated run a client's number of local "
+                "steps is fixed before the round. Set local_steps or local_epochs instead."
             )
 
     def backward(self, loss: Tensor, first: bool) -> Gradients:

@@ -59,9 +59,9 @@ class StepLogs:
         kind = reduction(self.learner, name, reduce_fx)
         if self.kinds.setdefault(name, kind) != kind:
             raise UserError(
-                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}), and "
-                f"elsewhere reduce_fx={self.kinds[name]!r}: one name has one reduction. Log it "
-                "under two names."
+                f"learner {self.learner}: self.log({name!r}, reduce_fx={reduce_fx!r}), but another "
+                f"call gave reduce_fx={self.kinds[name]!r}. Each name has one reduction, so log "
+                "the values under two names."
             )
 
     def add(self, name: str, values: list[Tensor]) -> None:

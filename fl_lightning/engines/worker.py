@@ -203,7 +203,7 @@ def begin(work: Work, group: ClientGroup) -> None:
     methods.run("on_local_start", Clients(group))
     if group.x._version != version and not methods.move_starts:
         raise TypeError(
-            "an on_local_start changed clients.x, and its class has moves_start = False"
+            "a method's on_local_start changed clients.x, but its class has moves_start = False"
         )
     # Do this after the methods, which may have moved resting coordinates.
     group.put_to_rest(at_zero)

@@ -121,8 +121,9 @@ class Hessian:
         for name, g, other in zip(copy.layout, gradients, by_backward, strict=True):
             if g is None and other is not None:
                 raise RuntimeError(
-                    f"the gradient of {name} comes from a backward within the backward, which does "
-                    "not support it; of activation checkpointing use_reentrant=False does"
+                    f"the gradient of {name} comes from a backward call inside a backward pass, "
+                    "which does not support second derivatives; activation checkpointing supports "
+                    "them with use_reentrant=False"
                 )
 
 

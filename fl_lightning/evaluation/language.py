@@ -47,13 +47,13 @@ class LanguageMeasurement(Measurement):
         name = type(self).__name__
         if not hasattr(pl_module.learner, self.asks):
             raise UserError(
-                f"{name} needs a learner with the method {self.asks}, such as "
-                f"CausalLanguageModel, and here it is {type(pl_module.learner).__name__}. Leave "
+                f"{name} needs a learner with the method {self.asks}, such as CausalLanguageModel, "
+                f"but the learner is {type(pl_module.learner).__name__}. Leave "
                 f"{name} out, or give the learner that method."
             )
         if getattr(trainer.datamodule, "encoder", None) is None:
             raise UserError(
-                f"{name} turns texts into tokens as the data do, and "
+                f"{name} uses the tokenizer of the data, but "
                 f"{type(trainer.datamodule).__name__} has no tokenizer (attribute `encoder`). Use "
                 "InstructionTuning, LanguageModelling or TextClassification."
             )
@@ -61,7 +61,7 @@ class LanguageMeasurement(Measurement):
         lengths = self.lengths(trainer.datamodule.encoder)
         if longest is not None and max(lengths) > longest:
             raise UserError(
-                f"{self.place(lengths.index(max(lengths)))} takes {max(lengths)} tokens, and the "
+                f"{self.place(lengths.index(max(lengths)))} has {max(lengths)} tokens, but the "
                 f"network takes at most {longest} (config.max_position_embeddings). Shorten the "
                 "record, or leave it out."
             )

@@ -42,7 +42,7 @@ class Measurement(FederatedCallback):
         if any(has_base(c, "StochasticWeightAveraging") for c in trainer.callbacks):
             pl_module.note(
                 "StochasticWeightAveraging puts its average in place after the last round, so the "
-                "exported model is another than those that are validated and measured (val/…, "
+                "exported model differs from those that are validated and measured (val/…, "
                 "clients/…, global/…, hessian/…). Measure it with trainer.validate(module, data)"
             )
 

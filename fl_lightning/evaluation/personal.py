@@ -75,9 +75,9 @@ class PersonalModels:
         round = replace(self.round, ids=[client])
         if round.read(AT_SITES, client) is not None:
             raise UserError(
-                f"client {client}: what it keeps for itself is at its site, and this run is the "
-                "server's, so its own model cannot be made here. Without `client` it is the model "
-                "that all share."
+                f"client {client}: its personal state is at its site, and this is the server's "
+                "run, so the client's own model cannot be computed here. Leave out `client` to get "
+                "the model that all clients share."
             )
         # The parts that a client keeps are those with which the next round would begin.
         start = round.evaluated
@@ -104,8 +104,8 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
     """
     if run.loop is None:
         raise UserError(
-            "personal models are there once a run has begun: after trainer.fit, or in its "
-            "callbacks."
+            "personal models exist only after a run has begun. Ask for them after trainer.fit, or "
+            "in a callback."
         )
     facts = run.loop.round_at(max(run.state.rounds - 1, 0))
     vector, buffers = evaluated(run.model, trainer)

@@ -167,7 +167,8 @@ def check_products(layout: Any, asking: str) -> None:
     if why := why_no_product(layout):
         raise UserError(
             f"method: {asking} computes with B·A of each adapter, and {why}. Use LoRA on linear "
-            "layers without these options, or a method that averages A and B apart, such as FedIT "
+            "layers without these options, or a method that averages A and B separately, such as "
+            "FedIT "
             "(--config method/fedit)."
         )
 
@@ -201,8 +202,8 @@ def check_there(layout: Any, asking: str) -> None:
     """
     if not layout.adapters:
         raise UserError(
-            f"method: {asking} is for adapters (LoRA), and none of the learner's trainable "
-            "parameters are: a pair is called lora_A and lora_B. Wrap the network before it is "
+            f"method: {asking} is for adapters (LoRA), but the learner has none: no trainable "
+            "parameters are called lora_A and lora_B. Wrap the network before it is "
             "given to the run: network = peft.get_peft_model(network, peft.LoraConfig(r=8, "
             "target_modules=[…])). CausalLanguageModel and TextClassifier do so by --model.learner."
             "lora '{r: 8, target_modules: […]}'."

@@ -100,9 +100,11 @@ class BufferPolicy:
         more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
         note(
             f"buffers: {self.learner} changes {', '.join(names[:SHOWN])}{more} in its local "
-            "steps, and the name tells neither statistics of a normalisation layer nor a "
-            "counter: the server's stays as it is, and clients start each round from it. Say "
-            f"what it is with buffers={{{names[0]!r}: 'average'}} (integers: the maximum), 'keep' "
+            "steps, and the buffer's name is neither that of a normalisation layer's statistic nor "
+            "that of "
+            "a counter. So the server keeps its value, and clients start each round from it. To "
+            f"change that, give buffers={{{names[0]!r}: 'average'}} (integers: the maximum), "
+            "'keep' "
             "or 'own' (each client keeps its own)"
         )
 

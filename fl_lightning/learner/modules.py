@@ -42,8 +42,9 @@ def check_gradient_hooks(learner: nn.Module) -> None:
     if name:
         raise UserError(
             f"learner {type(learner).__name__}: since the run began, {name} has a hook on its "
-            "gradient (register_hook, register_post_accumulate_grad_hook), which the copies of "
-            "the learner that train clients side by side do not have. Register it in __init__, "
+            "gradient (register_hook, register_post_accumulate_grad_hook), and the copies of the "
+            "learner that train clients in parallel do not have that hook. Register it in "
+            "__init__, "
             "setup or on_fit_start, or use engine='sequential'."
         )
 

@@ -49,8 +49,8 @@ def check_learner_parameters(learner: nn.Module) -> None:
     for one, other in sharing(learner):
         raise UserError(
             f"learner {type(learner).__name__}: {one} and {other} are two tensors over the same "
-            "memory, which a federated run would silently take apart, as each parameter gets a "
-            "place in one vector. Make them one Parameter (b.weight = a.weight, not a new "
+            "memory. A federated run would silently separate them, because each parameter gets its "
+            "own place in one vector. Make them one Parameter (b.weight = a.weight, not a new "
             "nn.Parameter over its data), or give each its own (clone())."
         )
 
@@ -150,6 +150,6 @@ def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
 def replaced(learner: nn.Module, name: str) -> UserError:
     return UserError(
         f"learner {type(learner).__name__}: a new Parameter was assigned to {name} in a step or "
-        "hook. It would be no part of the model that clients train and the server averages. "
+        "hook. It would not be part of the model that clients train and the server averages. "
         "Change it in place (….data.copy_(…)), or make it in __init__, setup or configure_model."
     )

@@ -94,14 +94,14 @@ class Seen(dict[Tap, Any]):
         for tap in taps:
             if tap not in self:
                 raise UserError(
-                    f"method: {tap}: this local step does not call the module, or without a "
-                    "positional input, so there is nothing to see. Every step has to."
+                    f"method: {tap}: this local step does not call the module with a positional "
+                    "input, so the tap gets no value. Call it in every step."
                 )
             if versions(self[tap]) != self._versions[tap]:
                 raise UserError(
-                    f"method: {tap}: what it gives is changed in place afterwards, by the module "
-                    "behind it (ReLU(inplace=True), say) or by a local_output, and so is lost. Tap "
-                    "what comes of it, or compute it out of place."
+                    f"method: {tap}: a later module (such as ReLU(inplace=True)) or a local_output "
+                    "changes its output in place, so the value is lost. Tap the later module, or "
+                    "do not work in place."
                 )
         return {tap.name: self[tap] for tap in taps}
 
@@ -175,7 +175,7 @@ def check_called(taps: Iterable[Tap], called: Mapping[str, bool]) -> None:
             names = [path for path in called if path]
             which = "this module" if tap.path else "the learner's own forward"
             raise UserError(
-                f"method: {tap}: a local step does not call {which}, so there is nothing to see."
+                f"method: {tap}: a local step does not call {which}, so the tap gets no output."
                 f"{suggest(tap.path, names)} {these(names)}"
             )
         if tap.entering and not called[tap.path]:

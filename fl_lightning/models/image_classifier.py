@@ -104,9 +104,9 @@ class ImageClassifier(pl.LightningModule):
 def _loss(logits: Tensor, y: Tensor) -> Tensor:
     if y.is_floating_point() and y.shape != logits.shape:
         raise UserError(
-            f"ImageClassifier: the targets are numbers, {y.dtype} of shape {tuple(y.shape)}, and "
-            "it learns classes, which are whole numbers from 0. For numbers give a learner whose "
-            "loss is for them."
+            f"ImageClassifier: the targets are {y.dtype} of shape {tuple(y.shape)}, but this "
+            "learner needs classes, which are whole numbers from 0. For regression use a learner "
+            "with a loss for numbers."
         )
     return cross_entropy(logits, y)
 
@@ -122,8 +122,8 @@ def built_network(network: Any, learner: str) -> Any:
     cls = getattr(sys.modules.get(module), name, None)
     if not (isinstance(cls, type) and issubclass(cls, nn.Module)):
         raise UserError(
-            f"{learner}: its network is to be a {network['class_path']}, which is no network "
-            f"that was imported. Where you trust {module or 'its module'}, import it first; or "
+            f"{learner}: its network is a {network['class_path']}, a class that has not been "
+            f"imported. If you trust {module or 'its module'}, import it first; or "
             "give load_from_checkpoint(…, network=…)."
         )
     arguments = dict(network.get("init_args") or {})

@@ -130,8 +130,8 @@ class NextToken(Predictions):
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         if tokens.ndim != 2 or tokens.is_floating_point():
             raise UserError(
-                f"NextToken: x is {tokens.dtype} of shape {tuple(tokens.shape)}, and it learns "
-                "texts, whose x are tokens (n, length + 1). For classes of other data use "
+                f"NextToken: x is {tokens.dtype} of shape {tuple(tokens.shape)}, but this learner "
+                "needs texts, whose x are tokens (n, length + 1). For classes of other data use "
                 "ImageClassifier."
             )
         return self(tokens[:, :-1]), tokens[:, 1:].long()

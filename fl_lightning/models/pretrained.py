@@ -201,7 +201,7 @@ def _read(
         # The library and its file formats raise many kinds of errors.
         raise UserError(
             f"{wanted_by}: the network in path {str(path)!r} cannot be read ({_short(error)}). The "
-            "folder has to hold config.json and the weights, whole, of an architecture that "
+            "folder must hold config.json and complete weights of an architecture that "
             "transformers knows."
         ) from error
     finally:
@@ -241,7 +241,8 @@ def _with_lora(
 ) -> nn.Module:
     if trainable is not None:
         raise UserError(
-            f"{wanted_by}: lora and trainable both say what is trained; give one of them (lora's "
+            f"{wanted_by}: lora and trainable both choose the parameters to train; give one of "
+            "them (lora's "
             "modules_to_save names further modules to train)."
         )
     peft = optional("peft", "lora", f"{wanted_by} with lora")
@@ -261,8 +262,8 @@ def _freeze(made: nn.Module, wanted_by: str, trainable: Sequence[str]) -> None:
     for pattern in trainable:
         if not any(fnmatchcase(name, pattern) for name in names):
             raise UserError(
-                f"{wanted_by}: trainable has {pattern!r}, but no parameter of the network is "
-                f"called so: there are {', '.join(names)[:200]}, ….{suggest(pattern, names)}"
+                f"{wanted_by}: trainable has {pattern!r}, but no parameter of the network has such "
+                f"a name: there are {', '.join(names)[:200]}, ….{suggest(pattern, names)}"
             )
     for name, parameter in made.named_parameters():
         parameter.requires_grad_(any(fnmatchcase(name, pattern) for pattern in trainable))

@@ -241,7 +241,9 @@ def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
     try:
         "".join(map(str, entry.values())).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where}: it holds text that no file can (a lone surrogate).") from None
+        raise UserError(
+            f"{where}: it holds text that cannot be written to a file (a lone surrogate)."
+        ) from None
     missing = [key for key in required if entry.get(key) is None]
     if kind == "trend" and entry.get("over") == "layers" and not entry.get("arm"):
         missing.append("arm")

@@ -155,8 +155,8 @@ def _formats(text: str) -> list[str]:
     for name in formats:
         if name not in FORMATS:
             raise UserError(
-                f"report --figures {text}: {name!r} is none of {', '.join(FORMATS)}. "
-                "Accepted: some of these with commas between, or none."
+                f"report --figures {text}: {name!r} is not one of {', '.join(FORMATS)}. Accepted: "
+                "one or more of these with commas between, or the word none."
             )
     return formats
 
@@ -171,8 +171,8 @@ def _targets(text: str) -> list[str]:
             finite = False
         if not finite:
             raise UserError(
-                f"report --targets {text}: {target!r} is no number. "
-                "Accepted: numbers, such as 0.8,0.9."
+                f"report --targets {text}: {target!r} is not a number. Accepted: numbers, such as "
+                "0.8,0.9."
             )
     return targets
 

@@ -188,8 +188,9 @@ def _refuse_other_partition(a: ReportedRun, b: ReportedRun) -> None:
     if ours != theirs:
         raise UserError(
             f"report: {a.folder} and {b.folder} both have seed {a.seed} but other partitions of "
-            f"the data ({ours} and {theirs}), so they are no pair: the split, not the method, "
-            "could make the difference. Compare runs with the same --data options and seed."
+            f"the data ({ours} and {theirs}), so they are not a pair: the difference could come "
+            "from the split and not from the method. Compare runs with the same --data options and "
+            "seed."
         )
 
 
@@ -291,9 +292,9 @@ def _refuse_other_axes(claim: Claim, found: Found, arms: Sequence[str], values: 
         )
     if len(arms) > values:
         raise UserError(
-            f"report: claim {claim.id} is a trend over {claim.over}, and several arms have one "
-            f"value of it ({', '.join(arms)}). Sweep nothing else beside it, or name the method "
-            "as arm."
+            f"report: claim {claim.id} is a trend over {claim.over}, but several arms have the "
+            f"same value of it ({', '.join(arms)}). Sweep only this axis, or give the method as "
+            "arm."
         )
 
 

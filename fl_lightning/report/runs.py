@@ -186,8 +186,8 @@ def find(folders: Sequence[Path]) -> Found:
         if other is not run:
             raise UserError(
                 f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed "
-                f"{run.seed}. An arm has one run a seed. Leave one of them out, or compare two "
-                "settings by a sweep, which names its arms."
+                f"{run.seed}. An arm has one run per seed. Leave out one of them, or compare two "
+                "settings in a sweep, which names its arms."
             )
     return found
 
@@ -274,7 +274,9 @@ def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
     try:
         json.dumps(record, ensure_ascii=False).encode()
     except UnicodeEncodeError:
-        raise UserError(f"{where} holds text that no file can (a lone surrogate).") from None
+        raise UserError(
+            f"{where} holds text that cannot be written to a file (a lone surrogate)."
+        ) from None
     if not isinstance(record.get("command") or [], list):
         raise UserError(f"{where} has command {record['command']!r}. Accepted: a list of words.")
 
@@ -305,17 +307,15 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
         return {"round": np.empty(0)}
     names, rows = read_rows(path, complete=status in FINISHED)
     if twice := [name for name, times in Counter(names).items() if times > 1]:
-        raise UserError(
-            f"report {folder}: {path} has two columns {twice[0]!r}, and which is meant is not "
-            "known. Remove one."
-        )
+        raise UserError(f"report {folder}: {path} has two columns {twice[0]!r}. Remove one.")
     columns = {"round": np.empty(0)}
     for name in names:
         try:
             column = np.array([float(row[name] or "nan") for row in rows], dtype=float)
         except ValueError as error:
             raise UserError(
-                f"report {folder}: {path} holds what is no number ({error}). Mend or remove the "
+                f"report {folder}: {path} holds a value that is not a number ({error}). Mend or "
+                "remove the "
                 "file."
             ) from None
         # An empty cell means that nothing was measured; "nan" was measured, and is as bad as
@@ -326,7 +326,7 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
     # Sums over rounds and look-ups of a round rely on the order of rounds.
     if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
         raise UserError(
-            f"report {folder}: the rounds in {path} do not ascend, one row each. "
+            f"report {folder}: the rounds in {path} do not ascend with one row per round. "
             "Mend or remove the file."
         )
     return columns
@@ -355,7 +355,7 @@ def _sweep(folder: Path) -> ReportedSweep:
         if states:
             reason = f"none of its {len(states)} runs has begun"
         raise UserError(
-            f"report {folder}: no run is here: {reason}. Give the folder of a run that "
+            f"report {folder}: there is no run here: {reason}. Give the folder of a run that "
             "`fl-lightning fit` made, or of a sweep."
         )
     places = sorted(paths, key=lambda place: (order.get(place, len(order)), _natural(place)))

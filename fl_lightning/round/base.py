@@ -92,7 +92,7 @@ class BoundBase(Mapping[str, Tensor]):
     def _weights(self) -> BaseWeights:
         weights: BaseWeights | None = self._callback._ledger.base_weights
         if weights is None:
-            raise RuntimeError("a base is known in a run, in hooks that take server")
+            raise RuntimeError("self.base can be read only during a run, in hooks that take server")
         return weights
 
     def __getitem__(self, name: str) -> Tensor:
@@ -115,7 +115,9 @@ class BoundBase(Mapping[str, Tensor]):
         ledger = self._callback._ledger
         who = f"method: {type(self._callback).__name__}.{self._base.name}.add"
         if not ledger.takes_additions:
-            raise RuntimeError(f"{who} is called from on_updates to on_server_update")
+            raise RuntimeError(
+                f"{who} may be called only in the hooks from on_updates to on_server_update"
+            )
         value = self._weights.values.get(name)
         if value is None:
             raise UserError(
@@ -129,7 +131,7 @@ class BoundBase(Mapping[str, Tensor]):
         if not fits:
             shapes = [tuple(each.shape) for each in (left, right) if each is not None]
             raise UserError(
-                f"{who}: {name} is {tuple(value.shape)}, and was given "
+                f"{who}: {name} is {tuple(value.shape)}, but was given "
                 f"{' and '.join(map(str, shapes))}. Give left (out, R) and right (R, in), or one "
                 "tensor of the weight's shape."
             )
@@ -251,7 +253,7 @@ class BaseWeights:
         if dict(kinds) != own:
             names = sorted(n for n in {*kinds, *own} if kinds.get(n) != own.get(n))
             raise UserError(
-                f"ckpt_path: the checkpoint's base is another one: {names[0]} is "
+                f"ckpt_path: the checkpoint has another base: {names[0]} is "
                 f"{kinds.get(names[0], 'no part of it')} there and "
                 f"{own.get(names[0], 'no part of it')} here. Give the learner and the method of "
                 "its run."

@@ -116,8 +116,8 @@ class ClientSchedule:
             unit = "rounds" if self.unit == "rounds" else "local steps of a client"
             raise UserError(
                 f"client_scheduler={self.unit!r}: {self.name} cannot be stepped to {entries} "
-                f"{unit}, at {len(self._table)} it says: {error}. Give it as many as there are, "
-                "or client_scheduler='ignore'."
+                f"{unit}, at {len(self._table)} it says: {error}. Make it long enough for "
+                f"{entries} {unit}, or give client_scheduler='ignore'."
             ) from error
         finally:
             optimizer.param_groups = groups

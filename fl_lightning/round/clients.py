@@ -71,8 +71,9 @@ class Clients:
         models = self._group.models_of
         if models and self._caller != models and self._caller not in self._group.measuring:
             raise UserError(
-                f"method: {models} and {self._caller} cannot run together: {self._caller} goes by "
-                f"clients.w, and {models}'s clients train from models of its own. Keep one of them."
+                f"method: {models} and {self._caller} cannot run together: {self._caller} uses "
+                f"clients.w, but with {models} clients train from that method's own models. Keep "
+                "one of them."
             )
         return self._group.round.w
 
@@ -103,7 +104,7 @@ class Clients:
         """x_{i,0} ``(n, D)``, from the first step on."""
         if self._group.start is None:
             raise RuntimeError(
-                "clients.start is known from the first local step on, not in on_local_start"
+                "clients.start can be read from the first local step on, and not in on_local_start"
             )
         return self._group.start
 
@@ -199,8 +200,8 @@ class Clients:
         """
         if self._group.seen_at is None:
             raise RuntimeError(
-                "clients.seen_at is there for methods whose class has `taps`, in engines that "
-                "train clients one by one"
+                "only methods whose class has `taps` may call clients.seen_at, and only in engines "
+                "that train clients one by one"
             )
         return self._group.seen_at(self._caller, x, training)
 
@@ -220,8 +221,8 @@ class Clients:
             if any(row is None for row in counts):
                 raise UserError(
                     f"method: {self._caller} reads how many samples of each class clients have, "
-                    "and the training data have no class labels. Accepted are whole numbers from "
-                    "0, one a sample: give targets, or use another method."
+                    "but the training data have no class labels. Accepted are whole numbers from "
+                    "0, one per sample: give targets, or use another method."
                 )
             group.columns["label_counts"] = to_device(counts, group.x.device)
         return group.columns["label_counts"]
@@ -229,8 +230,8 @@ class Clients:
     def _in_step(self, what: str) -> InStep:
         if self._group.local_step is None:
             raise RuntimeError(
-                f"{what} is there in the hooks of a local step, not before or after a client's "
-                "steps"
+                f"{what} can be read only in the hooks of a local step, and not before or after a "
+                "client's steps"
             )
         return self._group.local_step
 
@@ -283,7 +284,8 @@ class Clients:
         """
         if LOSS not in self._group.logs:
             raise RuntimeError(
-                "clients.loss is there in on_local_end. The run keeps it only if the source of a "
+                "clients.loss can be read only in on_local_end. The run keeps it only if the "
+                "source of a "
                 "method's on_local_end, or of a method of its class that it calls, reads "
                 "clients.loss"
             )

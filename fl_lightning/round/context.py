@@ -108,7 +108,7 @@ class ClientRates:
         if self.several:
             raise UserError(
                 "the client optimizer has parameter groups with several values of "
-                f"{self.several}, and {caller} takes one learning rate and one weight decay for "
+                f"{self.several}, and {caller} needs a single learning rate and weight decay for "
                 "all parameters. Use one group, or another method."
             )
 
@@ -121,8 +121,8 @@ class ClientRates:
         if self.momentum and self.other_momentum:
             raise UserError(
                 f"the client optimizer has momentum with {self.other_momentum}, and {caller} "
-                f"counts on μ ← {self.momentum:g} μ + g from μ = 0 in each round. Leave that out, "
-                "or use another method."
+                f"needs plain momentum: μ ← {self.momentum:g} μ + g, with μ = 0 at the start of "
+                f"each round. Leave {self.other_momentum} out, or use another method."
             )
 
     def require_constant(self, caller: str) -> None:
@@ -134,7 +134,8 @@ class ClientRates:
         if self.by_step:
             raise UserError(
                 "client_scheduler='local_steps' changes the learning rate in each local step, "
-                f"and {caller} takes one for the whole round. Use client_scheduler='rounds' or "
+                f"but {caller} needs one rate for the whole round. Use client_scheduler='rounds' "
+                "or "
                 "'ignore', or another method."
             )
 

@@ -313,6 +313,6 @@ def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:
     if len(shape) == 1 and given.shape == (*shape, 1):
         hint = ", a column as clients.loss is one: [:, 0] makes it fit"
     return ValueError(
-        f"{key}[clients] is {tuple(shape)}, a row a client as it is declared; what was assigned is "
-        f"{tuple(given.shape)}{hint}"
+        f"{key}[clients] is {tuple(shape)}, one row per client, as declared, but a value of shape "
+        f"{tuple(given.shape)} was assigned{hint}"
     )

@@ -24,8 +24,8 @@ def refuse_outsiders(what: str, caller: str = "") -> None:
     if not _module(frame).startswith("fl_lightning."):
         raise UserError(
             f"method: {caller or _reader(frame)} reads {what} in a private run "
-            "(DifferentialPrivacy), and what comes of it would reach others without noise. "
-            "server.update and server.w have their noise: use these, or keep one of the two."
+            "(DifferentialPrivacy), and the results would be published without noise. Read "
+            "server.update and server.w, which have noise, or use only one of the two methods."
         )
 
 

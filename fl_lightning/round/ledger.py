@@ -165,8 +165,8 @@ class Ledger:
     def set_server_state(self, key: str, declaration: Declaration, value: Tensor) -> None:
         if not self._at_server:
             raise RuntimeError(
-                f"{key} was assigned in a hook that takes clients; the server's state changes in "
-                "others"
+                f"{key} was assigned in a hook that takes clients. Assign a server state only in a "
+                "hook that takes server"
             )
         current = self.server_state(key, declaration)
         if value is not current:

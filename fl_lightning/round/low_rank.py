@@ -47,8 +47,8 @@ class Ranks:
                 raise ValueError
         except (TypeError, ValueError):
             raise UserError(
-                f"{method}: ranks={given!r} is no list of whole numbers, one for each client, and "
-                "no mapping {rank: share of the clients}, such as ranks={2: 0.5, 8: 0.5}."
+                f"{method}: ranks={given!r} is neither a list with one whole number per client nor "
+                "a mapping {rank: share of the clients}, such as ranks={2: 0.5, 8: 0.5}."
             ) from None
         if self.shares:
             Tiers([(share, float(rank)) for share, rank in self.shares])

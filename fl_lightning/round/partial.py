@@ -42,7 +42,7 @@ class Parts:
                 isinstance(period, bool) or int(period) != period or period < 1
             ):
                 raise UserError(
-                    f"periods: {period!r} is no number of rounds; accepted are integers from 1, "
+                    f"periods: {period!r} is not a number of rounds; accepted are integers from 1, "
                     "or 'never'."
                 )
             if (

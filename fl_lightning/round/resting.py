@@ -131,15 +131,15 @@ def mask_of(methods: Any, group: ClientGroup) -> Tensor | None:
     for client, row in zip(ids, mask, strict=True):
         if not bool(row.any()):
             raise UserError(
-                f"method: {name}.trained leaves client {client} nothing to train in round "
+                f"method: {name}.trained gives client {client} nothing to train in round "
                 f"{group.round.t}: its row of the mask has no True. Let it train at least one "
                 "coordinate, or leave the client out with the hook `select`."
             )
     alike = group.round.trained
     if alike is not None and not bool((mask == alike).all()):
         raise UserError(
-            f"method: {name} says alike = True, and {where}, its hook `trained` gives another mask "
-            "than for others. Let it depend on the round only, or set alike = False."
+            f"method: {name} has alike = True, but {where}, its hook `trained` returns another "
+            "mask than for other clients. Let it depend on the round only, or set alike = False."
         )
     return ~mask
 

@@ -118,7 +118,7 @@ class Server:
         """
         if self._ledger.gathered is None:
             raise RuntimeError(
-                "server.updates is there from on_updates on. The run gathers updates only if a "
+                "server.updates can be read from on_updates on. The run gathers updates only if a "
                 "callback has that hook, or if the source of its aggregate, or of a method of its "
                 "class that it calls, reads server.updates"
             )
@@ -130,7 +130,7 @@ class Server:
         if value.shape != updates.shape:
             raise ValueError(
                 f"server.updates has shape {tuple(updates.shape)}, "
-                f"and was given {tuple(value.shape)}"
+                f"but was given {tuple(value.shape)}"
             )
         if value is not updates:
             updates.copy_(value)
@@ -172,7 +172,7 @@ class Server:
         """
         if self._round.noise is None:
             raise RuntimeError(
-                "server.private_generator is for methods that say what they draw from: draws_from"
+                "only a method with the attribute draws_from may call server.private_generator"
             )
         content = onto.detach().cpu().contiguous().numpy().tobytes()
         return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
@@ -182,9 +182,9 @@ class Server:
         self._guard(f"the rows of {key} at the server")
         if self._ledger.rows_elsewhere and not declaration.comes_from_sites:
             raise UserError(
-                f"method: {self._caller} reads the rows of {key} at the server, and they stay at "
-                "the sites. Declare it as ClientState(reported=True), whose rows go up, or read "
-                "uploads (Upload) there; leave the method out, or simulate."
+                f"method: {self._caller} reads the rows of {key} at the server, but they stay at "
+                "the sites. Declare it as ClientState(reported=True), so that sites send the rows, "
+                "or send an Upload. Or leave the method out, or simulate the run."
             )
 
     def _guard(self, what: str) -> None:

@@ -96,12 +96,13 @@ class Settings:
         if not isinstance(self.asynchronous, Buffered):
             raise UserError(
                 f"asynchronous={self.asynchronous!r}"[:100] + " is not accepted; give "
-                "fl_lightning.systems.Buffered(devices, …), or None for rounds that wait for all."
+                "fl_lightning.systems.Buffered(devices, …), or None for synchronous rounds."
             )
         if self.sampling != "uniform":
             raise UserError(
-                f"sampling={self.sampling!r} beside asynchronous: who starts is drawn of those "
-                "that are free, Buffered's concurrency at a time. Leave it out."
+                f"sampling={self.sampling!r} beside asynchronous: an asynchronous run draws the "
+                "clients that start from those that are free, up to Buffered's concurrency. Leave "
+                "sampling out."
             )
 
     def notes(self) -> list[str]:
@@ -160,7 +161,7 @@ def check_factory(name: str, given: object) -> None:
     if isinstance(given, (dict, str)):
         shown = f"{given!r}"[:100]
     raise UserError(
-        f"{name}={shown} is no function; in Python it is one of the parameters, such as "
+        f"{name}={shown} is not a function. In Python give a function of the parameters, such as "
         f"{name}=lambda params: torch.optim.SGD(params, lr=0.1). A mapping with class_path and "
         "init_args belongs into a config."
     )

@@ -414,8 +414,8 @@ class StateRows:
         """
         if not self._declaration.keeps_rows:
             raise TypeError(
-                f"{self._declaration.name} lives for one round; only a ClientState has committed "
-                "rows"
+                f"{self._declaration.name} exists for one round only, and has no committed rows. "
+                "Use a ClientState"
             )
         return server.committed(self._declaration.key(self._callback), self._declaration, ids)
 
@@ -496,7 +496,7 @@ class Coefficient:
             is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not is_number or not self._is_possible(value):
                 raise UserError(
-                    f"{type(callback).__name__}: {self.name}={value!r} is no number of single "
+                    f"{type(callback).__name__}: {self.name}={value!r} is not a number in single "
                     "precision; accepted are a finite number or a schedule, for example "
                     f"{self.name}=0.1 or Exponential(0.99)."
                 )

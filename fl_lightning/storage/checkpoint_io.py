@@ -122,8 +122,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                     parts[key] = set_apart(part, f"checkpoint[{key!r}]", moved)
             except CannotPickle as error:
                 raise UserError(
-                    f"The checkpoint cannot be written: {error}. Keep it out of what "
-                    "on_save_checkpoint and state_dict give."
+                    f"The checkpoint cannot be written: {error}. Leave it out of the results of "
+                    "on_save_checkpoint and state_dict."
                 ) from error
         if moved and not self._told:
             self._told = True
@@ -145,7 +145,7 @@ def _hyper_parameters(key: str, given: Any) -> Any:
             parameters[name] = set_apart(value, f"the hyper-parameter {name!r}", [])
         except CannotPickle as error:
             rank_zero_warn(
-                f"{error}: checkpoints lack it, so load_from_checkpoint has to be given it"
+                f"{error}: checkpoints do not contain it, so pass it to load_from_checkpoint"
             )
     return parameters
 
@@ -159,12 +159,12 @@ def _verify(path: Path) -> None:
     if path.stat().st_size == 0:
         raise EOFError("the file is empty")
     if not zipfile.is_zipfile(path):
-        raise EOFError("it is cut short, or no checkpoint at all")
+        raise EOFError("it is incomplete, or not a checkpoint")
     try:
         with zipfile.ZipFile(path) as archive:
             bad = archive.testzip()
     except (NotImplementedError, IndexError, UnicodeDecodeError, zlib.error) as error:
-        raise EOFError(f"its table of contents makes no sense: {error}") from error
+        raise EOFError(f"its table of contents is damaged: {error}") from error
     if bad is not None:
         raise EOFError(f"the checksum of {bad} does not match")
 

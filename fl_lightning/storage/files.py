@@ -102,7 +102,9 @@ def writable_as_file(path: Path) -> Path:
             stat.S_IFIFO: "a pipe",
         }
         kind = kinds.get(stat.S_IFMT(mode), "a device or socket")
-        raise UserError(f"Cannot write {path}: it is {kind}, and no file. Give the name of a file.")
+        raise UserError(
+            f"Cannot write {path}: it is {kind}, and not a file. Give the name of a file."
+        )
     return place
 
 

@@ -132,6 +132,7 @@ def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
         if folder.is_dir():
             return folder
     raise UserError(
-        f"the checkpoint's client state lies in {tried[0]}, which is not there. Move the run's "
+        f"the checkpoint's client state should be in {tried[0]}, which does not exist. Move the "
+        "run's "
         "folder as a whole (checkpoints/ and state/ together), or put it back."
     )

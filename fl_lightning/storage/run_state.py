@@ -122,9 +122,9 @@ class RunState:
         if t not in known:
             rounds = f"rounds {min(known)} to {max(known)}" if known else "no round"
             raise UserError(
-                f"participants({t}): a method of this run chooses who takes part when a round "
-                "begins, from what the server knows then, so that only present and past rounds "
-                f"can be told; so far that is {rounds}."
+                f"participants({t}): a method of this run chooses the participants when a round "
+                "begins. So only the participants of present and past rounds are known; so far "
+                f"that is {rounds}."
             )
         return known[t]
 

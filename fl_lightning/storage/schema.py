@@ -23,7 +23,8 @@ Record = TypeVar("Record")
 def damaged(place: str) -> UserError:
     """The error for a value that no run writes at this place."""
     return UserError(
-        f"ckpt_path: the checkpoint is damaged: {place} in it is not what a run puts there. Take "
+        f"ckpt_path: the checkpoint is damaged: {place} in it is not a value that a run writes. "
+        "Take "
         "another checkpoint (such as checkpoints/best.ckpt of the same run), or start anew."
     )
 

@@ -39,10 +39,7 @@ class Secret:
         return f"Secret({self.name})"
 
     def __reduce__(self) -> Any:
-        raise TypeError(
-            "a run's secret is not pickled: its file in the run's state/ is the only one that "
-            "has it"
-        )
+        raise TypeError("a run's secret is not pickled: only its file in the run's state/ holds it")
 
     def __deepcopy__(self, memo: Any) -> None:
         """A copy has none."""
@@ -55,8 +52,8 @@ class Secret:
         """
         if not self._value:
             raise UserError(
-                "participants: who takes part in a private run is drawn from a secret, which "
-                "there is from on_fit_start on. Ask there, or later."
+                "participants: a private run draws its participants from a secret, which exists "
+                "from on_fit_start on. Ask in that hook or later."
             )
         about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()

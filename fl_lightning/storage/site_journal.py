@@ -51,7 +51,7 @@ def read(folder: Path) -> Journal:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"site folder {folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the state of its "
-            "clients cannot be read. Put it back from a copy, or begin another run with another "
+            "clients cannot be read. Restore it from a copy, or begin another run with another "
             "folder."
         ) from error
 

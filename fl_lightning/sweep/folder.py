@@ -65,7 +65,7 @@ def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
                 holder = file.read().strip()
                 if _alive(holder) or time.monotonic() > deadline:
                     raise UserError(
-                        f"{what}: another sweep is at work here (process {holder or 'unknown'}). "
+                        f"{what}: another sweep is running here (process {holder or 'unknown'}). "
                         "Wait for it or stop it; its folder takes one sweep at a time."
                     ) from error
                 time.sleep(0.05)
@@ -101,17 +101,17 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | No
         kept = folder / "claims.yaml"
         if records and (not kept.is_file() or kept.read_bytes() != data):
             raise UserError(
-                f"sweep {spec.name}: {spec.claims} differs from {kept}, and runs were made "
-                "already; claims come before the runs. Put the old claims back, or start anew in "
-                "another folder by --out."
+                f"sweep {spec.name}: {spec.claims} differs from {kept}, but runs were made "
+                "already, and claims have to come before the runs. Restore the old claims, or "
+                "start again in another folder with --out."
             )
         with written_aside(kept) as file:
             file.write(data)
     elif any(read_record(path.parent).get("claims_hash") for path in records):
         raise UserError(
-            f"sweep {spec.name}: it names no claims, and runs in {folder} were made with some; "
-            "all runs of a sweep have the same. Put the claims back, or start anew in another "
-            "folder by --out."
+            f"sweep {spec.name}: it names no claims, but runs in {folder} were made with some, and "
+            "all runs of a sweep need the same claims. Restore the claims, or start again in "
+            "another folder with --out."
         )
     note = f"\n# over it: {' '.join(spec.overrides)}\n" if spec.overrides else ""
     with written_aside(folder / "sweep.yaml") as file:
@@ -131,7 +131,7 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
             if name not in names:
                 raise UserError(
                     f"sweep {spec.name}: claim {claim.id} of {path} is about {name!r}, which is "
-                    f"no arm of the grid. Its arms: {', '.join(names)}."
+                    f"not an arm of the grid. Its arms: {', '.join(names)}."
                 )
         if claim.kind == "trend" and claim.over != "layers":
             known = claim.over in spec.grid and (not claim.arm or claim.arm in methods)
@@ -140,8 +140,8 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
                 raise UserError(
                     f"sweep {spec.name}: claim {claim.id} of {path} is a trend over "
                     f"{claim.over!r}, arm {claim.arm!r}. Accepted: layers or an axis of the grid "
-                    f"({', '.join(spec.grid)}), and as arm a value of method where several are "
-                    f"swept ({', '.join(methods)})."
+                    f"({', '.join(spec.grid)}), and as arm a value of method if several are swept "
+                    f"({', '.join(methods)})."
                 )
 
 

@@ -120,7 +120,7 @@ def seeds(spec: Spec, arm: PlannedArm) -> list[int]:
     seed = prepare("fit", arm.argv()).config.get(SEEDS, 0)
     if type(seed) is not int:
         raise UserError(
-            f"sweep {spec.name}: {SEEDS} is {seed!r}, and a run's folder is named by its seed. "
+            f"sweep {spec.name}: {SEEDS} is {seed!r}, but a run's folder is named after its seed. "
             "Give integers."
         )
     return [seed]
@@ -214,7 +214,8 @@ def _item(spec: Spec, axis: str, value: Any) -> _Item:
         return _Item(tuple(configs), {})
     if not _is_option(axis):
         raise UserError(
-            f"{where}: no option of a run. An axis is an option, such as model.participation, or "
+            f"{where}: not an option of a run. An axis is an option, such as model.participation, "
+            "or "
             "one of method, data, model and trainer with names of configs or items "
             "{configs: [names], option: value, …}."
         )

@@ -64,7 +64,7 @@ def candidates(
     for name in select.arms:
         if name not in names:
             raise UserError(
-                f"select.arms.{name}: no arm of the grid.{suggest(name, names)} "
+                f"select.arms.{name}: not an arm of the grid.{suggest(name, names)} "
                 f"Arms: {', '.join(names)}."
             )
     options: dict[str, Mapping[str, Sequence[Any]]] = {}
@@ -73,8 +73,8 @@ def candidates(
     for key in select.over:
         if not any(key in own for own in options.values()):
             raise UserError(
-                f"select.over.{key}: no method of any arm has it. "
-                "Give an option of one, or leave it out."
+                f"select.over.{key}: no arm has a method with this option. Give an option that a "
+                "method has, or leave it out."
             )
     options |= select.arms
     _check_order(select.after, options)
@@ -93,9 +93,9 @@ def candidates(
             measuring = arm.with_options(name, {**taken, **choice, **held_out})
             if measuring.name in folders:
                 raise UserError(
-                    f"select: two candidates of {arm.name} have the folder select/{name}, which is "
-                    "named by their values alone. Give them values that differ, not keys alone, or "
-                    "make them arms of the grid with a name each."
+                    f"select: two candidates of {arm.name} have the folder select/{name}, whose "
+                    "name contains only their values. Give the candidates different values, and "
+                    "not only different keys, or make them arms of the grid with their own names."
                 )
             folders.add(measuring.name)
             its_runs = runs(sweep, "select/", measuring, select.seeds)
@@ -112,7 +112,7 @@ def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, An
         where = f"select.arms.{arm}.after {before}"
         if before not in options:
             raise UserError(
-                f"{where}: no arm of the grid.{suggest(before, options)} "
+                f"{where}: not an arm of the grid.{suggest(before, options)} "
                 f"Arms: {', '.join(options)}."
             )
         passed = [arm]
@@ -120,19 +120,19 @@ def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, An
             passed.append(after[passed[-1]])
             if passed[-1] in passed[:-1]:
                 raise UserError(
-                    f"{where}: {' after '.join(passed)} is a circle, in which nobody can choose "
-                    "first. Leave one of these out."
+                    f"{where}: {' after '.join(passed)} is a circle, so no arm can choose first. "
+                    "Leave one of these out."
                 )
         if not options[before]:
             raise UserError(
-                f"{where}: {before} has no candidates, so there is no choice of it to take. Give "
-                "it some, or leave this out."
+                f"{where}: {before} has no candidates, so it makes no choice that this arm could "
+                f"take. Give {before} candidates, or leave this key out."
             )
         for other in passed[1:]:
             if both := [key for key in options[arm] if key in options.get(other, {})]:
                 raise UserError(
-                    f"{where}: {both[0]} is chosen by {other} and again by {arm}. Leave it out of "
-                    "one of them."
+                    f"{where}: {other} chooses {both[0]}, and {arm} chooses it again. Leave "
+                    f"{both[0]} out of one of the two."
                 )
 
 

@@ -131,7 +131,7 @@ def _check_options(
         if key in OWN:
             raise UserError(
                 f"sweep {name}: {key} is set by the sweep, one folder a run. "
-                "--out says where they lie."
+                "Choose their place with --out."
             )
         if key in fixed and key in grid:
             raise UserError(
@@ -181,7 +181,7 @@ def _texts(name: str, key: str, value: Any) -> list[str]:
     for item in values:
         if not isinstance(item, str):
             raise UserError(
-                f"sweep {name}: {key}: {str(item)[:60]!r} is no name of a config. "
+                f"sweep {name}: {key}: {str(item)[:60]!r} is not the name of a config. "
                 "Give text, such as base."
             )
     return list(values)
@@ -261,8 +261,8 @@ def _selection(
     if "from" in entries:
         if both := [key for key in _TRYING if key in entries]:
             raise UserError(
-                f"sweep {name}: select has from and {both[0]}: what was chosen elsewhere is not "
-                "tried again."
+                f"sweep {name}: select has from and {both[0]}: options that another sweep has "
+                "chosen are not tried again."
             )
         return Selection({}, metric, 0.0, (), stored=_stored(name, str(entries["from"]), folder))
     over = _mapping(name, "over", entries)
@@ -309,8 +309,8 @@ def _of_arms(
             if not isinstance(before, str) or not own:
                 raise UserError(
                     f"sweep {name}: {where}.after {str(before)[:60]!r}: give the name of the arm "
-                    "whose choice this one takes, and beside it candidates of its own; a single "
-                    "value of an option is enough."
+                    "whose choice this arm takes, and also candidates of this arm. A single value "
+                    "of an option is enough."
                 )
             after[arm] = before
         over[arm] = _grid(name, where, own)

@@ -140,7 +140,7 @@ class Sweep:
         run = known.get(place)
         if run is None:
             raise UserError(
-                f"sweep --run {place}: no run of this sweep.{suggest(place, known)} "
+                f"sweep --run {place}: not a run of this sweep.{suggest(place, known)} "
                 "--dry_run lists them."
             )
         self._refuse_undecided(run)
@@ -191,7 +191,7 @@ class Sweep:
             files.write_states(self.folder, self.states)
         waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
         if not waiting:
-            raise UserError(f"sweep --slurm: no run of {self.folder} is left to do.")
+            raise UserError(f"sweep --slurm: all runs of {self.folder} are done.")
         return _SLURM.format(
             name=shlex.quote(self.spec.stem),
             out=self.folder,
@@ -307,7 +307,7 @@ class Sweep:
                 missing = candidate.after
         if missing is not None:
             raise UserError(
-                f"sweep --run {run.place}: {missing} has chosen nothing yet: its runs under select "
+                f"sweep --run {run.place}: {missing} has not chosen yet. Its runs under select "
                 "come first."
             )
 
@@ -401,7 +401,7 @@ class Sweep:
         except (ValueError, RecursionError, yaml.YAMLError) as error:
             raise UserError(
                 f"sweep {self.spec.name}: {run.folder / 'config.yaml'} cannot be read "
-                f"({' '.join(str(error).split())[:200]}). Put the file back, give --out, or "
+                f"({' '.join(str(error).split())[:200]}). Restore the file, give --out, or "
                 "remove this run."
             ) from None
         now = _flat(config)
@@ -430,8 +430,8 @@ class Sweep:
         then = read_record(run.folder).get("config_hash")
         if then is not None and then != config_hash(config):
             raise UserError(
-                f"sweep {self.spec.name}: {run.folder} has no config.yaml, and its run.json says "
-                "that it began with other settings than these. Put the file back, give --out, or "
+                f"sweep {self.spec.name}: {run.folder} has no config.yaml, and its run.json shows "
+                "that it began with other settings than these. Restore the file, give --out, or "
                 "remove this run."
             )
 

@@ -97,7 +97,8 @@ class Buffered:
         name = "asynchronous=Buffered: "
         if not isinstance(self.devices, Devices):
             raise UserError(
-                f"{name}devices={self.devices!r} are none: give fl_lightning.systems.Devices("
+                f"{name}devices={self.devices!r} is not accepted: give "
+                "fl_lightning.systems.Devices("
                 "compute=…)."
             )
         if self.size is None:

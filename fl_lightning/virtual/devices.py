@@ -93,7 +93,7 @@ class Tiers(Distribution):
             pairs = []
         if not pairs:
             raise UserError(
-                f"Tiers: {self.tiers!r} is no list of (share, number), such as [(0.9, 0.1), "
+                f"Tiers: {self.tiers!r} is not a list of (share, number), such as [(0.9, 0.1), "
                 "(0.1, 1.0)]."
             )
         for share, speed in pairs:
@@ -160,12 +160,12 @@ def _read(path: str) -> tuple[float, ...]:
             value = math.nan
         if not 0 < value < math.inf:
             raise UserError(
-                f"Trace: {path}, line {place}: {line.strip()[:40]!r} is no number above 0, such as "
-                "0.12."
+                f"Trace: {path}, line {place}: {line.strip()[:40]!r} is not a number above 0, such "
+                "as 0.12."
             )
         numbers.append(value)
     if not numbers:
-        raise UserError(f"Trace: {path} has no numbers. Give one a line, of each client.")
+        raise UserError(f"Trace: {path} has no numbers. Give one number per line, for each client.")
     return tuple(numbers)
 
 
@@ -213,7 +213,7 @@ class Devices:
     def __post_init__(self) -> None:
         if not isinstance(self.compute, Distribution):
             raise UserError(
-                f"Devices: compute={self.compute!r} is no distribution. Accepted: Constant, "
+                f"Devices: compute={self.compute!r} is not a distribution. Accepted: Constant, "
                 "LogNormal, Tiers, Trace of fl_lightning.systems."
             )
         if not (self.jitter is None or isinstance(self.jitter, HalfNormal | LogNormalJitter)):

@@ -466,8 +466,8 @@ def test_shares_of_ranks_are_drawn_from_the_seed() -> None:
         ([0] * 7, "ranks has 0.*accepted are 1 to 3"),
         ({4: 1.0}, "ranks has 4.*accepted are 1 to 3"),
         ({1: 0.5}, "the shares sum to 0.5"),
-        ("many", "ranks='many' is no list"),
-        ([1.5] * 7, "is no list"),
+        ("many", "ranks='many' is neither a list"),
+        ([1.5] * 7, "is neither a list"),
     ],
 )
 @pytest.mark.parametrize("method", [c.TruncatedProduct, c.PaddedRanks])

@@ -257,7 +257,7 @@ def begun() -> Adapted:
         (
             [Wrong(lambda own: own.base.add("first.weight", torch.ones(2, 3)))],
             {},
-            r"first.weight is \(5, 3\), and was given \(2, 3\)",
+            r"first.weight is \(5, 3\), but was given \(2, 3\)",
         ),
         ([c.StackedAdapters(), AddsNoise()], {}, "StackedAdapters and AddsNoise both change"),
         ([c.StackedAdapters()], {"learner": tied}, "StackedAdapters changes.*head.weight.*twin"),
@@ -308,7 +308,7 @@ def test_a_checkpoint_of_another_base_is_refused() -> None:
     with quiet(), tempfile.TemporaryDirectory() as folder:
         tiny([Other()], rounds=1, folder=folder, adapters=True)
         Other.base = Base("head.weight")  # type: ignore[misc]
-        with pytest.raises(UserError, match="the checkpoint's base is another"):
+        with pytest.raises(UserError, match="the checkpoint has another base"):
             tiny([Other()], rounds=2, folder=folder, resume=True, adapters=True)
         Other.base = first  # type: ignore[misc]
 

@@ -35,7 +35,10 @@ def test_bias_correction_is_adams() -> None:
         (lambda w: c.ProximalTerm("much"), "mu='much'"),
         (lambda w: c.ProximalTerm(-1.0), "mu=-1.0 is not accepted; it has to be from 0"),
         (lambda w: c.SharpnessAwareMinimization(-0.1), "radius=-0.1"),
-        (lambda w: c.SharpnessAwareMinimization(1e300), r"radius=1e\+300 is no number of single"),
+        (
+            lambda w: c.SharpnessAwareMinimization(1e300),
+            r"radius=1e\+300 is not a number in single",
+        ),
     ],
 )
 def test_numbers_that_cannot_work_are_refused_by_name(make: Any, named: str) -> None:

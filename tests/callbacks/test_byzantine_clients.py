@@ -119,7 +119,7 @@ def test_how_far_an_attack_hides() -> None:
         ({"attack": "sign-flip"}, r"attack='sign-flip'.*Did you mean 'sign_flip'"),
         ({"fraction": 1.0}, r"fraction=1\.0"),
         ({"scale": 0}, "scale=0"),
-        ({"attack": "label_flip", "scale": 1.0}, "label flips have none"),
+        ({"attack": "label_flip", "scale": 1.0}, "label flips have no scale"),
     ],
 )
 def test_what_is_not_accepted_is_said(arguments: Any, words: str) -> None:

@@ -217,7 +217,7 @@ def test_the_share_is_the_coin_of_each_client(participation):
 
 
 def test_a_target_without_an_end_of_the_run_is_refused():
-    with pytest.raises(UserError, match="needs max_epochs, to share it"):
+    with pytest.raises(UserError, match="needs max_epochs, to divide it"):
         run(
             DifferentialPrivacy(0.5, target_epsilon=2.0),
             rounds=-1,

@@ -142,7 +142,7 @@ def test_work_that_never_reaches_the_server_is_said() -> None:
         methods = Methods([c.PartialAveraging(**arguments)])
         said.append(methods.notes(RunFacts(n, 100, "uniform")))
     assert len(said[0]) == 1 and "81%" in said[0][0] and said[1] == []
-    assert len(said[2]) == 1 and "clients train alone" in said[2][0]
+    assert len(said[2]) == 1 and "each client trains by itself" in said[2][0]
 
 
 def test_share_of_lost_work_is_what_a_simulation_loses() -> None:

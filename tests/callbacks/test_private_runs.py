@@ -419,7 +419,7 @@ def test_who_takes_part_is_not_known_before_the_fit_begins():
         def configure_model(self):
             self.trainer.lightning_module.participants(0)
 
-    with pytest.raises(UserError, match="drawn from a secret"):
+    with pytest.raises(UserError, match="draws its participants from a secret"):
         run(learner=Asks())
 
 

@@ -151,7 +151,7 @@ def test_too_few_participants_are_refused_before_training() -> None:
     for method, words in (
         (
             RobustAggregation("krum", byzantine=1),
-            r"byzantine=1 needs .* = 5 clients a round, and participation gives 3",
+            r"byzantine=1 needs .* = 5 clients per round, but participation gives 3",
         ),
         (RobustAggregation("multi_krum", byzantine=0, keep=4), "keep=4 is more than the 3 clients"),
         (RobustAggregation("median", mixing=True), "mixing with byzantine=1 needs"),
@@ -196,4 +196,4 @@ def test_weights_play_no_part_which_is_said() -> None:
         for weighting in ("uniform", "samples")
     ]
     assert torch.equal(runs[0].global_vector, runs[1].global_vector)
-    assert any("weighting='samples' play no part" in note for note in runs[1].notes)
+    assert any("weighting='samples' are not used" in note for note in runs[1].notes)

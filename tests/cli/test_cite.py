@@ -186,4 +186,4 @@ def test_a_config_that_is_none_is_refused(
 ) -> None:
     (tmp_path / "config.yaml").write_bytes(content)
     assert main(["cite", str(tmp_path)]) == 2
-    assert "config.yaml is not that of a run (" in capsys.readouterr().err
+    assert "this config.yaml does not belong to a run (" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_a_forged_checkpoint_runs_no_file_of_the_current_folder(
     load += "ImageClassifier.load_from_checkpoint('x.ckpt')"
     result = subprocess.run([python, "-c", load], cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 1 and not (tmp_path / "ran").exists(), result.stderr
-    assert "evil.Network, which is no network that was imported" in result.stderr
+    assert "evil.Network, a class that has not been imported" in result.stderr
 
 
 def test_a_checkpoint_of_before_loads_as_it_did(finished: Path, tmp_path: Path) -> None:

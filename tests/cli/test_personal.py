@@ -75,7 +75,7 @@ def test_who_never_trained_exports_the_centre_that_fits_it_best(cli: Cli) -> Non
     assert run.returncode == 0, run.stderr
     folder = cli.folder / "runs/digits-ifca-1"
     record = json.loads((folder / "run.json").read_text())
-    assert any("clusters' models, which means nothing" in note for note in record["notes"])
+    assert any("clusters' models, which is not a useful model" in note for note in record["notes"])
     assert record["shown"][0] == "clients/acc"
     saved = torch.load(folder / "checkpoints/last.ckpt", weights_only=False)
     centres = saved["federated"]["server"]["ClusteredModels.centres"]

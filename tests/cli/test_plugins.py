@@ -88,13 +88,13 @@ def test_a_new_package_passes_check_and_its_own_test(installed: Command, written
     ("name", "reason"),
     [
         ("Own", "small letters"),
-        ("class", "no word of Python"),
+        ("class", "not a keyword of Python"),
         ("own--anchor", "single hyphens"),
         ("../own", "small letters"),
         ("scaffold", "there is a config method/scaffold already"),
         ("json", "Python has a module json"),
         ("own-anchor", "exists already"),
-        ("proximal-term", "a class of this name already"),
+        ("proximal-term", "a class of this name exists already"),
     ],
 )
 def test_names_that_no_package_can_have(

@@ -95,7 +95,7 @@ def test_mlflow_has_it_all_in_one_run(cli: Cli) -> None:
     before = (cli.folder / "x/metrics.csv").read_bytes()
     lost = cli("fit", "x", "--trainer.max_epochs", "4")
     assert lost.returncode == 2 and "Traceback" not in lost.stderr
-    said = f"x went on in MLflow's run {run.info.run_id}, which cannot be taken up"
+    said = f"x continued MLflow's run {run.info.run_id}, but that run cannot be opened"
     assert said in lost.stderr and "MLFLOW_TRACKING_URI" in lost.stderr
     assert (cli.folder / "x/metrics.csv").read_bytes() == before
     without = cli("fit", "x", "--trainer.max_epochs", "4", "-c", "logger/csv")

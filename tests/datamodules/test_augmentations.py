@@ -134,7 +134,10 @@ def test_rounds_clients_and_steps_draw_differently() -> None:
 @pytest.mark.parametrize(
     ("augment", "what"),
     [
-        (["crops"], r"'crops', which is no augmentation; there are crop, .*Did you mean 'crop'"),
+        (
+            ["crops"],
+            r"'crops', which is not an augmentation; there are crop, .*Did you mean 'crop'",
+        ),
         ([{"crop": {"pad": 2}}], "crop has no argument 'pad'; it has padding, probability"),
         ([{"flip": {"probability": 2}}], "flip's probability is 2; give a number from 0 to 1"),
         ([{"randaugment": {"magnitude": 1.5}}], "magnitude is 1.5; give a whole number from 0"),
@@ -156,7 +159,7 @@ def test_what_is_no_picture_is_refused() -> None:
     ):
         with pytest.raises(UserError, match=what):
             batch_of(data(x, y, augment))
-    with pytest.raises(UserError, match="mix classes, and y are no whole numbers"):
+    with pytest.raises(UserError, match="mix classes, but y are not class indices"):
         batch_of(data(torch.rand(4, 3, 6, 6), torch.rand(4), "mixup"))
 
 

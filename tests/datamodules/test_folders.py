@@ -131,7 +131,7 @@ def test_what_is_damaged_is_refused_by_file(domains: Path) -> None:
     picture(broken, 3, (9, 9))
     with pytest.raises(UserError, match=r"cat/2\.png' has the shape .*cat/0\.png' has"):
         FromFolders(domains, missing="allow").setup()
-    with pytest.raises(UserError, match="which is no folder"):
+    with pytest.raises(UserError, match="which is not a folder"):
         FromFolders(domains / "gone").setup()
 
 

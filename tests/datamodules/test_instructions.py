@@ -85,7 +85,7 @@ def test_a_field_names_the_client(tmp_path: Path) -> None:
     ("records", "given", "says"),
     [
         ([{"instruction": "x"}], {}, "record 1, has instruction; accepted are"),
-        ([{"messages": "x"}], {}, "messages that are no list"),
+        ([{"messages": "x"}], {}, "messages that are not a list"),
         (["x"], {}, "has no records"),
         (RECORDS, {"template": "x"}, "needs {instruction}"),
         (RECORDS, {"group": "whom", "num_clients": None}, "has no 'whom'"),

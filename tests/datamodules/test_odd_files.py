@@ -56,16 +56,20 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "label that is no class": (lambda p: leaf(p, {"a": user(2**40)}), "client 'a' has the label 1"),
     "number too large": (lambda p: leaf(p, {"a": user(x=10**400)}), "no finite number"),
-    "users no list": (lambda p: leaf(p, {"a": user()}, users=5), "that are no lists"),
+    "users no list": (lambda p: leaf(p, {"a": user()}, users=5), "that are not lists"),
     "users of lists": (lambda p: leaf(p, {"a": user()}, users=[["a"]]), "lists the user \\['a'"),
     "infinite label": (lambda p: hdf5(p, TWO, np.array([0, np.inf])), "'examples/b': the labels"),
     "huge label": (lambda p: hdf5(p, TWO, np.array([0, 2**63 + 5], np.uint64)), "whole numbers"),
     "texts as labels": (lambda p: hdf5(p, TWO, [b"q", b"r"]), "whole numbers from 0"),
-    "texts as x": (lambda p: hdf5(p, [b"q", b"r"], [0, 1], "examples/A"), "have to be numbers"),
-    "no group": (lambda p: hdf5(p, None, 3, "examples/A"), "'examples/A' is no group"),
-    "fractions": (lambda p: pfllib(p, TWO, np.array([0, 1.5])), r"1\.npz' has y that are no whole"),
-    "NaN label": (lambda p: pfllib(p, TWO, np.array([0, np.nan])), "no whole numbers from 0"),
-    "negative label": (lambda p: pfllib(p, TWO, np.array([0, -1])), "no whole numbers from 0"),
+    "texts as x": (lambda p: hdf5(p, [b"q", b"r"], [0, 1], "examples/A"), "has to be numbers"),
+    "no group": (lambda p: hdf5(p, None, 3, "examples/A"), "'examples/A' is not a group"),
+    "fractions": (
+        lambda p: pfllib(p, TWO, np.array([0, 1.5])),
+        r"1\.npz' has y that are not "
+        "whole",
+    ),
+    "NaN label": (lambda p: pfllib(p, TWO, np.array([0, np.nan])), "not whole numbers from 0"),
+    "negative label": (lambda p: pfllib(p, TWO, np.array([0, -1])), "not whole numbers from 0"),
     "another type": (lambda p: pfllib(p, TWO.astype(int), np.zeros(2)), "and int64, and the"),
     "one number twice": (lambda p: pfllib(p, TWO, np.zeros(2), "00"), "have one number"),
 }
@@ -102,7 +106,7 @@ def test_what_is_no_file_is_named(kind: str, tmp_path: Path) -> None:
         odd.symlink_to(tmp_path / "gone.json")
     else:
         odd.mkdir()
-    with pytest.raises(UserError, match=r"b\.json' is no file that can be read"):
+    with pytest.raises(UserError, match=r"b\.json' is not a file that can be read"):
         data.setup()
 
 

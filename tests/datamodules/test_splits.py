@@ -170,7 +170,7 @@ def test_bunches_of_the_datas_groups_are_named_by_them() -> None:
     sorted_ones = data(Grouped(3, order="sorted", groups=people))
     sorted_ones.setup()
     assert list(sorted_ones.client_names) == ["anna+ben+carl", "dora"]
-    with pytest.raises(UserError, match="without a rest of 1, and mode is 'strict'"):
+    with pytest.raises(UserError, match="1 are left over, and mode is 'strict'"):
         data(Grouped(3, "strict", groups=people)).setup()
 
 

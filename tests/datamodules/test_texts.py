@@ -204,7 +204,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, says: str) -> None:
         ({"test_fraction": 1.0}, "test_fraction is 1.0"),
         ({"file": "other.txt"}, r"other\.txt', which is not there"),
         ({"file": "latin.txt"}, "cannot be read as UTF-8"),
-        ({"download": True}, "the text is your own"),
+        ({"download": True}, "you have to bring the text yourself"),
     ],
 )
 def test_a_text_that_cannot_be_cut_is_named(

@@ -47,7 +47,7 @@ def test_an_app_has_the_composed_config_and_two_files_of_five_lines(
         (["flower", "data/digit"], "-c data/digit: this is neither a file nor a packaged config."),
         (["flower", "base", "--out", "a b"], "--out 'a b': an app's name is letters"),
         (["flower", "base", "--out", "."], "--out '.': an app's name is letters"),
-        (["flower", "base", "--out", "there"], "--out there: it exists already"),
+        (["flower", "base", "--out", "there"], "--out there: this folder exists already"),
         (["flower", "base", "--method", "HessianLogger"], "HessianLogger needs the clients'"),
         (["flower", "base", "--model.paticipation", "1"], "--model.paticipation"),
     ],
@@ -71,7 +71,7 @@ def test_what_is_mistyped_is_one_paragraph_and_writes_nothing(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"folder": "a"}, "give one of clients="),
+        ({"folder": "a"}, "give either clients="),
         ({"clients": "0", "site": "s.yaml", "folder": "a"}, "given are clients='0' and site="),
         ({"clients": "0,3"}, "folder=.* is missing"),
         ({"clients": True, "folder": "a"}, "clients=True: give text"),
@@ -111,7 +111,10 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
     ("text", "said"),
     [
         (None, "this file cannot be read"),
-        ("data: Digits", "it holds data; accepted are client, this site's number, and data"),
+        (
+            "data: Digits",
+            "it holds data; accepted are two keys: client (this site's number) and data",
+        ),
         (OWN.replace("1", "one"), "client is 'one'; give this site's number"),
         (OWN.replace("1", "-1"), "client is -1; give this site's number"),
         ("- 3", "it holds something else"),
@@ -142,8 +145,14 @@ class Asked:
 @pytest.mark.parametrize(
     ("columns", "said"),
     [
-        ("age,size", "this site's columns lack dose, which the server's have: they are taken by"),
-        ("age,size,dose,more", "columns have more, which the server's do not: they are taken"),
+        (
+            "age,size",
+            "this site's columns lack dose, which the server's have: the run identifies them by",
+        ),
+        (
+            "age,size,dose,more",
+            "columns have more, which the server's do not: the run identifies them",
+        ),
         ("age,pulse", "columns lack size, dose, which the server's have, and have pulse, which"),
         ("age,dose,size", "columns are age, dose, size, and the server's age, size, dose: they"),
     ],

@@ -116,7 +116,7 @@ OPTIONS: dict[str, Any] = {"participation": 5, "learner": Scored, "data": data}
 def test_a_client_s_own_model_is_not_made_of_the_server_s_alone(tmp_path: Path) -> None:
     over, _, _ = over_sites(federated_als, tmp_path, rounds=1, **OPTIONS)
     took_part = over.run.loop.latest[1][0]
-    with pytest.raises(UserError, match=f"client {took_part}: what it keeps for itself"):
+    with pytest.raises(UserError, match=f"client {took_part}: its personal state is at its site"):
         over.export(client=took_part)
 
 

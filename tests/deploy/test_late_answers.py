@@ -151,7 +151,7 @@ def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
         answer.arrays["tests"] = np.array([-3])
     else:
         answer.numbers["4/before/loss"] = 1.0
-    with pytest.raises(UserError, match=r"site north: what it measured of its clients \[0\]"):
+    with pytest.raises(UserError, match=r"site north: its measurements of its clients \[0\]"):
         evaluation.unpacked(answer, [0])
 
 

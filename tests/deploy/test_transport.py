@@ -38,7 +38,7 @@ def damaged() -> list[bytes]:
 
 @pytest.mark.parametrize("data", damaged())
 def test_what_is_no_message_is_refused_and_names_the_site(data: bytes) -> None:
-    with pytest.raises(UserError, match="site north: what came is no message"):
+    with pytest.raises(UserError, match="site north: the data that arrived are not a message"):
         unpacked(data, "north")
 
 

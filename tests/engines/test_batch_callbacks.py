@@ -229,7 +229,7 @@ def test_a_batch_that_is_only_given_to_the_base_class_is_not_looked_at() -> None
     counting = Counting()
     fitted(Lit, [counting], rounds=2)
     assert counting.calls == 2
-    with pytest.raises(UserError, match="Inheriting looks at the batch"):
+    with pytest.raises(UserError, match="Inheriting reads the batch"):
         fitted(Lit, [Inheriting()])
 
 

@@ -109,7 +109,7 @@ def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: 
 
 def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: Any) -> None:
     engine, plan, notes = chosen("concurrent")
-    assert isinstance(engine, Threads) and len(notes) == 1 and "it is not proven" in notes[0]
+    assert isinstance(engine, Threads) and len(notes) == 1 and "that does not prove" in notes[0]
     assert plan.workers == len(engine.workers) == min(CORES, 10) and isinstance(
         engine.learner, Frozen
     )

@@ -140,6 +140,7 @@ def test_another_tensor_for_a_trainable_parameter_is_refused(engine: str) -> Non
             return super().training_step(batch, batch_idx)
 
     with pytest.raises(
-        UserError, match=r"assigns another tensor to the trainable parameter net\.0\.weight"
+        UserError,
+        match=r"assigns a new tensor to the data of the trainable parameter net\.0\.weight",
     ):
         trainer(1).fit(federated(Clipping(), engine=engine), blobs())

@@ -111,7 +111,7 @@ def test_engines_with_copies_are_refused_by_name(learner: type[Lit]) -> None:
 
 @pytest.mark.parametrize("engine", ["concurrent", "stacked"])
 @pytest.mark.parametrize("when", ["on_train_start", "on_train_epoch_start"])
-@pytest.mark.filterwarnings("ignore:engine='concurrent' was asked")
+@pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
 def test_one_that_comes_later_is_refused_where_copies_train(engine: str, when: str) -> None:
     def registering(self: Any) -> None:
         self.net[0].weight.register_hook(lambda g: 0.5 * g)

@@ -300,7 +300,7 @@ def test_a_module_without_a_positional_input_and_one_called_now_and_then() -> No
                 out = self.net[2](out)
             return out.square().mean()
 
-    with pytest.raises(UserError, match="Every step has to"):
+    with pytest.raises(UserError, match="Call it in every step"):
         left(Sometimes, Watching(asks=False))
 
 
@@ -333,7 +333,7 @@ def test_what_is_changed_in_place_afterwards_is_refused_before_round_0() -> None
         def local_loss(self, clients: Any, loss: Tensor, seen: Any, batch: Any) -> Tensor:
             return loss
 
-    with pytest.raises(UserError, match="or by a local_output"):
+    with pytest.raises(UserError, match="or a local_output"):
         left(Lit, Subtracts())
 
 

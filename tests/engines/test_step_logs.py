@@ -168,10 +168,10 @@ class Beside(Lit):
             r"OwnReduction: self.log\('odd', reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'",
             True,
         ),
-        (Beside, r"Beside: its metric Counts counts in seen, which is no state of it", True),
+        (Beside, r"Beside: its metric Counts counts in the attribute seen", True),
         (
             TwoWays,
-            r"TwoWays: self.log\('odd', reduce_fx='sum'\), and elsewhere reduce_fx='max'",
+            r"TwoWays: self.log\('odd', reduce_fx='sum'\), but another call gave reduce_fx='max'",
             False,
         ),
     ],

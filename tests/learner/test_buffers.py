@@ -49,7 +49,7 @@ MEMORY = ("embedding_memory", "label_memory", "precision", "queue_idx")
 
 
 @pytest.mark.parametrize("engine", ["sequential", "concurrent"])
-@pytest.mark.filterwarnings("ignore:engine='concurrent' was asked")
+@pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
 def test_memory_stays_the_servers_and_is_said_by_name_before_round_0(engine: str) -> None:
     module = federated(Remembering(), engine=engine)
     begun = {name: value.clone() for name, value in module.learner.named_buffers()}

@@ -206,7 +206,7 @@ def test_a_hook_that_does_nothing_at_its_defaults_lets_a_learner_train() -> None
         trainer(2).fit(module := federated(learner()), blobs())
         found.append(module.global_vector.detach())
     assert torch.equal(*found)
-    with pytest.raises(UserError, match="leaves gradients standing"):
+    with pytest.raises(UserError, match="keeps old gradients"):
         federated(Accumulating())
 
 

@@ -225,7 +225,7 @@ def test_a_checkpoint_loads_as_lightning_does(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no folder": (
         {"path": "nowhere/opt-125m"},
-        "path is 'nowhere/opt-125m', which is no folder. Give a local folder",
+        "path is 'nowhere/opt-125m', which is not a folder. Give a local folder",
     ),
     "no network": ({"path": "."}, "which has no config.json"),
     "neither": ({}, "neither path nor config.model_type is given"),
@@ -240,7 +240,7 @@ BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "both": (
         {"config": opt(), "trainable": ["*"], "lora": {"r": 2}},
-        "lora and trainable both say what is trained",
+        "lora and trainable both choose the parameters to train",
     ),
     "rate": ({"config": opt(), "lr": float("nan")}, "lr=nan is not accepted"),
 }

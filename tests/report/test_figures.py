@@ -96,7 +96,7 @@ def test_fairness_is_what_scipy_and_a_sum_over_pairs_give(tmp_path: Path) -> Non
     [
         ("\n24,30,0.", "\n23,30,0.", "has two rows of one client"),
         ("\n24,30,0.", "\n24,30,0,0.", "has rows of other lengths than its header"),
-        ("\n24,30,0.", "\n24,30,O.", "holds what is no number"),
+        ("\n24,30,0.", "\n24,30,O.", "holds a value that is not a number"),
         ("\n24,30,", "\n24,30,1", "as the mean of acc, where the run logged 0."),
         ("client,samples,acc", "client,samples,acd", "gives nothing as the mean of acc"),
     ],

@@ -235,7 +235,10 @@ def test_another_form_of_figures_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(tmp_path), "--figures", "png,gif"]) == 2
-    assert "'gif' is none of png, svg, pdf. Accepted: some of these" in capsys.readouterr().err
+    assert (
+        "'gif' is not one of png, svg, pdf. Accepted: one or more of these"
+        in capsys.readouterr().err
+    )
 
 
 def test_the_page_shows_every_figure_that_is_written(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
 def test_arms_whose_mean_of_models_means_nothing_are_headed_by_their_clients(
     tmp_path: Path,
 ) -> None:
-    warned = "what is validated is the mean of 2 clusters' models, which means nothing"
+    warned = "what is validated is the mean of 2 clusters' models, which is not a useful model"
     columns = {"val/acc": [0.5] * 3, "clients/acc": [0.75] * 3}
     for seed in (0, 1):
         given = {"shown": ["clients/acc"], "notes": [warned, f"seed={seed} was drawn"]}

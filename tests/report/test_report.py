@@ -241,7 +241,7 @@ def test_a_second_run_of_one_arm_and_seed_is_refused_by_name(tmp_path: Path) -> 
             lambda f: (f / "metrics.csv").write_text("round,val/acc\n0,0.5\n0,0.6\n"),
             "do not ascend",
         ),
-        (lambda f: (f / "run.json").unlink(), "no run is here"),
+        (lambda f: (f / "run.json").unlink(), "there is no run here"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, change: Any, words: str) -> None:
@@ -253,7 +253,7 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, change: Any, words: str) -
 @pytest.mark.parametrize(
     "argv, words",
     [
-        (["--targets", "0.8,high"], "'high' is no number"),
+        (["--targets", "0.8,high"], "'high' is not a number"),
         (["--metrics", "x"], "--help"),
         ([], "FOLDER"),
     ],

@@ -81,7 +81,7 @@ def test_a_file_that_is_not_ours_is_refused(tmp_path: Path) -> None:
     torch.save(torch.zeros(3), tmp_path / "tensor.ckpt")
     assert "not a checkpoint of Lightning" in refusal(tmp_path / "tensor.ckpt")
     (tmp_path / "text.ckpt").write_text("hello " * 100)
-    assert "no checkpoint at all" in refusal(tmp_path / "text.ckpt")
+    assert "incomplete, or not a checkpoint" in refusal(tmp_path / "text.ckpt")
     torch.save({"state_dict": {}, "where": Path("x")}, tmp_path / "objects.ckpt")
     assert "more than plain data" in refusal(tmp_path / "objects.ckpt")
     assert "not a file" in refusal(tmp_path)

@@ -53,7 +53,7 @@ def test_a_pipe_stays_one(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "link").symlink_to("pipe")
     for name in ("pipe", "link"):
-        with pytest.raises(UserError, match="it is a pipe, and no file"):
+        with pytest.raises(UserError, match="it is a pipe, and not a file"):
             saved(tmp_path / name, 10)
         assert (tmp_path / name).is_fifo()
 

@@ -83,7 +83,7 @@ def test_a_method_that_comes_later_starts_from_the_model_that_it_met(tmp_path: P
             met.append(server.initial_model.clone())
 
     before = fit([], rounds=2, folder=str(tmp_path)).global_vector.detach().clone()
-    with pytest.warns(UserWarning, match=r"w\^0 of this run was not kept"):
+    with pytest.warns(UserWarning, match=r"w\^0 of this run was not stored"):
         fit([First()], rounds=4, folder=str(tmp_path), resume=True, strict_resume=False)
     fit([First()], rounds=5, folder=str(tmp_path), resume=True)
     assert len(met) == 3 and all(torch.equal(first, before) for first in met)

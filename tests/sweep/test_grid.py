@@ -110,7 +110,7 @@ def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path:
     path.write_text(text + "select: {over: {method.gamma: [1]}, seeds: [7]}\n")
     spec = read_spec(str(path))
     assert spec.select is not None
-    with pytest.raises(UserError, match=r"method\.gamma: no method of any arm has it"):
+    with pytest.raises(UserError, match=r"method\.gamma: no arm has a method with this option"):
         candidates(Path("runs/s"), spec.select, arms(spec))
 
 
@@ -183,7 +183,7 @@ def test_candidates_of_ones_own_and_shorter(tmp_path: Path) -> None:
     spec = read_spec(str(path))
     assert spec.select is not None
     with pytest.raises(
-        UserError, match=r"fedavg_IDI: no arm of the grid\. Did you mean 'fedavg_IID'"
+        UserError, match=r"fedavg_IDI: not an arm of the grid\. Did you mean 'fedavg_IID'"
     ):
         candidates(Path("runs/s"), spec.select, arms(spec))
 
@@ -227,11 +227,14 @@ def test_an_arm_varies_the_rest_of_what_another_chose(
     [
         (
             "{after: fedavgg, method.beta: [1]}",
-            "fedavgg: no arm of the grid. Did you mean 'fedavg'",
+            "fedavgg: not an arm of the grid. Did you mean 'fedavg'",
         ),
         ("{after: ri, method.beta: [1]}", "ri after ri is a circle"),
-        ("{after: fedavg, model.learner.init_args.lr: [1]}", "chosen by fedavg and again by ri"),
-        ("{after: fedavg}", "candidates of its own"),
+        (
+            "{after: fedavg, model.learner.init_args.lr: [1]}",
+            "fedavg chooses model.learner.init_args.lr, and ri chooses it again",
+        ),
+        ("{after: fedavg}", "candidates of this arm"),
         ("{after: [fedavg], method.beta: [1]}", "give the name of the arm"),
         ("{after: scaffold, method.beta: [1]}, scaffold: {}", "scaffold has no candidates"),
         (
@@ -241,7 +244,7 @@ def test_an_arm_varies_the_rest_of_what_another_chose(
         (
             "{after: scaffold, model.clip_norm: [1]}, scaffold: {after: fedavg, method.x: [1]}, "
             "fedavg: {model.clip_norm: [1]}",
-            "model.clip_norm is chosen by fedavg and again by ri",
+            "fedavg chooses model.clip_norm, and ri chooses it again",
         ),
     ],
 )
@@ -300,7 +303,7 @@ def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
     "text, message",
     [
         ("grids: {}", "the key 'grids' is not known. Did you mean 'grid'"),
-        ("grid: {participation: [0.1]}", "grid.participation: no option of a run"),
+        ("grid: {participation: [0.1]}", "grid.participation: not an option of a run"),
         ("grid: {method: [method/fedavg, a/fedavg]}", "'fedavg' is the name of two arms"),
         ("grid: {seed_everything: [0, 0]}", "0 is given twice"),
         ("grid: {seed_everything: [true]}", "give integers"),

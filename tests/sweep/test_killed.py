@@ -146,7 +146,7 @@ def test_one_sweep_at_a_time(cli: Cli, sweep_file: Path) -> None:
     first = cli.start("sweep", sweep_file, "--jobs", 1)
     first.wait_for(cli.folder / "runs/demo/runs.csv")
     second = cli("sweep", sweep_file)
-    assert second.returncode == 2 and "runs/demo: another sweep is at work" in second.stderr
+    assert second.returncode == 2 and "runs/demo: another sweep is running" in second.stderr
     assert str(first.pid) in second.stderr
     first.kill(signal.SIGTERM)  # stops each run after its round
     assert first.wait().returncode == 128 + signal.SIGTERM

@@ -137,7 +137,7 @@ def test_an_arm_begins_from_what_another_chose(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text(AFTER)
     folder = cli.folder / "runs/s"
     early = cli("sweep", "s.yaml", "--run", "select/ri/0.05/seed-100")
-    assert early.returncode == 2 and "fedavg has chosen nothing yet" in early.stderr
+    assert early.returncode == 2 and "fedavg has not chosen yet" in early.stderr
     listed = []
     for what in ("others select from", "sweep's own runs"):
         script = cli("sweep", "s.yaml", "--slurm", "job.sh")
@@ -224,13 +224,13 @@ def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
     claims, few = cli.folder / "claims.yaml", ("trainer.max_epochs=1", "seed_everything=[0]")
     claims.write_text(claim.replace("ARM", "fedint"))
     unknown = cli("sweep", sweep_file, *few)
-    assert unknown.returncode == 2 and "'fedint', which is no arm of the grid" in unknown.stderr
+    assert unknown.returncode == 2 and "'fedint', which is not an arm of the grid" in unknown.stderr
     claims.write_text(claim.replace("ARM", "fedinit-0.1"))
     assert cli("sweep", sweep_file, *few).returncode == 0
     assert (cli.folder / "runs/demo/claims.yaml").read_bytes() == claims.read_bytes()
     claims.write_text(claim.replace("ARM", "scaffold"))
     changed = cli("sweep", sweep_file, *few)
-    assert changed.returncode == 2 and "claims come before the runs" in changed.stderr
+    assert changed.returncode == 2 and "claims have to come before the runs" in changed.stderr
     sweep_file.write_text(sweep_file.read_text().replace("claims: claims.yaml\n", ""))
     removed = cli("sweep", sweep_file, "trainer.max_epochs=1", "seed_everything=[0,1]")
     assert removed.returncode == 2 and "it names no claims" in removed.stderr

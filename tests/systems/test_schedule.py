@@ -140,7 +140,7 @@ def test_a_traces_lines_are_clients_in_turn(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("0.5\n-1\n", "line 2: '-1' is no number above 0"),
+        ("0.5\n-1\n", "line 2: '-1' is not a number above 0"),
         ("a\n", "line 1: 'a'"),
         ("", "no numbers"),
     ],

@@ -405,7 +405,7 @@ def test_another_system_is_another_run(tmp_path: Path) -> None:
     ("callbacks", "options", "says"),
     [
         ([ControlVariates()], {}, "ControlVariates does not say that it tolerates staleness"),
-        ([VirtualClock(UNEQUAL)], {}, "a clock of its own"),
+        ([VirtualClock(UNEQUAL)], {}, "has its own clock"),
         ([], {"sampling": "poisson"}, "sampling='poisson' beside asynchronous"),
         ([], {"asynchronous": Buffered(UNEQUAL, size=7)}, "size=7 is more than the 6 clients"),
         ([], {"asynchronous": UNEQUAL}, "asynchronous="),

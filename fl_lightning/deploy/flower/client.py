@@ -54,7 +54,7 @@ class Resident:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"--node-config folder={settings.folder!r}: it cannot be written to "
+                f"--node-config folder={settings.folder!r}: this folder cannot be written to "
                 f"({error.strerror or error}). Give another folder."
             ) from error
         self.command = [sys.executable, "-m", "fl_lightning", "site", str(app)]

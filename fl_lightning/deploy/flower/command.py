@@ -87,7 +87,8 @@ def _out(argv: list[str]) -> tuple[Path, list[str]]:
         )
     if folder.exists():
         raise UserError(
-            f"deploy flower --out {folder}: it exists already, and is left as it is. Give another "
+            f"deploy flower --out {folder}: this folder exists already, and was not changed. Give "
+            "another "
             "folder, or remove it."
         )
     return folder, rest

@@ -35,8 +35,8 @@ def bytes_in(record: Any, site: str) -> bytes:
         return bytes(record[KEY][KEY].numpy().astype(np.uint8, copy=False))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
-            f"site {site}: what came is no message of fl-lightning ({str(error)[:100]}). The app "
-            "that runs has to be the one that `fl-lightning deploy flower` wrote."
+            f"site {site}: the data that arrived are not a message of fl-lightning "
+            f"({str(error)[:100]}). Run the app that `fl-lightning deploy flower` wrote."
         ) from error
 
 

@@ -104,4 +104,4 @@ def serve(grid: Any, context: Any, file: str) -> None:
         # Flower would print the traceback, which does not help the user.
         raise UserError(str(error)) from None
     if status:
-        raise RuntimeError(f"the run ended with status {status}; its reason stands above")
+        raise RuntimeError(f"the run ended with status {status}; the reason is in the lines above")

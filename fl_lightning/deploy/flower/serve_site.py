@@ -121,8 +121,8 @@ def own_data(prepared: Command, path: Path) -> int:
     if not isinstance(document, dict) or set(document) != {"client", "data"}:
         has = ", ".join(map(str, document)) if isinstance(document, dict) else "something else"
         raise UserError(
-            f"{where}: it holds {has or 'nothing'}; accepted are client, this site's number, and "
-            "data, a class_path with its init_args."
+            f"{where}: it holds {has or 'nothing'}; accepted are two keys: client (this site's "
+            "number) and data (a class_path with its init_args)."
         )
     client = document["client"]
     if isinstance(client, bool) or not isinstance(client, int) or client < 0:

@@ -52,7 +52,7 @@ class NodeSettings:
         self.folder = str(given.get("folder", ""))
         if bool(self.clients) == bool(self.site):
             raise UserError(
-                '--node-config: give one of clients="0,3" (clients of the config\'s partition) and '
+                '--node-config: give either clients="0,3" (clients of the config\'s partition) or '
                 'site="site.yaml" (data of the site\'s own); '
                 f"given are clients={self.clients!r} and site={self.site!r}."
             )

@@ -145,7 +145,7 @@ class Stack:
             gradients, (losses, logs) = gradients_of(parameters, leaves)
         if losses.requires_grad:
             raise RuntimeError(
-                "its training_step reads parameters that it holds elsewhere than in its modules"
+                "its training_step reads parameters that are not registered in its modules"
             )
         return gradients, logs
 
