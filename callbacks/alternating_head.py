@@ -26,8 +26,7 @@ from fl_lightning.callback import (
 
 
 class AlternatingHead(FederatedCallback):
-    """The first K_h of K_i local steps train the head alone, which is never averaged, others the
-    body.
+    """The first K_h of K_i local steps train only the head (never averaged), the others the body.
 
     K_h are the steps of ``head_epochs`` local epochs, at most K_i. What rests does not move at all:
     its gradient is 0 before clipping, and after the optimizer's step (weight decay, momentum) it is

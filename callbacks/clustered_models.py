@@ -50,7 +50,8 @@ class ClusteredModels(FederatedCallback):
     """j_i = argmin_j f_i(θ_j), x_{i,0} = θ_{j_i}; then θ_j ← Σ p_i x_{i,K} / Σ p_i over j_i = j.
 
     f_i is the mean loss of the client's training samples, in evaluation mode; of equal ones the
-    lowest j. A centre that nobody took stays. The client's own model is the centre of least loss
+    lowest j. A centre that no client took does not change. The client's own model is the centre of
+    least loss
     after the round, also where it never took part. All θ_j begin as w^0, and are told apart by
     ``warmup`` rounds in which client i takes centre π[i] mod k, π a permutation by the seed. w is Σ
     p_i x_{i,K}, there for validation alone: with k > 1 it means nothing. ``clusters/share_<j>`` is

@@ -1,4 +1,4 @@
-"""The communication of a run, counted from what methods declare, not from what is copied here.
+"""The communication of a run, counted from methods' declarations and not from copies made here.
 
 The count follows the algorithms as published: docs/methods.md has it as a table, method by method.
 """
@@ -24,8 +24,8 @@ class CommunicationLogger(FederatedCallback):
     """Logs ``communication/{up,down,total}_parameters`` and ``_bytes`` of all rounds so far.
 
     A participant is sent the model (the parts of which it has no valid copy) and the server states
-    declared ``sent``; it sends its update (the parts averaged this round) and its uploads. Buffers,
-    which travel both ways, are counted in ``communication/buffers_bytes`` alone.
+    declared ``sent``; it sends its update (the parts averaged this round) and its uploads. Buffers
+    are sent in both directions, and counted only in ``communication/buffers_bytes``.
     ``cost/kept_vectors`` is what a participant keeps until its next round, in vectors of D numbers:
     its rows of methods' states, its copies of parts, its optimizer where that is kept.
     Sent: nothing more. Kept: five totals by the server.

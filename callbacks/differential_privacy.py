@@ -43,8 +43,8 @@ class DifferentialPrivacy(FederatedCallback):
     would exceed ``target_epsilon``. The weights p_i play no part. What clients send besides u_i
     would have to be clipped too, so methods with uploads, methods that look at single updates,
     averaged buffers and parts that are not averaged are refused, and your own code that reads
-    ``server.mean_change``, clients' rows at the server, or what a logger sums. Who takes part, and
-    what is logged of the training, is outside the guarantee.
+    ``server.mean_change``, clients' rows at the server, or what a logger sums. The guarantee does
+    not cover the list of participants and the logged training metrics.
 
     With ``target_quantile`` γ the bound follows the updates' norms: C^{t+1} = C^t exp(-η_C (b̃ -
     γ)), b̃ = ½ + (Σ (b_i - ½) + σ_b N(0, 1))/(q m), b_i is 1 where ‖u_i‖ ≤ C^t. The round's noise
@@ -264,7 +264,7 @@ class DifferentialPrivacy(FederatedCallback):
                 )
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
-        """Refuse methods that would reveal clients, and clip again what stands for updates."""
+        """Refuse methods that would reveal clients, and clip substituted updates again."""
         measuring = []
         for other in others:
             name = type(other).__name__
@@ -351,7 +351,7 @@ class DifferentialPrivacy(FederatedCallback):
         return self.clipped(update)
 
     def clip_again(self, server: Server) -> None:
-        """The hook ``on_updates`` where others stand for clients, to clip what they put there."""
+        """The hook ``on_updates`` if attackers replace updates: clip the replacements."""
         server.updates = self.clipped(server.updates)
 
     def clipped(self, update: Tensor) -> Tensor:

@@ -28,8 +28,8 @@ class DivergenceLogger(FederatedCallback):
 
     - participants: the mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO).
     - all: (1/m) Σ_i ‖last_i - w⁺‖², where last_i is the client's latest x_{i,K}, or w^0 before its
-      first (FedInit). It comes from running sums, so that a round reads the rows of its
-      participants alone.
+      first (FedInit). It is computed from running sums, so that a round reads only the rows of its
+      participants.
     - update: ‖w⁺ - w‖².
 
     Where a method evaluates another model than w^{t+1} (partial averaging, FedExP), w⁺ is that one

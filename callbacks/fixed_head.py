@@ -1,4 +1,4 @@
-"""FedBABU: the head rests at its initial value, and the body alone is trained and averaged.
+"""FedBABU: the head keeps its initial value, and only the body is trained and averaged.
 
 J. Oh, S. Kim, S.-Y. Yun: FedBABU: Toward Enhanced Representation for Federated Image Classification
 (ICLR 2022), arXiv:2106.06042. Afterwards each client fine-tunes the whole model:

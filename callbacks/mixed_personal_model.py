@@ -32,8 +32,7 @@ class MixedPersonalModel(FederatedCallback):
         alpha: α at first, from 0 to 1.
         adaptive: whether α is learned.
 
-    Raises:
-        UserError: other values; another callback says what a client uses itself.
+    Raises: UserError: other values; another callback decides clients' own models.
 
     Example:
         the global model is FedAvg's.

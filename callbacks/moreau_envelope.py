@@ -25,7 +25,7 @@ class MoreauEnvelope(FederatedCallback):
     """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)); then x's gradient is λ (x - θ).
 
     All S steps are on the local step's batch. θ is w at the start of a client's round, goes on from
-    step to step, and is what the client uses itself. Weight decay acts on x alone. Sent: nothing
+    step to step, and is what the client uses itself. Weight decay acts only on x. Sent: nothing
     more than by FedAvg. Kept by each client: θ. S + 1 gradients a step: one is the loss's at x,
     whose value is what is logged.
 

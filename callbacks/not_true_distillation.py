@@ -1,4 +1,4 @@
-"""FedNTD: what the server's model knows of the other classes is kept by distillation.
+"""FedNTD: distillation preserves the server model's predictions for the other classes.
 
 G. Lee, M. Jeong, Y. Shin, S. Bae, S.-Y. Yun: Preservation of the Global Knowledge by Not-True
 Distillation in Federated Learning (NeurIPS 2022), arXiv:2106.03097. A client minimises CE + β τ²

@@ -334,7 +334,7 @@ def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:
 
 
 def valued(values: dict[int, float]) -> dict[int, float]:
-    """Without NaN, which is no value: an AUROC, say, of samples of one class."""
+    """Without NaN, which is not a value: for example the AUROC of samples of one class."""
     return {client: value for client, value in values.items() if not math.isnan(value)}
 
 

@@ -25,10 +25,9 @@ class PowerOfChoice(FederatedCallback):
     """d candidates are drawn in proportion to N_i; the n of them with the largest F_i take part.
 
     F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that
-    everybody comes first once. Of equal ones, those that were drawn first. A loss that is not
-    finite says nothing of what there is to gain: its client comes after all others that were
-    drawn, until it has taken part again.
-    Sent: one number up. Kept: F_i, by client and server, one number a client.
+    everybody comes first once. Of equal ones, those that were drawn first. A client whose loss is
+    not finite comes after all other drawn clients, until it has taken part again.
+    Sent: one number up. Kept: F_i, by client and server, one number per client.
 
     Args:
         candidates: d; not below the number of participants, which it is where more take part. None:

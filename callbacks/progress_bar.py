@@ -51,7 +51,7 @@ class FederatedProgressBar(ProgressBar):
     """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02
     left``.
 
-    After the accuracy comes what is monitored, and what the learner logs with ``prog_bar=True``.
+    After the accuracy come the monitored metrics, and those logged with ``prog_bar=True``.
     Where clients have parts of their own and PerClientEvaluation measures them, ``clients/acc``
     takes the place of ``val/acc``.
 

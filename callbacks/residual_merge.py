@@ -1,4 +1,4 @@
-"""FedEx-LoRA: what averaging A and B apart leaves out is added to the frozen weights.
+"""FedEx-LoRA: the error of averaging A and B separately is added to the frozen weights.
 
 R. Singhal, K. Ponkshe, P. Vepakomma: FedEx-LoRA: Exact Aggregation for Federated and Efficient
 Fine-Tuning of Large Language Models (ACL 2025), arXiv:2410.09432.

@@ -39,8 +39,8 @@ LABELS = {
 class RunCard(pl.Callback):
     """Writes ``card.md`` and ``partition.png`` in the run's folder, and both to TensorBoard.
 
-    The card says what ran, with which methods, data, seed, versions and machine; after the fit,
-    also the closing table. A resumed run writes it anew.
+    The card lists the run's methods, data, seed, versions and machine; after the fit also the
+    closing table. A resumed run writes it anew.
     """
 
     def __init__(self) -> None:

@@ -236,7 +236,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def _name_clients(self, split: Split, partition: Partition) -> None:
         """Name each client of ``ByGroup`` by the group of its samples, where groups have names.
 
-        Another seed may hold out all samples of other groups: their names are nobody's.
+        With another seed all samples of a group may be held out; its name then belongs to no
+        client.
         """
         if self._group_names is None:
             self._group_names = tuple(self.client_names)

@@ -61,7 +61,7 @@ class CategoryBias(Bias):
 
 
 def check_biases(biases: Sequence[Bias], data: Any) -> None:
-    """Refuse biases of what are no labelled images in memory."""
+    """Refuse biases for data that are not labelled images in memory."""
     if biases and not (
         isinstance(data, TensorSamples) and data.in_pixel_range and data.labels is not None
     ):

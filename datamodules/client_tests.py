@@ -16,7 +16,7 @@ from fl_lightning.sampling import generator
 
 
 class ClientTests(Protocol):
-    """What a client trains on, and what it is tested on.
+    """A client's training samples and test samples.
 
     Attributes:
         recipe: bytes that are the same for the same test samples.

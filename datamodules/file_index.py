@@ -80,7 +80,7 @@ def indexed(
 def _write(path: Path, made: Arrays) -> None:
     """Write an index whole or not at all; processes that start together do not disturb each other.
 
-    A killed process leaves a file that begins with a dot, which nobody reads.
+    A killed process leaves a file whose name begins with a dot; no later run reads it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Processes of two machines may have one number.

@@ -13,7 +13,7 @@ from fl_lightning.errors import UserError
 
 
 def is_frame(value: Any) -> bool:
-    """Tell whether something has columns by name, whose values can be listed."""
+    """Tell whether an object has named columns with lists of values."""
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
@@ -49,8 +49,7 @@ def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
 def as_tensor(values: Any, what: str) -> Tensor:
     """A tensor of tensors, arrays or frames; fractions of a frame become float32.
 
-    Raises:
-        UserError: a frame has what is no number; ``what`` names it.
+    Raises: UserError: a frame has a value that is not a number; ``what`` names the frame.
     """
     if not hasattr(values, "to_numpy"):
         return torch.as_tensor(values)

@@ -54,7 +54,7 @@ class Kind:
         return isinstance(x, str)
 
     def label(self, y: Any) -> int | None:
-        """The class of a y; None: it is none."""
+        """The class of a y; None if y is not a class."""
         if self.name == "shakespeare":
             one = y if isinstance(y, str) and len(y) == 1 else ""
             return PLACES.get(one, len(ALPHABET) if self.unknown and one else None)

@@ -35,7 +35,7 @@ TRIES_OF_FLWR = 11
 
 
 def least(source: str, samples: int, clients: int) -> int:
-    """The smallest client that a tool accepts where it is not told."""
+    """The smallest client size that a tool accepts by default."""
     return int(min(40, samples / clients / 2)) if source == "pfllib" else 10
 
 
@@ -127,7 +127,7 @@ class DirichletByClass(Partition):
     def _tried(
         self, r: Stream, members: list[Indices], alpha: NDArray[np.float64], total: int
     ) -> list[Any] | None:
-        """One try; None where balancing leaves a class nobody to go to."""
+        """One try; None if balancing leaves no client for a class."""
         m = len(alpha)
         clients: list[list[int]] = [[] for _ in range(m)]
         balance = self.source in ("pfllib", "niid-bench") if self.balance is None else self.balance

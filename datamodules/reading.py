@@ -220,7 +220,7 @@ def own_generator(dataset: Any) -> str:
 
 
 def check_workers(number: Any, dataset: Any) -> None:
-    """Refuse a number that is none, and datasets whose random numbers would depend on it.
+    """Refuse an invalid number, and datasets whose random numbers would depend on it.
 
     Raises:
         UserError: names the setting and the way out.

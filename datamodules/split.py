@@ -300,7 +300,7 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
 
 
 def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
-    """Refuse clients that are no sequence, or that stand beside a partition."""
+    """Refuse clients that are not a sequence, or that are given together with a partition."""
     if clients is None:
         return
     check_sequence("clients", clients, "each client's sample indices")

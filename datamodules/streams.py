@@ -107,7 +107,7 @@ def check_tool_seed(owner: Partition, tool_seed: int | None) -> None:
 
 
 def check_share(owner: Partition, share: float, source: str) -> None:
-    """Refuse a share of test samples that is none, or that the source does not cut."""
+    """Refuse an invalid share of test samples, or one that the source does not support."""
     if not 0 <= share < 1:
         raise UserError(
             f"{type(owner).__name__}'s test_share is {share}: give a share from 0 to below 1."

@@ -1,4 +1,4 @@
-"""Tables: a row is a sample, and a column may say which client it belongs to."""
+"""Tables: a row is a sample, and a column may name its client."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ class FromTable(FederatedDataModule):
             refused.
         test: another file or frame, ``{"share": 0.34, "rule": "sklearn", "seed": 43}`` (within each
             client, as scikit-learn's ``train_test_split`` does it), or the share of rows that is
-            held out to test on: the same rows whatever the seed. Where these name their ``client``
-            too, they are its own test set besides, and rows of others are tested on in common
-            alone.
+            held out to test on: the same rows whatever the seed. If test rows also name their
+            ``client``, they are the client's own test set as well. Other test rows belong only to
+            the global test set.
         num_clients, partition: how to split; without meaning where ``client`` names a column.
         separator: between a CSV's columns.
         classes: the target's values, in the order of their numbers; None: those of the training
@@ -83,7 +83,7 @@ class FromTable(FederatedDataModule):
             (the place among the training rows' values), or a kind by column. None: refuse texts.
         drop_first: leave out the first one-hot column of each.
         missing: ``"refuse"``, or ``"drop"`` rows that lack a value in a column in use.
-        missing_marks: texts that stand for a missing value, beside ``NA`` and its kind.
+        missing_marks: texts that mark a missing value, in addition to ``NA`` and similar texts.
         columns: names of the columns of a CSV whose first line has none.
         root: the folder of relative paths.
         above: y is 1 if the target exceeds this number, else 0.

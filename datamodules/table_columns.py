@@ -173,7 +173,7 @@ def scaled(
 
 
 def check_rule(test: Mapping[str, Any]) -> None:
-    """Refuse a rule for test rows that is none."""
+    """Refuse an unknown rule for test rows."""
     unknown = set(test) - {"share", "rule", "seed"}
     share = test.get("share")
     fits = isinstance(share, float) and 0 < share < 1

@@ -113,13 +113,13 @@ def refuse_twice(option: str, names: Sequence[str | int]) -> None:
 
 
 def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
-    """What is said of a table all of whose columns are answers or clients."""
+    """The error for a table whose columns are all answers or clients."""
     besides = f"no columns besides {', '.join(map(repr, columns))}" if columns else "no columns"
     return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
 
 
 def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:
-    """Refuse to learn from what is to be told, or from who holds a row."""
+    """Refuse to use the target, or the client's column, as an input."""
     for name in map(str, features):
         for option, other in others.items():
             if name == other:
@@ -351,7 +351,7 @@ def opened(path: Path) -> Iterator[TextIO]:
 
 @contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Within, what goes wrong with a file is told by its name."""
+    """Within this context, errors about a file name the file."""
     try:
         yield
     except UserError:

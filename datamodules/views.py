@@ -239,7 +239,7 @@ def partition_figure(data: Partitioned) -> Figure:
 
 
 def _named(axes: Any, data: Partitioned, shown: int) -> None:
-    """Name the clients beside the picture, where they have names and these can be read."""
+    """Write the clients' names next to the picture, if they have names and these are readable."""
     names = list(data.client_names[:shown])
     domains = list(getattr(data, "client_domains", ()))[:shown]
     # A client's name may already be its domain, or its domain and a number.

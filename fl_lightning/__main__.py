@@ -117,7 +117,7 @@ def _show(text: str, end: str = "\n") -> None:
 
 
 def _fall_silent() -> None:
-    """Send nowhere what is still to be printed, as nobody reads it."""
+    """Discard the output that is still to be printed, because its reader has gone."""
     # The interpreter flushes stdout once more at its end; this keeps it from raising an error then.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

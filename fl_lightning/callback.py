@@ -226,7 +226,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
     def draws_from(self) -> int | Literal["secret"] | None:
         """The source of participation's coins and of :meth:`Server.private_generator`.
 
-        ``"secret"``: 32 bytes of the run that nobody else knows. An integer: as if it were the
+        ``"secret"``: 32 bytes that only the run knows. An integer: as if it were the
         run's seed, for tests. None: the run is not private.
         """
         return None
@@ -424,7 +424,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         """Change or assign ``clients.x`` ``(n, D)``, from which the clients start."""
 
     def local_output(self, clients: Clients, name: str, value: Any, batch: Any) -> Any:
-        """One owner a module. What goes on from the tapped module in place of its output.
+        """One owner a module. Replace the output of the tapped module.
 
         Called in each pass of local training, for those of ``taps`` that are outputs.
         """
@@ -539,7 +539,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
     def personal(self, clients: Clients) -> Tensor:
         """One owner. The model ``(n, D)`` that a client uses itself after a round.
 
-        Without this hook it is w with the client's kept parts. It is asked for clients that have
+        Without this hook it is w with the client's kept parts. It is called for clients that have
         finished a round; the others use w. There are ``ids``, ``w``, ``x`` (w with the client's
         kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """

@@ -1,4 +1,4 @@
-"""The run's part of a checkpoint, besides Lightning's own, and how a run goes on from it."""
+"""The run's part of a checkpoint, besides Lightning's own, and resuming from it."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Identity:
 
 
 def other_settings(differing: Iterable[str]) -> UserError:
-    """What is said where a run would go on with other settings; ``differing``: then and now."""
+    """The error if a run would resume with other settings; ``differing``: old and new values."""
     shown = "; ".join(list(differing)[:4])
     return UserError(
         f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
@@ -123,7 +123,7 @@ def other_settings(differing: Iterable[str]) -> UserError:
 
 
 def ended_early(trainer: Any) -> tuple[bool, str]:
-    """Whether EarlyStopping ended the resumed run, and what is said of it.
+    """Whether EarlyStopping ended the resumed run, and the note about it.
 
     Lightning restores that the callback stopped, and goes on for a round all the same. Up to the
     Trainer's ``min_epochs`` there are rounds left to do, and nothing is said.
@@ -469,7 +469,7 @@ def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> 
 
 
 class CheckpointFolder:
-    """The folder of a run's checkpoints: who may write there, and what is written."""
+    """The folder of a run's checkpoints: its lock and its files."""
 
     def __init__(self) -> None:
         self._lock: RunLock | None = None
@@ -516,7 +516,7 @@ class CheckpointFolder:
         plan: EnginePlan,
         secret: Secret,
     ) -> None:
-        """Add the run's part to a checkpoint, and write what lies beside it."""
+        """Add the run's part to a checkpoint, and write the files beside the checkpoint."""
         self._rows = self._rows or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
         saved[KEY] = Held.of(identity, state, model, named, plan, self._rows, secret).entries()

@@ -61,8 +61,8 @@ def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot honour.
 
     Raises:
-        UserError: not a LightningModule, manual optimization, or a hook that cannot do what it does
-            alone.
+        UserError: not a LightningModule, manual optimization, or a hook that a federated run cannot
+            call.
     """
     name = type(learner).__name__
     compiled = getattr(learner, "_orig_mod", None)
@@ -359,7 +359,7 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuse an object that is no optimizer, or one whose step cannot be taken here.
+    """Refuse an object that is not an optimizer, or an optimizer whose step cannot be taken here.
 
     Args:
         name: the option that made it, ``"client_optimizer"`` or ``"server_optimizer"``.
@@ -450,7 +450,7 @@ def number(
     finite: bool = True,
     beside: str = "",
 ) -> None:
-    """Refuse what is no number, or one out of bounds.
+    """Refuse a value that is not a number, or a number out of bounds.
 
     Args:
         above, least, most, below: the bounds; without ``most`` and ``below`` it has to be finite.

@@ -1,4 +1,4 @@
-"""A run in words and numbers: in a line, as hyper-parameters, and what is heard of its rounds."""
+"""A run's description: one line, hyper-parameters, and the metrics of its rounds for loggers."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning")
 
 
 class Reporter:
-    """Tells the loggers and callbacks of a Trainer what happens in its fit."""
+    """Passes the rounds' metrics of a fit to the Trainer's loggers and callbacks."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._validation_began = 0.0
 
     def begin(self, run: Any) -> None:
-        """Tell loggers, before the first round of this fit, what runs and where it goes on."""
+        """Give loggers the run's settings and first round, before this fit's first round."""
         # Make a logger drop later rounds before it gets new values.
         for logger in self.trainer.loggers:
             if hasattr(logger, "resume"):

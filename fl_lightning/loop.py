@@ -41,7 +41,7 @@ TIMES = frozenset({"time/round", "time/cpu"})  # names that are logged when a ro
 
 @dataclass
 class FederatedLoop:
-    """Runs rounds on the objects of a run; a round that fails leaves them as it found them.
+    """Runs rounds on the objects of a run; a round that fails does not change them.
 
     Args:
         client_rates: the client optimizer's settings before any decay.
@@ -319,7 +319,7 @@ class FederatedLoop:
         server.update = server_update.masked(server)
 
     def server_steps(self, ledger: Ledger) -> bool:
-        """Tell whether the server takes a step: a client finished, or a method steps without."""
+        """Tell whether the server takes a step: a client finished, or a method needs no client."""
         return bool(ledger.finished) or self.methods.aggregates_nobody
 
     def changed_base(self, ledger: Ledger) -> BaseAfter | None:

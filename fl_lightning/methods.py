@@ -151,7 +151,7 @@ class Methods:
     def _refuse_companions(self, callback: FederatedCallback) -> None:
         """Refuse callbacks that this one cannot run with, and partial averaging of silent states.
 
-        A state is silent where it does not say what partial averaging does to it.
+        A state is silent if it does not declare how partial averaging affects it.
         """
         name = type(callback).__name__
         for companion, why in callback.cannot_run_with.items():
@@ -219,7 +219,7 @@ class Methods:
         return texts
 
     def on_gradient(self, hooks: Sequence[str]) -> list[tuple[str, Callable[..., Any]]]:
-        """What changes a gradient in these hooks, in order: the names, and what to call."""
+        """The callbacks that change a gradient in these hooks, in order: names and functions."""
         found: list[tuple[str, Callable[..., Any]]] = []
         for hook in hooks:
             calls = self._hooks.get(hook, [])
@@ -342,7 +342,7 @@ class Methods:
 
     @property
     def resting(self) -> FederatedCallback | None:
-        """The callback that says what clients train; None: they train all."""
+        """The callback that chooses the coordinates that clients train; None: they train all."""
         return self._owned_by.get("trained")
 
     @property
@@ -361,7 +361,7 @@ class Methods:
 
     @property
     def aggregates_nobody(self) -> bool:
-        """Tell whether the server takes its step where no client finished, too."""
+        """Tell whether the server takes its step even if no client finished."""
         return any(c.every_round for c in self.callbacks if c.has("aggregate"))
 
     @property
@@ -371,7 +371,7 @@ class Methods:
 
     @property
     def look(self) -> str:
-        """The first callback that looks at what modules give; empty: there is none."""
+        """The first callback that reads outputs of modules; empty if there is none."""
         for callback in self.callbacks:
             if looks(callback):
                 return type(callback).__name__
@@ -407,7 +407,7 @@ class Methods:
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
     def going_up(self) -> dict[str, Declaration]:
-        """What clients send beside their update, and is counted.
+        """The states that clients send besides their update, and that are counted.
 
         These are states that are reported, and uploads that the server cannot compute from what is
         sent anyway.
@@ -462,7 +462,7 @@ class WithoutGradient:
 
 
 def looks(callback: FederatedCallback) -> bool:
-    """Tell whether a callback looks at what the learner's modules give."""
+    """Tell whether a callback reads the outputs of the learner's modules."""
     return bool(callback.taps) or any(callback.has(hook) for hook in LOOKING)
 
 

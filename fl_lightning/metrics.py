@@ -1,6 +1,6 @@
 """A run's metrics as a table, and which way each is better.
 
-It does without torch, so that who only looks at a run need not wait for it.
+It does not import torch, so that reading a finished run is fast.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class Directions:
             self._recorded.setdefault(name, set()).add(mode)
 
     def known(self, metric: str, mode: str | None = None) -> bool | None:
-        """As :meth:`greater`; None where it would have to be asked."""
+        """As :meth:`greater`, but None if the user would have to give the direction."""
         word = mode or self.given.get(metric)
         if word is not None:
             return word == "max"

@@ -1,4 +1,4 @@
-"""What is said of a run before it begins: warnings, and refusals of settings that cannot work."""
+"""Notes about a run before it begins, and refusals of settings that cannot work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class RunFacts:
     gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
     is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
-    leaves out who is late. ``keeps_optimizer``: keep_optimizer_state.
+    leaves out late clients. ``keeps_optimizer``: keep_optimizer_state.
     """
 
     n: int
@@ -68,7 +68,7 @@ class Note:
 
 
 class Refusal(Note):
-    """What a method cannot run with: where it applies, the run is refused with the text.
+    """A setting that a method cannot run with: if it applies, the run is refused with this text.
 
     Args:
         settings: arguments of FederatedModule with which it does not apply; the contracts run with

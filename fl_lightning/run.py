@@ -388,7 +388,7 @@ class FederatedRun:
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Before round t, this fit's first: claim the folder, and tell loggers where it begins."""
+        """Before this fit's first round t: claim the folder, and give loggers the first round."""
         assert self.reporter is not None
         self.folder.claim(self.reporter.trainer, begins=True)
         # An older checkpoint does not store the number of committed rounds, but Lightning's epoch

@@ -64,7 +64,7 @@ def fresh_seed() -> int:
 
 
 def check_seed(name: str, seed: Any) -> int:
-    """The seed as an integer; refuse what would be taken for another one.
+    """The seed as an integer; refuse a value that would act as another seed.
 
     Raises:
         UserError: no integer, negative, or from 2**63 on (those would all draw the same).

@@ -166,7 +166,7 @@ class VirtualClock(FederatedCallback):
 def set_conditions(
     cohort: Cohort, asynchronous: Buffered | None, callbacks: Sequence[FederatedCallback]
 ) -> None:
-    """Tell a cohort who is there, how many are drawn, and how many train at a time."""
+    """Give a cohort its available clients, and the numbers drawn and training at a time."""
     for callback in callbacks:
         if isinstance(callback, SystemHeterogeneity):
             cohort.heterogeneity = callback.conditions(cohort.seed, cohort.m)

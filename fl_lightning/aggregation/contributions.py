@@ -31,7 +31,7 @@ AT_SITES = "sites.round"
 
 @dataclass
 class Brought:
-    """What one client brings home of a round.
+    """The results of one client in a round.
 
     Args:
         counts: of its traffic; None: it never answered, and counts as dropped.
@@ -71,8 +71,8 @@ class Contributions:
         leaves: number of clients that this process trains.
         policy: which of the clients' buffers the server averages.
 
-    ``changed``: buffers that stay the server's although clients changed them, which nobody was
-        told.
+    ``changed``: buffers that clients changed although the server keeps its own, without a note so
+        far.
     """
 
     def __init__(self, ledger: Ledger, methods: Methods, leaves: int, policy: BufferPolicy) -> None:
@@ -90,7 +90,7 @@ class Contributions:
         self._lock = threading.Lock()
 
     def __call__(self, leaf: int, group: ClientGroup | Brought) -> None:
-        """Add what one client contributes, a group of one or what it brought; stage its rows."""
+        """Add one client's results (a group of one, or received ones), and stage its rows."""
         home = group if isinstance(group, Brought) else self.brought(group)
         client = home.client
         values = Total()
@@ -126,7 +126,7 @@ class Contributions:
             self._sum.add(leaf, None if home.counts is None else values, shared)
 
     def brought(self, group: ClientGroup) -> Brought:
-        """What a client, a group of one after ``on_local_end``, brings home."""
+        """The results of a client: a group of one, after ``on_local_end``."""
         (client,) = group.ids
         round = self.ledger.round
         counts = traffic.of_client(group, round.buffers, self.methods)
@@ -177,7 +177,7 @@ class Contributions:
         return home
 
     def transmitted(self, group: ClientGroup, update: Tensor) -> Tensor:
-        """What a client sends as its update ``(1, D)``, by a method or as it is."""
+        """The update ``(1, D)`` that a client sends, after a method's ``transmit``."""
         transmit = self.methods.owner("transmit")
         if transmit is None:
             return update

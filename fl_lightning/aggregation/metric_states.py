@@ -49,7 +49,7 @@ def metrics_of(learner: nn.Module) -> list[Metric]:
 
 
 def tells_mode(learner: nn.Module) -> bool:
-    """Tell whether any of the learner's metrics says which way it is better."""
+    """Tell whether any of the learner's metrics has ``higher_is_better``."""
     return any(isinstance(metric.higher_is_better, bool) for metric in metrics_of(learner))
 
 

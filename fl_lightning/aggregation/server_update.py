@@ -1,4 +1,4 @@
-"""The server's part of a round: the aggregated update, the step, what is evaluated, and buffers."""
+"""The server's part of a round: the aggregated update, the step, the evaluated model, buffers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fl_lightning.round.totals import Total
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     """The aggregated update ``(D,)``.
 
-    It is the weighted mean of what was transmitted, or what a method's ``aggregate`` makes of it.
+    It is the weighted mean of the transmitted updates, or the result of a method's ``aggregate``.
     """
     round = ledger.round
     total = ledger.total
@@ -54,7 +54,7 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
 
 
 def mean_of(total: Total, methods: Methods, server: Server, round: Round) -> Tensor:
-    """The weighted mean of what was transmitted, over those who trained a coordinate."""
+    """The weighted mean of the transmitted updates, over the clients that trained a coordinate."""
     owner = methods.resting
     if owner is None or total.holders is None:
         return total.mean(total.weighted, round.wide)
@@ -197,8 +197,8 @@ def _copied_values(values: dict[str, Any]) -> dict[str, Any]:
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     """The model to evaluate under partial averaging; None: w itself.
 
-    It is w with the clients' mean on the parts that were not averaged. Where nobody finished, such
-    parts stay as they were evaluated last.
+    It is w with the clients' mean on the parts that were not averaged. If no client finished, such
+    parts keep their last evaluated values.
     """
     round = ledger.round
     # Coordinates that no client trained keep the value of w.

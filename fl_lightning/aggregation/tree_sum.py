@@ -1,4 +1,4 @@
-"""A sum over clients that does not depend on who computed it, or in what order.
+"""A sum over clients that does not depend on the processes or on the order of the addends.
 
 Client j of the round's ascending list is leaf j of a fixed binary tree: even j are summed with even
 ones, odd with odd ones, and so on by the low bits of j. Process r of 2^k owns the leaves j ≡ r (mod
@@ -20,7 +20,7 @@ Kinds = dict[Place, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtype
 
 
 def visiting_order(n: int) -> list[int]:
-    """The leaves in the order that leaves the fewest partial sums waiting (at most log2 n).
+    """The leaves in the order with the fewest waiting partial sums (at most log2 n).
 
     >>> visiting_order(6)
     [0, 4, 2, 1, 5, 3]

@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cited(config: Mapping[str, Any]) -> str:
-    """The BibTeX of a run with this config; a line says for what none is known.
+    """The BibTeX of a run with this config; a comment names each class without a known reference.
 
     >>> print(cited({"data": {"class_path": "mine.Data"}}).splitlines()[0])
     % Data: no reference is known here

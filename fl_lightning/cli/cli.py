@@ -260,7 +260,7 @@ class CommandCLI(LightningCLI):
     def before_instantiate_classes(self) -> None:
         """Decide on folder and checkpoint before anything is built.
 
-        So what is wrong with them is said at once.
+        So errors in them are reported at once.
         """
         if self.command == "partition":
             return
@@ -329,7 +329,7 @@ class CommandCLI(LightningCLI):
                 )
 
     def _refuse_other_run(self, found: list[Path]) -> None:
-        """Refuse a folder that holds a run, unless this one goes on from a checkpoint in it."""
+        """Refuse a folder that holds a run, unless this run resumes from a checkpoint in it."""
         own = [path.resolve() for path in found]
         goes_on = self.checkpoint is not None and Path(self.checkpoint).resolve() in own
         if holds_run(self.folder) and not goes_on:
@@ -445,7 +445,7 @@ class CommandCLI(LightningCLI):
 
 
 def _merge_loggers(prepared: Command) -> None:
-    """Make what configs and options of loggers add to each other what the parser takes."""
+    """Combine the loggers of configs and options into a value that the parser accepts."""
     trainer = prepared.config.get("trainer") or {}
     if not isinstance(trainer, dict):
         return

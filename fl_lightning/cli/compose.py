@@ -178,7 +178,7 @@ def summary(text: str) -> str:
 
 
 def is_file(name: str | Path) -> bool:
-    """Whether there is such a file; a name that no file can have is none."""
+    """Whether there is such a file; False for a name that no file can have."""
     try:
         return Path(name).is_file()
     except (OSError, ValueError):

@@ -17,7 +17,7 @@ OPTIONS = ("train", "val", "test", "clients", "test_clients")
 
 
 def fault_of_datasets(option: str, config: Mapping[str, Any]) -> str:
-    """A paragraph on the first data set at ``option`` that is none; empty where nothing is found.
+    """An error about the first value at ``option`` that is not a data set; empty if there is none.
 
     Args:
         option: such as ``data.clients``.
@@ -60,7 +60,7 @@ def _names(one: Any) -> bool:
 
 
 def _imported(path: str) -> Any:
-    """The class or function of a path; None: there is none, which others tell of."""
+    """The class or function of a path; None if there is none, which another check reports."""
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None

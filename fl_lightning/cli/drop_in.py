@@ -1,4 +1,4 @@
-"""LightningCLI for one's own learner and data, which trains federatedly."""
+"""A LightningCLI for your own learner and data, which trains them in a federated run."""
 
 from __future__ import annotations
 

@@ -252,7 +252,7 @@ def _of_class(cls: type, key: str) -> str:
 
 
 def _notes(cls: type) -> Iterator[tuple[str, str]]:
-    """What docstrings say about each argument; the class itself comes last."""
+    """The text of docstrings about each argument; the class itself comes last."""
     from docstring_parser import parse
 
     for base in reversed(cls.__mro__):

@@ -30,7 +30,7 @@ _PUBLISHED_CLASSES = 10
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """What a data module's class says about its samples; None: nothing."""
+    """The facts that a data module's class gives about its samples; None: unknown."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -242,7 +242,7 @@ def _ends(cls: Any, sizes: Any) -> list[Any] | None:
 
 
 def _check_texts(learner: Any, facts: SampleFacts) -> None:
-    """Refuse our networks for images on texts, and our learners of texts on what is none."""
+    """Refuse our networks for images with texts, and our learners of texts with other data."""
     cls = _class(learner)
     if cls is ImageClassifier and facts.texts:
         network = _arguments(learner).get("network") if isinstance(learner, dict) else None

@@ -1,4 +1,4 @@
-"""``fl-lightning new NAME``: a package with a method of one's own, to be changed."""
+"""``fl-lightning new NAME`` writes a package with an example method, which you then change."""
 
 from __future__ import annotations
 

@@ -282,7 +282,7 @@ class Refusal:
     # --------------------------------------------------------------------- of their values
 
     def _not_in_init_args(self) -> str:
-        """Tell of keys that stand beside a class_path, at the option or below it."""
+        """Report keys on the same level as a class_path, at the option or below it."""
         nodes = list(self.config.items())
         nodes += [(k, plain_yaml(v, f"--{k}")) for k, v in _given(self.options) if v[:1] in "[{"]
         for key, node in nodes:

@@ -84,7 +84,7 @@ class PythonConfig:
         return config
 
     def text(self) -> str:
-        """The YAML, whose first lines say what it lacks."""
+        """The config as YAML; its first lines name the settings that it lacks."""
         lines = ["# A run from Python: what its objects know of their settings."]
         if self.unknown:
             lines.append(f"# Not known, and left out: {', '.join(self.unknown)}")

@@ -124,8 +124,8 @@ _COLUMNS = ("method", "seed", "client_optimizer/lr", "data/partition", "particip
 class RunEvents(TensorBoardLogger):
     """TensorBoard events directly in the run's folder.
 
-    The folder's config.yaml takes the place of hparams.yaml. In a config it stands for these
-    events, beside other loggers; the folder is then the run's.
+    The folder's config.yaml takes the place of hparams.yaml. In a config it adds these events to
+    other loggers; the run then sets the folder.
 
     Args:
         folder: the run's, once that is claimed.
@@ -377,7 +377,7 @@ class RunCheckpoint(Checkpoint):
             self._link(trainer, Path(resumed))
 
     def _explain(self, trainer: pl.Trainer) -> None:
-        """Say, once, after a validation without the metric, why there is no best.ckpt."""
+        """After the first validation without the metric, report why there is no best.ckpt."""
         names = [name for name in trainer.callback_metrics if name.startswith("val")]
         if names and not self.explained and trainer.is_global_zero:
             self.explained = True
@@ -391,7 +391,7 @@ class RunCheckpoint(Checkpoint):
             print(f"no {self.monitor} is logged, so best.ckpt is not kept; {way} would keep it")
 
     def _record(self, trainer: pl.Trainer) -> None:
-        """Take what the learner's torchmetrics say of themselves."""
+        """Read the directions of the learner's torchmetrics."""
         assert isinstance(trainer.lightning_module, FederatedModule)
         self.directions.record(trainer.lightning_module.logged.modes_of(trainer.callback_metrics))
 

@@ -69,7 +69,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def machine(trainer: pl.Trainer) -> dict[str, Any]:
-    """What a run trains on; None where the system does not tell.
+    """The name of the processor; None if the system does not give it.
 
     ``cores`` are those that the process may use, ``memory`` is the machine's in bytes, ``threads``
     are those of one operation, ``gpu`` is the name of the one that this process uses.
@@ -186,7 +186,7 @@ class RunRecord(pl.Callback):
         self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
-        """Note what torchmetrics said of themselves, what is shown, trackers' ids, and warnings.
+        """Record torchmetrics' directions, the metrics shown, the trackers' ids, and warnings.
 
         Tells whether any of that is new.
         """

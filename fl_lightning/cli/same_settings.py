@@ -27,8 +27,8 @@ def check_same_settings(checkpoint: Path, config: Mapping[str, Any], strict: boo
     """Refuse to go on from a run's checkpoint with another learner or other data.
 
     The round's own settings, the methods and the optimizers are compared when the checkpoint is
-    read, for runs from Python too. A checkpoint without ``config.yaml`` in its run's folder, as one
-    that was moved, is compared in these alone.
+    read, for runs from Python too. Only these settings are compared if a checkpoint has no
+    ``config.yaml`` in its run's folder, because it was moved.
 
     Args:
         config: the whole one, as ``config.yaml`` has it.

@@ -1,6 +1,6 @@
-"""A run that is resumed goes on in its trackers' runs: their ids are kept in ``run.json``.
+"""A resumed run continues its runs in the trackers; ``run.json`` has their ids.
 
-What a tracker cannot do is told before anything is trained.
+If a tracker cannot be used, the run reports it before training.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Contracts checked by small runs: what must not change a result, and what must not break one."""
+"""Contracts checked by small runs: changes that must not alter a result or break a run."""
 
 from __future__ import annotations
 
@@ -84,11 +84,11 @@ class Method:
 
     @cached_property
     def average(self) -> Outcome:
-        """What FedAvg leaves with the settings that the method requires."""
+        """The outcome of FedAvg with the settings that the method requires."""
         return self.fedavg()
 
     def fedavg(self, **settings: Any) -> Outcome:
-        """What FedAvg leaves with these settings and a learner like the method's."""
+        """The outcome of FedAvg with these settings and a learner like the method's."""
         if self.cls.needs_adapters:
             settings["adapters"] = True
         return fedavg(**{**required_by(self.cls), **settings})
@@ -99,7 +99,7 @@ class Method:
 
 
 def fedavg(**settings: Any) -> Outcome:
-    """What FedAvg leaves; the same words and numbers are run once, whatever the method."""
+    """The outcome of FedAvg; each combination of settings runs once, for all methods."""
     simple = all(isinstance(value, str | int | float) for value in settings.values())
     return _once(**settings) if simple else outcome(fit([], **settings))
 

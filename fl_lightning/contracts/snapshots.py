@@ -1,4 +1,5 @@
-"""What a callback holds besides its declared state, copied to see whether a run changes it."""
+"""Copies of a callback's attributes besides its declared state, to find those that a run
+changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a check says: it holds, it fails (with reason and hint), or it does not apply."""
+"""The result of a check: it holds, it fails (with reason and hint), or it does not apply."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What sites tell of their clients' own models: numbers by client and metric, and nothing else.
+"""Sites' measurements of their clients' own models: only numbers, by client and metric.
 
 In the numbers of a message: ``CLIENT/before/METRIC``, ``CLIENT/after/METRIC`` (after fine-tuning),
 ``mode/METRIC`` (1: greater is better, -1: less is); in its arrays the clients and how many test

@@ -21,7 +21,7 @@ ANY = -1  # value of base_from if the message has all frozen weights
 
 
 class SentBase:
-    """What a server's sites have of the base, and what each is sent of it.
+    """The frozen weights at the sites: which changes each site has, and which it is sent.
 
     Args:
         weights: the run's; from here on they keep each round's additions.

@@ -137,7 +137,7 @@ class SiteRows:
         del self.staged[client]
 
     def stage(self, t: int, rows: dict[str, dict[int, Tensor]], finished: list[int]) -> None:
-        """Keep what round t wrote beside the clients' state; on the disk when this returns."""
+        """Store round t's rows besides the clients' state; they are on disk when this returns."""
         names: dict[int, list[str]] = {client: [] for client in finished}
         for name, by_client in rows.items():
             for client in by_client:

@@ -127,7 +127,7 @@ class Site(FederatedLoop):
         raise Ended
 
     def answer(self, message: Message) -> Message:
-        """What the site has to say to a message, with the number of the question."""
+        """The site's answer to a message, with the number of the question."""
         answer = self._answer(message)
         if "question" in message.numbers:
             answer.numbers["question"] = message.numbers["question"]
@@ -181,7 +181,7 @@ class Site(FederatedLoop):
         return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:
-        """Train the clients that are asked for, and keep their rows beside those they had."""
+        """Train the clients that the message names, and keep both their new and their old rows."""
         numbers = message.numbers
         t = int(numbers["round"])
         self.rows.begin(int(numbers["run"]))
@@ -262,7 +262,7 @@ class Site(FederatedLoop):
         return lacks or (self.base is not None and self.base.lacks(message))
 
     def whole(self, message: Message) -> Message:
-        """Ask for what the site lacks of the model, and say which base it has."""
+        """Ask for the parts of the model that the site lacks, and report which base it has."""
         answer = Message("whole", message.site, dict(message.numbers))
         answer.numbers["base"] = 0 if self.base is None else self.base.mark
         return answer

@@ -1,4 +1,4 @@
-"""An engine whose clients train at sites: the server's end of what it and the sites tell."""
+"""An engine whose clients train at sites: the server's side of the messages."""
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ class Sites:
             self.transport.send(messages)
 
     def message(self, round: Round, site: str, mine: list[int]) -> Message:
-        """What a site is sent in a round: w, states, buffers and the round's numbers."""
+        """The message to a site in a round: w, states, buffers and the round's numbers."""
         message = self._with_model("round", round, site, mine)
         message.numbers["round"] = round.t
         message.numbers |= self.facts
@@ -482,7 +482,7 @@ class Sites:
         )
 
     def _brought(self, answer: Message, client: int, round: Round) -> Brought:
-        """What a client brings home from its site.
+        """The results of a client at a site.
 
         Raises:
             UserError: it is not what the server's model and methods expect.

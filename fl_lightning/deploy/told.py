@@ -1,4 +1,5 @@
-"""Data of a run whose clients are at sites: what these tell of them, and what they all train on."""
+"""Data of a run whose clients are at sites: the numbers of samples and batches that sites
+report."""
 
 from __future__ import annotations
 

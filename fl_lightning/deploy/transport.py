@@ -39,7 +39,7 @@ def said(array: Array) -> str:
 
 @dataclass
 class Message:
-    """What a server and a site tell each other.
+    """A message between a server and a site.
 
     Args:
         what: the kind of message, such as ``"round"``; see :mod:`fl_lightning.deploy.travel`.

@@ -1,4 +1,4 @@
-"""What travels in a round: down the model and its states, up what each client brings home.
+"""The content of a round's messages: the model and states down, each client's results up.
 
 Words: "hello" asks a site for its clients, "here" tells them; "round" asks for a round, "trained"
 brings it; "evaluate" asks for what clients' own models are worth, "evaluated" tells it; "whole"
@@ -41,7 +41,7 @@ def got(arrays: Mapping[str, Array], name: str) -> Tensor:
 
 
 def has(arrays: Mapping[str, Array], name: str) -> bool:
-    """Tell whether a tensor was put there, of whichever dtype."""
+    """Tell whether the arrays hold this tensor, in any dtype."""
     return name in arrays or name + BFLOAT in arrays
 
 
@@ -118,7 +118,7 @@ def packed_client(
     encoded: dict[str, Array] | None,
     reported: Collection[str] = (),
 ) -> None:
-    """Put what a client brings home into the message.
+    """Put a client's results into the message.
 
     Args:
         reported: states whose rows go up.

@@ -86,7 +86,7 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
 
 
 def accumulation_notes(learner: nn.Module, accumulate: int) -> list[str]:
-    """What a user should know of a learner whose steps take several batches."""
+    """The note about a learner whose steps take several batches."""
     if accumulate == 1:
         return []
     for name, part in learner.named_modules():

@@ -1,4 +1,4 @@
-"""What a learner keeps besides parameters and buffers, so that a change of it can be told.
+"""A learner's attributes besides parameters and buffers, compared to find changes.
 
 An attribute is written down as pickle would save it, what is reached through it included. So it
 counts what it holds and not which object it is, and a learner's copy can be compared with another.
@@ -102,7 +102,7 @@ class Writer(pickle.Pickler):
         self.values = values
 
     def persistent_id(self, value: Any) -> str | None:
-        """Who an object is, where its inside does not count."""
+        """The identity of an object, if its content does not count."""
         if isinstance(value, PLAIN):
             return None
         if id(value) in self.attributes.places:

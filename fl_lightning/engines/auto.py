@@ -1,8 +1,8 @@
 """Which engine trains the clients under ``engine="auto"``: the rows of ``TABLE``, tried in order.
 
 What the bits of a run depend on is decided by rule: by the device, the learner's own steps and the
-number of clients. A stopwatch chooses only among ways that leave the same bits, which is one
-thread a client, side by side or not.
+number of clients. Measured time chooses only among ways that give the same bits: each client uses
+one thread, whether clients run in parallel or one after another.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PYTHON_SECONDS = 0.002
 
 
 class Known:
-    """What the conditions of the table ask; each is found out when it is first asked for."""
+    """The facts that the table's conditions need; each is computed when it is first read."""
 
     def __init__(self, copies: LearnerCopies, first_steps: FirstSteps) -> None:
         self.copies = copies

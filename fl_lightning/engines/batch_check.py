@@ -1,8 +1,8 @@
 """Whether the learner can train on the smallest batch that a run has, tried before round 0.
 
-BatchNorm cannot, on one value a channel; nor can a loss that compares samples. Which learner can is
-not asked but tried, and so nobody is refused who can. A batch that nobody meets within the run is
-no reason to refuse it.
+BatchNorm cannot, on one value a channel; nor can a loss that compares samples. The run tries a step
+to find out whether the learner can train on such a batch, so it refuses only learners that cannot.
+If no client of the run has such a batch, the run is not refused.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def failure(copies: LearnerCopies, client: int, samples: int) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """What an error says, in one line; it may say nothing."""
+    """An error's text in one line, or its class if the text is empty."""
     return (str(error).strip().splitlines() or [""])[0]
 
 

@@ -114,7 +114,7 @@ def choose(
 
 
 def more_threads(threads: int, cores: int) -> str:
-    """What a user should know of a run that began where there were more cores."""
+    """The note about a resumed run that began with more cores."""
     return (
         f"this run began with {threads} threads within an operation, and this process has {cores} "
         f"{'core' if cores == 1 else 'cores'} for itself. It keeps {threads}, because another "
@@ -293,7 +293,8 @@ def beside(
 ) -> EnginePlan:
     """The plan of an engine that was asked for: in processes, where clients draw random numbers.
 
-    What first steps showed not to work side by side is refused; what they cannot show is said.
+    Refuse learners whose first steps show that they cannot train in parallel, and note what the
+    steps cannot show.
 
     Raises:
         UserError: with the reason, and the way out.
@@ -322,7 +323,7 @@ def beside(
 
 
 def in_processes(copies: LearnerCopies, plan: EnginePlan, note: Tell) -> tuple[Engine, EnginePlan]:
-    """Clients side by side in forked processes; one after the other where none can be forked."""
+    """Train clients in parallel in forked processes, or one after another if none can be forked."""
     situation = copies.situation
     wanted = plan.workers if situation.workers == "auto" else int(situation.workers)
     number = min(wanted or situation.most_beside, situation.most_at_once)
@@ -371,7 +372,7 @@ def concurrent(
 
 
 def is_proven(copies: LearnerCopies) -> bool:
-    """Tell whether steps on two copies show that clients may train side by side, as auto asks."""
+    """Tell whether steps on two copies show that clients may train in parallel, for ``auto``."""
     try:
         return compare_two_copies(copies) is None
     except Exception:  # no step can be tried yet; round 0 will report where it fails

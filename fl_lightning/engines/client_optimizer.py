@@ -220,7 +220,7 @@ class ClientOptimizer:
 
     @contextmanager
     def _state_at_rest(self) -> Iterator[None]:
-        """Within, a step leaves the state of resting coordinates as it is."""
+        """Within this context, a step does not change the state of resting coordinates."""
         gradients = [parameter.grad for parameter in self._whole_at_rest]
         for parameter in self._whole_at_rest:
             parameter.grad = None

@@ -1,8 +1,8 @@
 """The Trainer as a learner finds it in a client's local steps, with the client's own numbers.
 
-Lightning's training batch is the round's token. What a learner reads of it in a step, such as
-``num_training_batches`` for the weight of a KL term, is the client's own here; all else is the
-run's Trainer.
+Lightning's training batch is the round's token. In a step a learner reads the client's own values
+from it, such as ``num_training_batches`` for the weight of a KL term; everything else comes from
+the run's Trainer.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def fast_ways() -> Any:
 
 
 def refused(asked: str, instead: str) -> UserError:
-    """What to say to who asks for a fast way while the door is closed."""
+    """The error if you ask for a fast way of training while these are switched off."""
     return UserError(
         f"{asked} is one of the fast ways of training (recorded steps, streams of a GPU, stacked "
         f"clients), and {why_closed()}. They only save time: use {instead}, or leave {SWITCH} out "

@@ -4,8 +4,8 @@ Each worker trains one client at a time on one intra-op thread, in its own copy 
 the fork made, with its own random generators. So clients may draw random numbers, and leave the
 bits of the sequential engine on one thread, whatever the number of workers.
 
-Workers live for one round. What the round needs (the model, the data, clients' rows) is in their
-memory without being copied or pickled; only what a client brings home is sent back.
+Workers live for one round. The workers' memory already holds the model, the data and clients' rows,
+without copying or pickling; each worker sends back only its clients' results.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class Forked:
             )
 
     def _take(self, child: Child, round: Round, collect: Contributions) -> None:
-        """Take what a client brings home from its worker."""
+        """Receive a client's results from its worker."""
         (leaf, client) = child.tasks[0]
         try:
             answer, told, changed, seconds = received(child.connection)
@@ -403,7 +403,7 @@ class Failed:
 
 
 def how_it_ended(pid: int, client: int, t: int) -> str:
-    """What a user should know of a worker that ended in round t while it trained a client."""
+    """The note about a worker that ended in round t while it trained a client."""
     status = os.waitpid(pid, 0)[1]
     number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     how = f"was ended by {signal.Signals(number).name}" if number else "ended"

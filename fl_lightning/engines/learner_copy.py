@@ -326,7 +326,7 @@ class LearnerCopy:
             self.reset()
 
     def reset(self) -> None:
-        """Forget what was logged and what the learner's metrics gathered."""
+        """Clear the logged values and the states of the learner's metrics."""
         self.logged = {}
         self._logged_metrics = {}
         self.logs.clear()

@@ -195,7 +195,7 @@ def check_owners(owners: Mapping[str, Callable[..., Any]], taps: list[Tap]) -> N
 
 
 def check_classes(method: str, batch: Any) -> None:
-    """Refuse batches whose ``batch[1]`` is no vector of class indices.
+    """Refuse batches whose ``batch[1]`` is not a vector of class indices.
 
     Raises:
         UserError: naming the method.

@@ -49,7 +49,7 @@ def shallow(optimizer: Optimizer) -> Optimizer:
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps beside what torch gives every one."""
+    """An optimizer's attributes besides those that torch gives every optimizer."""
     return {name: v for name, v in vars(optimizer).items() if name not in OF_TORCH | {"step"}}
 
 

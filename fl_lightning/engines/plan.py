@@ -72,7 +72,7 @@ class EnginePlan:
         return replace(record(cls)(held, place), why=AS_BEFORE)
 
     def card(self) -> dict[str, str]:
-        """What the run's card says of it."""
+        """The plan's entries in the run's card."""
         entries = {
             "engine": self.engine,
             "threads": str(self.threads),

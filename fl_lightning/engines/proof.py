@@ -1,9 +1,9 @@
 """A client's steps on copies of the learner before round 0: whether it fits, and what it keeps.
 
 Nobody can find all state of a Python object. What decides is what clients leave: a client that
-trains after another one has to leave the same bits and the same attributes as before it. What each
-step writes before it reads it (a cache) passes, and what goes on from client to client does not,
-wherever it is kept.
+trains after another one has to leave the same bits and the same attributes as before it. A value
+that each step writes before it reads it (a cache) passes. A value that continues from client to
+client does not pass, wherever it is stored.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class LanguageMeasurement(Measurement):
         self.rows = self.checked(read_records(self.path, type(self).__name__))
 
     def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows, if all have what is asked of them.
+        """The rows, if all have the required fields.
 
         Raises:
             UserError: names the first that has not.

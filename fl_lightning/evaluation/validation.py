@@ -1,7 +1,7 @@
 """One validation epoch of a learner by itself: its hooks, its steps, and what it logs in them.
 
-The order of the calls, and how logged values are reduced, are Lightning's: so a client's samples
-give what ``Trainer.validate`` would give on them alone.
+The order of the calls and the reductions of logged values are Lightning's. So a client's samples
+give the values that ``Trainer.validate`` would give on only these samples.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def lent_logs(learner: nn.Module) -> dict[int, Any]:
 
 
 def lightning_base(learner: object) -> Any:
-    """``LightningModule`` of the namespace that the learner is of; None: it is none."""
+    """``LightningModule`` of the learner's namespace; None if the learner is another module."""
     for kind in reversed(type(learner).__mro__):
         if kind.__name__ == "LightningModule":
             return kind

@@ -1,4 +1,4 @@
-"""What a learner's modules give in a pass: their outputs, or what enters them."""
+"""The outputs of a learner's modules in a pass, or their inputs."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Predictions(pl.LightningModule):
         self._also(name, loss, count)
 
     def _also(self, name: str, loss: Tensor, count: Tensor) -> None:
-        """Log what a subclass measures beside loss and accuracy."""
+        """Log the metrics of a subclass besides loss and accuracy."""
 
     def each_text(self, logits: Tensor, wanted: Tensor) -> Tensor:
         """Mean loss of each text ``(n,)``, of logits ``(n, length, tokens)``."""

@@ -1,1 +1,1 @@
-"""What a run tells its reader as it goes: metrics.csv, and which metrics it is shown by."""
+"""A run's record while it runs: metrics.csv, and the metrics that are shown."""

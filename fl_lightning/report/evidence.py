@@ -33,7 +33,7 @@ def logged(found: Found, metric: str) -> bool:
 
 
 def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
-    """What the runs say about ``claim``; what stands out is added to ``notes``.
+    """The evidence of the runs about ``claim``; remarkable facts are added to ``notes``.
 
     Args:
         claim: its arms in the report's names.

@@ -107,7 +107,7 @@ def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
 
 
 def _warnings(run: ReportedRun) -> list[str]:
-    """What the run warned of, as its run.json says; of an older run nothing."""
+    """The warnings of a run from its run.json; empty for an older run."""
     given = run.record.get("notes")
     return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
 

@@ -1,4 +1,4 @@
-"""What a paper printed for a setting, beside ours, and what differs between the two settings."""
+"""A paper's printed results for a setting, next to ours, and the differences of the settings."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class ReportedRun:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """What it ran on; empty where it did not record that."""
+        """The machine of the run; empty if it was not recorded."""
         machine = self.record.get("machine")
         return machine if isinstance(machine, dict) else {}
 

@@ -435,7 +435,7 @@ def _budget(view: BudgetView) -> str:
 
 
 def communication(summary: Summary) -> Table:
-    """What a round sends, by both conventions; no rows where no run sent anything."""
+    """The communication of a round, by both conventions; no rows if no run sent anything."""
     columns = (
         "arm|sent a round|× first arm|vectors a client, as papers count|"
         "× first arm, as papers count"
@@ -536,7 +536,7 @@ def beside_published(summary: Summary) -> list[Table]:
 
 
 def chosen(summary: Summary) -> Table:
-    """What sweeps chose on held-out data, and where that is an end of what was tried."""
+    """The choices of sweeps on held-out data, and choices at an end of the tried values."""
     columns = ["arm", "chosen", "tried", "at an end", "candidates"]
     labels = {arm.key: name for name, arm in summary.arms.items()}
     rows: Rows = []
@@ -574,7 +574,7 @@ def runs(summary: Summary) -> Table:
 
 
 def machines(records: Sequence[Mapping[str, Any]]) -> str:
-    """On what runs were made, as their run.json says it."""
+    """The machines of the runs, from their run.json."""
     counts = Counter(_machine(record.get("machine")) for record in records)
     told = [f"{_runs(number)} made on {text}" for text, number in counts.items() if text]
     if unknown := counts[""]:

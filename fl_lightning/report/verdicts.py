@@ -17,7 +17,7 @@ LEVEL = 0.05
 
 @dataclass
 class Evidence:
-    """What the runs say about a claim; ``values`` are those of the seeds that count.
+    """The evidence about a claim; ``values`` are those of the seeds that count.
 
     ``lost``: a seed is left out in a way that would help the claim, so nothing is reproduced.
     ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.

@@ -171,7 +171,7 @@ def plain(value: Any) -> Any:
 
 
 def written(scheduler: Any) -> dict[str, Any]:
-    """A scheduler's settings: its numbers that steps leave alone."""
+    """A scheduler's settings: its numbers that steps do not change."""
     changing = ("last_epoch", "last_batch_iteration")
     kinds = (bool, int, float, str, list, tuple)
     return {

@@ -262,7 +262,7 @@ class ClientGroup:
                 yield key, rows
 
     def drop_scratch(self) -> None:
-        """Forget the rows that nobody reads any more."""
+        """Drop the rows that no code will read again."""
         self.rows = {key: rows for key, rows in self.rows.items() if self.declared[key].keeps_rows}
 
     def kept_parts(self) -> dict[str, Tensor]:
@@ -308,7 +308,7 @@ def _of_row(value: float | Tensor | None, row: int) -> float | Tensor | None:
 
 
 def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:
-    """What to say where a method assigns rows of another shape than it declared."""
+    """The error if a method assigns rows of another shape than it declared."""
     hint = ""
     if len(shape) == 1 and given.shape == (*shape, 1):
         hint = ", a column as clients.loss is one: [:, 0] makes it fit"

@@ -28,8 +28,7 @@ class Ranks:
         given: None: all of each adapter's; a list, one number for each client; ``{rank: share}``.
         method: whose option it is.
 
-    Raises:
-        UserError: it is none of these.
+    Raises: UserError: it has another form.
     """
 
     def __init__(self, given: Any, method: str) -> None:

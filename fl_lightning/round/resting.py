@@ -184,7 +184,7 @@ def check_declared(callback: Any) -> None:
 
 
 def check_companions(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks that are not defined beside one whose clients leave coordinates at rest.
+    """Refuse callbacks that are not defined together with one whose clients train only a part.
 
     Raises:
         UserError: naming both.
@@ -234,7 +234,7 @@ def _beside_restarts(other: Any) -> str:
 
 
 def why_not_with(callback: Any, facts: Any) -> str:
-    """Which setting a method cannot run with; empty: there is none."""
+    """The setting that a method cannot run with; empty if there is none."""
     if callback.restarts and facts.keeps_optimizer:
         return (
             "gives coordinates another meaning after each round, and keep_optimizer_state=True "

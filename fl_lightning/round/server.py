@@ -137,7 +137,7 @@ class Server:
 
     @property
     def mean_change(self) -> Tensor:
-        """The uniform mean ``(D,)`` of what was transmitted; 0 where nobody finished."""
+        """The uniform mean ``(D,)`` of the transmitted updates; 0 if no client finished."""
         self._guard("server.mean_change")
         total = self._ledger.total
         if not self.n:
@@ -159,7 +159,7 @@ class Server:
         return generator(self._round.seed, "method: " + purpose, self.round, *counters)
 
     def private_generator(self, purpose: str, onto: Tensor) -> np.random.Generator:
-        """Random numbers for noise, which nobody may compute.
+        """Random numbers for noise, which no reader of the run can compute.
 
         They are keyed by (secret, purpose, round, digest of ``onto``), so that other values never
         get the same noise: the difference of the two would show them. They are the same in every

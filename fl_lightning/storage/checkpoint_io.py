@@ -179,7 +179,7 @@ def _error(path: Path, what: str) -> UserError:
 
 
 def _not_loaded(path: Path, error: Exception) -> Exception:
-    """What to say of a file that torch cannot load, although its checksums are right."""
+    """The error for a file that torch cannot load, although its checksums are right."""
     kinds: list[type] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         values = frame.f_locals.values()

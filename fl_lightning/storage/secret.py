@@ -1,4 +1,4 @@
-"""A private run draws from a secret: 32 bytes that nobody else knows.
+"""A private run draws from a secret: 32 bytes that only the run knows.
 
 They lie in a file of their own in the run's ``state/``.
 """

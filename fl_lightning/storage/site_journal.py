@@ -1,4 +1,4 @@
-"""What a site's folder says of the rows in it: ``site.json``."""
+"""``site.json``, which records the rows in a site's folder."""
 
 from __future__ import annotations
 

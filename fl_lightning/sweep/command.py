@@ -1,4 +1,5 @@
-"""``fl-lightning sweep FILE`` reads the grid, runs what is not done yet, says what came of it."""
+"""``fl-lightning sweep FILE`` reads the grid, runs the runs that are not done, and prints the
+results."""
 
 from __future__ import annotations
 

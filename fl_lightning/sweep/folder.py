@@ -152,7 +152,7 @@ def set_status(run: PlannedRun, status: str) -> None:
 
 
 def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = None) -> str:
-    """How ``run`` stands while nobody runs it: waiting, done, diverged or failed.
+    """The status of ``run`` while no worker runs it: waiting, done, diverged or failed.
 
     Args:
         before: the states in runs.csv, by place.

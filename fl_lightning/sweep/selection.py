@@ -149,7 +149,7 @@ def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
 
 
 def unequal(found: Sequence[Candidate]) -> str | None:
-    """Say where arms choose from unequal numbers of candidates: who tries more is favoured.
+    """Print a line if arms have unequal numbers of candidates: more are an advantage.
 
     An arm's own are counted, not those of an arm that it comes after.
     """
@@ -256,7 +256,7 @@ def which_way(select: Selection) -> Directions:
 
 
 def told(arm: str, choice: Mapping[str, Any], found: Sequence[Candidate]) -> str:
-    """Say what ``arm`` chose of its candidates in ``found``, and what it took from another arm."""
+    """Print the choice of ``arm`` among ``found``, and its options from another arm."""
     own = [candidate for candidate in found if candidate.arm == arm]
     texts = []
     for key, value in choice.items():

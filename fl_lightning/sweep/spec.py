@@ -126,7 +126,7 @@ def _grid(name: str, key: str, mapping: Mapping[str, Any]) -> dict[str, list[Any
 def _check_options(
     name: str, fixed: Mapping[str, Any], grid: Mapping[str, Any], select: Mapping[str, Any]
 ) -> None:
-    """Refuse what a sweep sets itself, and what is both fixed and varied."""
+    """Refuse options that a sweep sets itself, and options that are both fixed and varied."""
     for key in (*fixed, *grid, *select.get("over", {})):
         if key in OWN:
             raise UserError(

@@ -352,7 +352,7 @@ class Sweep:
         self.states = self._states(self.listed(), rounds)
 
     def _note(self, run: PlannedRun, status: str) -> None:
-        """Write one run's state to runs.csv, beside others who do the same.
+        """Write one run's state to runs.csv, while other processes may do the same.
 
         Runs to select from are not in it.
         """

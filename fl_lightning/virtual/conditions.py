@@ -1,4 +1,4 @@
-"""Who is there, who drops out, how much is done, and how long synchronous rounds take.
+"""Clients' availability, dropouts and amounts of work, and the durations of synchronous rounds.
 
 All is a function of (seed, round or version, client), so that it is known before training.
 """

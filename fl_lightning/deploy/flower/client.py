@@ -77,7 +77,7 @@ class Resident:
         return digest.digest()
 
     def ask(self, data: bytes) -> bytes:
-        """What the resident answers, which is started where it has to be.
+        """The answer of the resident process, which is started if necessary.
 
         Raises:
             UserError: it does not start, or ends before it answers.

@@ -95,7 +95,7 @@ def _out(argv: list[str]) -> tuple[Path, list[str]]:
 
 
 def _of_a_run(prepared: Command) -> None:
-    """Leave out what a run's config says of that run's own place."""
+    """Leave out the settings of a config that name the run's own place."""
     prepared.config.pop("ckpt_path", None)
     if isinstance(prepared.config.get("trainer"), dict):
         prepared.config["trainer"] = {**prepared.config["trainer"], "default_root_dir": None}

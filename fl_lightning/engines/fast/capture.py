@@ -1,8 +1,8 @@
 """A local step recorded once and replayed: the same kernels on the same memory, without Python.
 
 On a GPU it is a CUDA graph; on a CPU its ATen calls, one after the other, without the interpreter's
-lock. The first step of each client runs as it is: it loads rows and makes what optimizers and
-methods need. The second is recorded, the rest are replayed.
+lock. The first step of each client runs normally: it loads rows and creates the state of optimizers
+and methods. The second is recorded, the rest are replayed.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class Capture:
 
 
 class Unchanged:
-    """What a step must leave as it is, so that a replay does the same."""
+    """Facts that a step must not change, so that a replay does the same."""
 
     def __init__(
         self,

@@ -106,7 +106,7 @@ class Stack:
         return self.g
 
     def _log(self, name: str, rows: list[int], values: Tensor) -> None:
-        """Add what the clients of these rows logged in a step."""
+        """Add the values that the clients of these rows logged in a step."""
         kind = self.copy.logs.kinds.get(name, "mean")
         if name not in self.logged:
             zeros = torch.zeros(2, len(self.x), dtype=torch.float64, device=self.x.device)
@@ -386,7 +386,7 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 
 def why_not_stacked(copies: LearnerCopies) -> str:
-    """Why clients cannot be stacked: by what is declared, then by a step; empty: they can."""
+    """Why clients cannot be stacked, from declarations and then from a step; empty: they can."""
     situation = copies.situation
     optimizer = situation.optimizer
     if not is_flat(optimizer, situation.learner):
@@ -417,7 +417,7 @@ def why_not_stacked(copies: LearnerCopies) -> str:
 
 
 def what_a_stack_breaks(copies: LearnerCopies) -> str:
-    """Take a step of two clients as a stack, and say what speaks against it."""
+    """Take a step of two clients as a stack, and return the reason against stacking, if any."""
     situation = copies.situation
     ids = situation.cohort.tried(0)
     copy = copies.original.another(aliased=False)
