@@ -22,7 +22,7 @@ class ConsensusDistanceLogger(FederatedCallback):
     nothing; what the clients hand over to be measured is not counted.
 
     Args:
-        per_layer: whether to log each layer too, which costs one more sum of D numbers a round.
+        per_layer: whether to log each layer too, which costs one more sum of D numbers per round.
 
     Example:
         the layers add up to the total.

@@ -19,7 +19,7 @@ class DecayWithinRound(FederatedCallback):
     Weight decay has that rate, too. ``clients.elapsed`` is Σ η over these steps, and so
     ``clients.mean_gradient`` (SCAFFOLD, FedCM) counts the steps by their rates. ``clients.lr``
     stays the round's rate.
-    Sent and kept: nothing more than by FedAvg. One gradient a step.
+    Sent and kept: nothing more than by FedAvg. One gradient per step.
 
     Args:
         end: ρ, which the factor tends to at the end of a round; 1 is FedAvg.

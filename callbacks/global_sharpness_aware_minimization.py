@@ -31,7 +31,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
 
     At the server s ← r U/‖U‖ with U = mean(μ_i - e).
     The paper does not define it together with partial averaging, which is refused.
-    Sent: s down, μ_i - e up. Kept: μ_i by each client, s by the server. Two gradients a step.
+    Sent: s down, μ_i - e up. Kept: μ_i by each client, s by the server. Two gradients per step.
 
     Args:
         radius: r; 0 is FedAvg.

@@ -26,7 +26,7 @@ class GlobalUpdateGuidance(FederatedCallback):
 
     Δ is not divided by the learning rate, and is 0 in the first round; e is 0 where q = 0.
     Sent: Δ down; nothing more up, unless clients start elsewhere than at w. Kept: Δ by the server.
-    Two gradients a step.
+    Two gradients per step.
 
     Args:
         radius: ρ.

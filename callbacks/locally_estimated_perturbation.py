@@ -46,7 +46,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
         UserError: radius is neither a finite number nor a schedule, or another source.
 
     Example:
-        in round 0 nobody has received a model before, so it is FedAvg's, at one gradient a step.
+        in round 0 nobody has received a model before, so it is FedAvg's, at one gradient per step.
 
         >>> from fl_lightning.callbacks import LocallyEstimatedPerturbation
         >>> from fl_lightning.testing import tiny_run

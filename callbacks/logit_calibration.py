@@ -31,7 +31,7 @@ class LogitCalibration(FederatedCallback):
     The loss that is logged is that of the calibrated logits; evaluation has z. Where each client
     has as many samples of each class, it is FedAvg.
     Methods that look at the same module (NotTrueDistillation) see z, without the margins.
-    Sent and kept: nothing more than by FedAvg. One gradient a step.
+    Sent and kept: nothing more than by FedAvg. One gradient per step.
 
     Args:
         tau: τ, from 0; 0 is FedAvg (absent classes stay), unless ``exclude_true``.

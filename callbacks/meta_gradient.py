@@ -27,7 +27,7 @@ class MetaGradient(FederatedCallback):
 
     All gradients of a step are on its one batch; the paper draws independent batches. Weight decay
     stays outside.
-    Sent and kept: nothing more than by FedAvg. Two gradients a step, or four.
+    Sent and kept: nothing more than by FedAvg. Two gradients per step, or four.
 
     Args:
         inner_lr: a; 0 with ``hessian="none"`` is FedAvg.

@@ -39,7 +39,7 @@ class MixedAscent(FederatedCallback):
     (``"participants"``): clients send x_{i,K} - λ_i/a in place of x_{i,K}; where all take part the
     two are one.
     Sent: nothing more than by FedAvg. Kept: λ_i by each client; λ by the server, but for
-    ``"participants"``. Two gradients a step, whatever α and ρ. Beside a method that compresses
+    ``"participants"``. Two gradients per step, whatever α and ρ. Beside a method that compresses
     updates (SignUpdate) each client also sends x_{i,K} - w, which is counted: λ has to be exact,
     and the server cannot compute it from what is compressed.
 

@@ -26,7 +26,7 @@ class MixedPersonalModel(FederatedCallback):
     w^0 at first. The client uses α v + (1 - α) w itself. x and w are FedAvg's, to the last bit, for
     every α.
     Sent: nothing more than by FedAvg. Kept by each client: v, and α, a number, if it is learned.
-    Two gradients a step.
+    Two gradients per step.
 
     Args:
         alpha: α at first, from 0 to 1.

@@ -29,7 +29,7 @@ class ModelContrast(FederatedCallback):
     Both teachers are in evaluation mode, with the buffers that the client got this round. Under
     relaxed initialization, too, z(w^t) is of w^t, not of the start.
     Sent: nothing more than by FedAvg. Kept by each client: last_i. One gradient and two forward
-    passes a step.
+    passes per step.
 
     Args:
         mu: μ; 0 is FedAvg.

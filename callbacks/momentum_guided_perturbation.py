@@ -35,7 +35,7 @@ class MomentumGuidedPerturbation(FederatedCallback):
     α ← (1 - r) α + r min(upper, max(lower, mean ν_i)), ν_i = 1 + cos(x_{i,K} - x_{i,0}, Δ), or 0
     where one of the two is 0. e = 0 where δ = 0. c is the mean of all c_i.
     Sent: Δ, c and α down; nothing more up, unless clients start elsewhere than at w. Kept: c_i by
-    each client; Δ, c and α by the server. One gradient a step, at x + e.
+    each client; Δ, c and α by the server. One gradient per step, at x + e.
 
     Args:
         radius: ρ.

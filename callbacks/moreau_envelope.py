@@ -26,7 +26,7 @@ class MoreauEnvelope(FederatedCallback):
 
     All S steps are on the local step's batch. θ is w at the start of a client's round, goes on from
     step to step, and is what the client uses itself. Weight decay acts only on x. Sent: nothing
-    more than by FedAvg. Kept by each client: θ. S + 1 gradients a step: one is the loss's at x,
+    more than by FedAvg. Kept by each client: θ. S + 1 gradients per step: one is the loss's at x,
     whose value is what is logged.
 
     Args:

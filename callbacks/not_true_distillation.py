@@ -31,7 +31,7 @@ class NotTrueDistillation(FederatedCallback):
     Beside a method that changes the tapped output (LogitCalibration), both logits are what the
     module itself gives, without that method's margins: the margins correct a client's own cross
     entropy for its labels, and what the server's model knows of the other classes has none.
-    Sent and kept: nothing more than by FedAvg. One gradient and one forward pass a step.
+    Sent and kept: nothing more than by FedAvg. One gradient and one forward pass per step.
 
     Args:
         strength: β; 0 is FedAvg.

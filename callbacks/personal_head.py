@@ -34,7 +34,7 @@ class PersonalHead(FederatedCallback):
     the step. No gradient of it reaches x. P is 0 at first; the client uses w with P added to its
     head. Of a step's several passes the latest before P moves counts.
     Sent: nothing more than by FedAvg. Kept by each client: P, a head in a row of D numbers. One
-    gradient a step.
+    gradient per step.
 
     Args:
         gamma: γ; 0 is FedAvg (absent classes stay).

@@ -26,7 +26,7 @@ class ProximalPersonalModel(FederatedCallback):
     v_i is w^0 at first, and what the client uses itself. Plain steps at x's learning rate whatever
     its optimizer is, without clipping, from the buffers that x's step began with. x and w are
     FedAvg's, to the last bit, for every λ.
-    Sent: nothing more than by FedAvg. Kept by each client: v_i. Two gradients a step.
+    Sent: nothing more than by FedAvg. Kept by each client: v_i. Two gradients per step.
 
     Args:
         strength: λ; 0: each client's own model, trained in the rounds it takes part in.

@@ -16,7 +16,7 @@ class SharpnessAwareMinimization(FederatedCallback):
     """The gradient is taken at x + e with e = ρ g/‖g‖ over all D coordinates, 0 where g = 0.
 
     g is without weight decay.
-    Sent and kept: nothing more than by FedAvg. Two gradients a step.
+    Sent and kept: nothing more than by FedAvg. Two gradients per step.
 
     Args:
         radius: ρ; 0 is FedAvg.

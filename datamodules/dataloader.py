@@ -57,7 +57,7 @@ def check_map_style(dataset: Any, what: str) -> None:
         raise UserError(
             f"{what} is a {type(dataset).__name__}, an IterableDataset: a stream without "
             "positions, which cannot be split over clients. Give map-style Datasets (with "
-            "__len__ and __getitem__): one a client as FromDatasets(clients=[…]), or "
+            "__len__ and __getitem__): one per client as FromDatasets(clients=[…]), or "
             "list(stream) where it fits into memory."
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):

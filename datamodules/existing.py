@@ -29,12 +29,12 @@ class FromDatasets(FederatedDataModule):
     Args:
         train: the training data, to be split by ``partition`` over ``num_clients``.
         val, test: evaluated whole; without ``val`` the test set is validated on.
-        test_clients: one Dataset a client, which may be empty: its own test set. Without ``test``
+        test_clients: one Dataset per client, which may be empty: its own test set. Without ``test``
             all of them together are the test set. ``{name: Dataset}`` where ``clients`` has names;
             a client that it leaves out has no test samples.
         targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
             dataset's attribute ``targets`` or ``labels``.
-        clients: instead of ``train``: one Dataset a client, where the split exists already;
+        clients: instead of ``train``: one Dataset per client, where the split exists already;
             ``{name: Dataset}`` names the clients. If data sets have ``classes``, as ImageFolder
             has, all of them need the same names in the same order, unless you give the argument
             ``classes``.
@@ -66,7 +66,7 @@ class FromDatasets(FederatedDataModule):
     ) -> None:
         if (train is None) == (clients is None):
             raise UserError(
-                "FromDatasets needs train, or clients (a list of one Dataset a client): give one "
+                "FromDatasets needs train, or clients (a list of one Dataset per client): give one "
                 "of the two."
             )
         if classes is not None and targets is not None:

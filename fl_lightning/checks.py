@@ -297,7 +297,7 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
             )
         if participation > num_clients:
             raise UserError(
-                f"participation={participation} clients a round, but {num_clients} are "
+                f"participation={participation} clients per round, but {num_clients} are "
                 f"registered; {accepted} (1 to {num_clients})."
             )
         return participation
@@ -391,7 +391,7 @@ def check_optimizer(name: str, optimizer: Any) -> None:
     if why:
         raise UserError(
             f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one "
-            "gradient a step, such as torch.optim.SGD or torch.optim.Adam."
+            "gradient per step, such as torch.optim.SGD or torch.optim.Adam."
         )
     for group in optimizer.param_groups:
         if not isinstance(group.get("lr"), Real | torch.Tensor):

@@ -517,7 +517,7 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
 
 
 def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[int]:
-    """The steps that a method gave, one number a client.
+    """The steps that a method gave, one number per client.
 
     Raises:
         UserError: it gave another number of them, or one that is no integer from 1.

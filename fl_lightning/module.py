@@ -48,7 +48,7 @@ class FederatedModule(LearnerHooks):
         learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``:
             ``training_step`` gives the local loss; evaluation and its hooks run on the global
             model, as if it were trained by itself.
-        participation: clients a round: ``"all"``, a number, or a fraction (rounded half up, at
+        participation: clients per round: ``"all"``, a number, or a fraction (rounded half up, at
             least one).
         sampling: ``"uniform"`` (a fixed number); a coin for each client: ``"poisson"``,
             ``"bernoulli"`` (at least one).

@@ -233,7 +233,7 @@ def read(name: str) -> dict[str, Any]:
         if key in ("trainer", "model") and not isinstance(document[key], dict | None):
             value = f"{type(document[key]).__name__} {str(document[key])[:60]!r}"
             raise UserError(
-                f"-c {name}: {key} is {value}: give a mapping of its options, one a line."
+                f"-c {name}: {key} is {value}: give a mapping of its options, one per line."
             )
     # A section with all its lines commented out counts as missing.
     empty = [key for key in ("trainer", "model") if key in document and document[key] is None]

@@ -263,7 +263,7 @@ class ClientOptimizer:
                 self.optimizer.step()
 
     def step_each(self, gradients: tuple[Tensor, ...], missing: Sequence[int] = ()) -> None:
-        """Take plain SGD's step from one gradient a parameter, with the bits of :meth:`step`.
+        """Take plain SGD's step from one gradient per parameter, with the bits of :meth:`step`.
 
         It spares the copy of the gradients into one vector.
         """

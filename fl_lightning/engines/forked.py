@@ -73,7 +73,7 @@ class Forked:
 
     Args:
         worker: trains in the learner itself: in each process this is another copy of it.
-        number: of processes, at most one a client.
+        number: of processes, at most one per client.
         note: takes what the user should know.
     """
 

@@ -228,7 +228,7 @@ class LocalStep:
         return gradient
 
     def step(self, gradient: Any) -> None:
-        """Take the client optimizer's step along a direction, or one gradient a parameter."""
+        """Take the client optimizer's step along a direction, or one gradient per parameter."""
         if self.per_parameter is not None:
             self.optimizer.step_each(gradient, self.model.missing)
         else:

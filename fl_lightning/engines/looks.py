@@ -215,7 +215,7 @@ def check_classes(method: str, batch: Any) -> None:
 
 
 def check_logits(taps: list[Tap], seen: Mapping[Tap, Any], labels: Tensor) -> None:
-    """Refuse a tap ``logits`` that gives no number a class and sample.
+    """Refuse a tap ``logits`` that gives no number per class and sample.
 
     Raises:
         UserError: naming the tap; the last module in the order of registration may be another than

@@ -28,7 +28,7 @@ def heading(table: Values, names: Sequence[str] = ()) -> list[object]:
 def client_rows(
     table: Values, samples: Mapping[int, int], names: Sequence[str] = ()
 ) -> list[list[object]]:
-    """A row a client: client, samples, every metric, its name where there are ``names``.
+    """A row per client: client, samples, every metric, its name where there are ``names``.
 
     A metric is empty where a client has no value.
     """

@@ -222,7 +222,7 @@ class Evaluator:
         learner logged nothing.
 
         Args:
-            x: ``(D,)``, or one a client ``(n, D)``.
+            x: ``(D,)``, or one per client ``(n, D)``.
             step: as in :meth:`mean`.
         """
         world, rank = place()

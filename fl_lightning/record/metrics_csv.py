@@ -1,4 +1,4 @@
-"""``metrics.csv``: one row a round, the same bytes whether or not the run was interrupted."""
+"""``metrics.csv``: one row per round, the same bytes whether or not the run was interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fl_lightning.storage.files import written_aside
 
 
 class MetricsCSV(Logger):
-    """Writes ``metrics.csv`` in ``save_dir``, one row a round.
+    """Writes ``metrics.csv`` in ``save_dir``, one row per round.
 
     The first column is ``round``, the others follow in order of appearance. Floats are written so
     that they read back exactly. The row is on disk when ``log_metrics`` returns. ``resume(t)``

@@ -18,7 +18,7 @@ from fl_lightning.report.summary import Arm
 class Traffic:
     """Means over an arm's done runs; None where it is not known.
 
-    ``bytes`` a round, up and down, from the messages. ``papers``: vectors a client and round as
+    ``bytes`` a round, up and down, from the messages. ``papers``: vectors per client and round as
     the papers count them. FedALS counts parameters sent one way; there ``one_way`` parameters a
     round are compared instead.
     """

@@ -44,7 +44,7 @@ def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def paired(differences: Sequence[float]) -> Interval:
-    """Student's t on ``differences``, one a seed.
+    """Student's t on ``differences``, one per seed.
 
     >>> paired([0.02, 0.02])
     Interval(n=2, mean=0.02, sd=0.0, low=0.02, high=0.02, p=0.0)

@@ -1,4 +1,4 @@
-"""From what was measured of a claim, a number a seed, to its interval, its p and its verdict."""
+"""From what was measured of a claim, a number per seed, to its interval, its p and its verdict."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ class Queue:
 
     Args:
         states: of every run; kept up to date, and in ``listed`` where that is given.
-        places: one a worker.
+        places: one per worker.
         claims_hash: recorded by each run.
         table: shows how it goes.
         listed: folder of runs.csv.

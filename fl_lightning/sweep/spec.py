@@ -193,14 +193,14 @@ def _seeds(name: str, key: str, value: Any) -> list[int]:
         # A bool is an int in Python, so check the exact type.
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(
-                f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one a run."
+                f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one per run."
             )
         if values.count(seed) > 1:
             raise UserError(
                 f"sweep {name}: {key}: {seed} is given twice. A seed gives one run of an arm."
             )
     if not values:
-        raise UserError(f"sweep {name}: {key} is empty. Give integers, one a run.")
+        raise UserError(f"sweep {name}: {key} is empty. Give integers, one per run.")
     return list(values)
 
 

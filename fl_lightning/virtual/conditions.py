@@ -25,7 +25,7 @@ class Heterogeneity:
         m: clients.
         dropout: the share of jobs that end without a delivery.
         min_work: u₀: a client does a share of its steps, uniform between u₀ and 1.
-        availability: the probability of being there at a version, or one a client ``(m,)``.
+        availability: the probability of being there at a version, or one per client ``(m,)``.
     """
 
     seed: int

@@ -127,7 +127,7 @@ def cut_by_shares(pairs: Sequence[tuple[float, float]], order: NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Trace(Distribution):
-    """Numbers that were measured: a text file, one a line; client i has line i mod their number.
+    """Numbers that were measured: a text file, one per line; client i has line i mod their number.
 
     Args:
         path: of the file.
@@ -148,7 +148,7 @@ def _read(path: str) -> tuple[float, ...]:
         lines = Path(path).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"Trace: {path} cannot be read ({error}). Give a text file with one number a line."
+            f"Trace: {path} cannot be read ({error}). Give a text file with one number per line."
         ) from None
     numbers = []
     for place, line in enumerate(lines, start=1):

@@ -157,7 +157,7 @@ def test_too_few_participants_are_refused_before_training() -> None:
         (RobustAggregation("median", mixing=True), "mixing with byzantine=1 needs"),
         (
             RobustAggregation("bulyan", byzantine=1),
-            r"rule='bulyan' with byzantine=1 needs 4 · 1 \+ 3 = 7 clients a round",
+            r"rule='bulyan' with byzantine=1 needs 4 · 1 \+ 3 = 7 clients per round",
         ),
     ):
         with pytest.raises(UserError, match=words):
