@@ -114,7 +114,8 @@ class ErrorFeedback21(FederatedCallback):
         return mean
 
     def encoded(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
-        """``encode`` with ``average="all"``: with "participants" the server adds up h_i itself."""
+        """``encode`` for ``average="all"``; with "participants" the server itself adds the updates
+        of h_i."""
         message = message_of(ErrorFeedback21.transmit, self, clients, update)
         if self.compressor is None:
             return {"values": as_array(message["values"][0])}

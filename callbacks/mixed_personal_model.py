@@ -32,7 +32,8 @@ class MixedPersonalModel(FederatedCallback):
         alpha: α at first, from 0 to 1.
         adaptive: whether α is learned.
 
-    Raises: UserError: other values; another callback decides clients' own models.
+    Raises:
+        UserError: other values; another callback decides clients' own models.
 
     Example:
         the global model is FedAvg's.

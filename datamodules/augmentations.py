@@ -256,7 +256,7 @@ def augmented_batches(
 
 
 def _checked(batch: Batch, mixing: Sequence[Named], classes: int | None) -> tuple[Tensor, Tensor]:
-    """x and y, which has shares of the classes where samples are mixed."""
+    """x and y; for mixed samples y holds the shares of the classes."""
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     x: Any = batch[0] if pair else None
     y: Any = batch[1] if pair else None

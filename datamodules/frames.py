@@ -49,7 +49,8 @@ def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
 def as_tensor(values: Any, what: str) -> Tensor:
     """A tensor of tensors, arrays or frames; fractions of a frame become float32.
 
-    Raises: UserError: a frame has a value that is not a number; ``what`` names the frame.
+    Raises:
+        UserError: a frame has a value that is not a number; ``what`` names the frame.
     """
     if not hasattr(values, "to_numpy"):
         return torch.as_tensor(values)

@@ -83,7 +83,7 @@ class LabelShares(Partition):
 
 
 def _apportioned(size: int, row: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Whole numbers with the sum ``size``; what rounding leaves goes to the largest remainders."""
+    """Whole numbers with the sum ``size``; the largest remainders are rounded up."""
     quota = size * row
     whole = np.floor(quota + 1e-9).astype(np.int64)
     order = np.argsort(whole - quota, kind="stable")

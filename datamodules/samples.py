@@ -309,7 +309,7 @@ class _Singles(Dataset[Any]):
 
 
 def makes_batches(samples: Samples) -> bool:
-    """Tell whether ready batches are split, which a dataset gives by one position each."""
+    """Tell whether the dataset returns a complete batch for each position."""
     return isinstance(samples, DatasetSamples) and samples.read.fetch == "batch"
 
 

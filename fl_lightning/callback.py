@@ -447,8 +447,8 @@ class FederatedCallback(Given, Resting, pl.Callback):
         """One owner. Return e ``(n, D)``: the loss gradient is taken again at x + e.
 
         Batch and randomness are the same. ``gradient`` ``(n, D)`` may be changed and returned; its
-        memory is reused, so keep a copy of what is needed later. Defined without it, as
-        ``perturbation(self, clients)``, the gradient at x + e is the step's only one.
+        memory is reused, so keep a copy of what is needed later. If you define ``perturbation(self,
+        clients)``, the step computes only the gradient at x + e.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 

@@ -356,7 +356,7 @@ class LightningsPart:
 
 
 def resumed(saved: dict[str, Any], trainer: Any) -> Held:
-    """The run's part of a checkpoint that a fit goes on from; Lightning's is checked, too.
+    """The run's part of a checkpoint that a fit resumes from; Lightning's part is checked, too.
 
     Raises:
         UserError: with the first place that is not as a run would have written it.

@@ -1,8 +1,8 @@
 """The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``.
 
 It is the one that was imported first, or the one that FL_LIGHTNING_NAMESPACE names.
-Both are the same code under two names, whose classes know nothing of each other: a Trainer of one
-refuses a module of the other. So everything here comes from one of them, and nothing else in the
+Both packages are the same code under two names, but their classes differ: a Trainer of one refuses
+a module of the other. So everything here comes from one of them, and nothing else in the
 package names either.
 """
 

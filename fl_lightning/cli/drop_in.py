@@ -28,8 +28,8 @@ class FederatedCLI(LightningCLI):
       ``FromDataModule``, of a data module that knows nothing about clients;
     - ``--optimizer``: each client's, a new one every round.
 
-    ``model`` is the ``FederatedModule``, ``learner`` what it trains. Folders, checkpoints and
-    loggers are LightningCLI's: what ``fl-lightning fit`` adds to a run is not there.
+    ``model`` is the ``FederatedModule``, ``learner`` what it trains. LightningCLI sets folders,
+    checkpoints and loggers; the additions of ``fl-lightning fit`` are missing.
 
     A command that has something to mend prints one paragraph and exits with status 2, as parsers
     do; ``FL_DEBUG=1`` shows where it was met.

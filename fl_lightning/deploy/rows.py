@@ -78,7 +78,7 @@ class SiteRows:
             counted: by client the last of its rounds that counted at the server; -1: none did.
 
         Raises:
-            UserError: neither version is that round's.
+            UserError: neither version belongs to that round.
         """
         for client, t in counted.items():
             if (names := self._staged_in(client, t)) is not None:
@@ -98,7 +98,7 @@ class SiteRows:
             ``(name, client)`` → the row, or None.
 
         Raises:
-            UserError: neither version is that round's.
+            UserError: neither version belongs to that round.
         """
         wrote = {client: self._staged_in(client, t) or () for client, t in counted.items()}
 

@@ -89,7 +89,7 @@ class Known:
 
     @cached_property
     def not_captured(self) -> str:
-        """Why local steps are not recorded and replayed; empty where they are."""
+        """Why local steps are not recorded and replayed; empty if they are."""
         return why_closed() or str(fast_ways().why_not_captured(self.copies))
 
     @property

@@ -56,7 +56,8 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
 
         Groups are ``"last"`` (the last layer), ``"norms"`` and ``"all"``.
 
-        Raises: UserError: there are none; ``asking`` names the option in the error.
+        Raises:
+            UserError: there are none; ``asking`` names the option in the error.
         """
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
         if which in groups:

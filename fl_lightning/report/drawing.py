@@ -74,8 +74,9 @@ class Style:
     """How figures look: on a page, or in a column of a paper.
 
     ``markers``: of arms, beside their colours and dashes; none on a page, which has colours.
-    ``width``, ``text_width``: of a figure in a column and of a wide one, in inches; None: each
-    figure's own. ``scale``: of heights and fonts. ``colours``, ``shades``: of arms, of heat maps.
+    ``width``, ``text_width``: widths of a figure in one column and of a wide one, in inches; None:
+    each figure's own. ``scale``: of heights and fonts. ``colours``, ``shades``: of arms, of heat
+    maps.
     """
 
     name: str

@@ -99,7 +99,7 @@ def _varying(runs: Iterable[ReportedRun]) -> list[str]:
 
 
 def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
-    """The axes with several values: those that make a setting, those that make a method."""
+    """The axes with several values, in two groups: axes of the setting, and axes of the method."""
     keys = _varying(runs)
     if "method" in keys:
         return [key for key in keys if key != "method"], ["method"]

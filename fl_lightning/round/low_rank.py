@@ -28,7 +28,8 @@ class Ranks:
         given: None: all of each adapter's; a list, one number for each client; ``{rank: share}``.
         method: whose option it is.
 
-    Raises: UserError: it has another form.
+    Raises:
+        UserError: it has another form.
     """
 
     def __init__(self, given: Any, method: str) -> None:

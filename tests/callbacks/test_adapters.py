@@ -319,7 +319,7 @@ class Restarting(FederatedCallback):
         (
             lambda k: torch.zeros_like(k.x, dtype=torch.bool),
             False,
-            r"leaves client \d nothing to train in round 0",
+            r"gives client \d nothing to train in round 0",
         ),
         (
             lambda k: torch.arange(51)[None] % (2 + k.client_ids[0]) == 0,

@@ -261,7 +261,7 @@ def begun() -> Adapted:
         ),
         ([c.StackedAdapters(), AddsNoise()], {}, "StackedAdapters and AddsNoise both change"),
         ([c.StackedAdapters()], {"learner": tied}, "StackedAdapters changes.*head.weight.*twin"),
-        ([c.StackedAdapters()], {"learner": begun}, "first.lora_B does not begin at 0"),
+        ([c.StackedAdapters()], {"learner": begun}, "first.lora_B does not start at 0"),
         ([c.StackedAdapters(), c.ControlVariates()], {}, "StackedAdapters and ControlVariates"),
         ([c.StackedAdapters()], {"keep_optimizer_state": True}, "keep_optimizer_state"),
         ([c.StackedAdapters(), c.ResidualMerge()], {}, "both decide"),

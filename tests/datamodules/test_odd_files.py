@@ -71,7 +71,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "NaN label": (lambda p: pfllib(p, TWO, np.array([0, np.nan])), "not whole numbers from 0"),
     "negative label": (lambda p: pfllib(p, TWO, np.array([0, -1])), "not whole numbers from 0"),
     "another type": (lambda p: pfllib(p, TWO.astype(int), np.zeros(2)), "and int64, and the"),
-    "one number twice": (lambda p: pfllib(p, TWO, np.zeros(2), "00"), "have one number"),
+    "one number twice": (lambda p: pfllib(p, TWO, np.zeros(2), "00"), "have the same number"),
 }
 
 

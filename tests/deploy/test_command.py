@@ -113,7 +113,7 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
         (None, "this file cannot be read"),
         (
             "data: Digits",
-            "it holds data; accepted are two keys: client (this site's number) and data",
+            r"it holds data; accepted are two keys: client \(this site's number\) and data",
         ),
         (OWN.replace("1", "one"), "client is 'one'; give this site's number"),
         (OWN.replace("1", "-1"), "client is -1; give this site's number"),
@@ -154,7 +154,7 @@ class Asked:
             "columns have more, which the server's do not: the run identifies them",
         ),
         ("age,pulse", "columns lack size, dose, which the server's have, and have pulse, which"),
-        ("age,dose,size", "columns are age, dose, size, and the server's age, size, dose: they"),
+        ("age,dose,size", "columns are age, dose, size, and the server's age, size, dose: the run"),
     ],
 )
 def test_columns_that_a_site_lacks_or_has_too_many_are_named(

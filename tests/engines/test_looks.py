@@ -257,7 +257,7 @@ def test_a_changed_output_is_not_evaluated() -> None:
     [
         ([Halved(), c.LogitCalibration()], ["Halved", "LogitCalibration", "net.2"]),
         ([Halved(one="last", two="net.2")], ["one", "two", "net.2"]),
-        ([Halved(into="last:in")], ["Halved", "local_output", "no output"]),
+        ([Halved(into="last:in")], ["Halved", "local_output", "do not name the output"]),
         ([Halved(here="net.7")], ["Halved", "net.7", "no module of Idle", "net.0, net.1, net.2"]),
         ([Halved(here="nets")], ["taps['here'] = 'nets'", "Did you mean 'net'?"]),
         ([Halved(here="")], ["learner's own forward", "net.0, net.1, net.2, net"]),
