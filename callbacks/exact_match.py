@@ -31,6 +31,19 @@ class ExactMatch(LanguageMeasurement):
     Raises:
         UserError: a row that is no such record; a learner without ``generate``; data without a
             tokenizer.
+
+    Example:
+        A record whose answer is one word.
+
+        >>> import json
+        >>> from tempfile import TemporaryDirectory
+        >>> from fl_lightning.callbacks import ExactMatch
+        >>> record = {"instruction": "Add.", "input": "2 + 2", "output": "4"}
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "records.json")
+        ...     _ = path.write_text(json.dumps([record]))
+        ...     len(ExactMatch(path, max_new_tokens=2).rows)
+        1
     """
 
     asks = "generate"

@@ -30,6 +30,19 @@ class MultipleChoice(LanguageMeasurement):
     Raises:
         UserError: a row that is no such row; a learner without ``log_likelihood``; data without a
             tokenizer.
+
+    Example:
+        A question with two choices, of which the first one is right.
+
+        >>> import json
+        >>> from tempfile import TemporaryDirectory
+        >>> from fl_lightning.callbacks import MultipleChoice
+        >>> question = {"prompt": "2 + 2 =", "choices": [" 4", " 5"], "answer": 0}
+        >>> with TemporaryDirectory() as folder:
+        ...     path = Path(folder, "questions.json")
+        ...     _ = path.write_text(json.dumps([question]))
+        ...     len(MultipleChoice(path).rows)
+        1
     """
 
     asks = "log_likelihood"

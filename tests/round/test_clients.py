@@ -237,7 +237,7 @@ def test_gradients_are_counted_with_those_of_the_whole_objective() -> None:
 
     Once before its steps, once in each of them.
     """
-    round = a_round(steps_of=lambda client, epochs: int(7 * epochs))
+    round = a_round(epoch_batches=lambda client: 7)
     group = ClientGroup(round, [5], ONES.view(1, -1).clone(), full_gradient=lambda group, x: x)
     clients = Clients(group)
     assert group.gradients(5) == 4
