@@ -106,7 +106,7 @@ class AdamDirection(FederatedCallback):
         bias_correction: bool = True,
     ) -> None:
         super().__init__()
-        if len(betas) != 2:
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
             raise UserError(f"AdamDirection: betas={betas!r} has to be two numbers, (β1, β2).")
         for beta in betas:
             number("AdamDirection: betas", beta, least=0, below=1)

@@ -79,11 +79,7 @@ class AdaptiveLocalAggregation(FederatedCallback):
         self.steps_ = steps
 
     def on_layout(self, layout: Layout) -> None:
-        patterns = [self.parts_] if isinstance(self.parts_, str) else self.parts_
-        names: list[str] = []
-        for pattern in patterns:
-            names += layout.named(pattern, "AdaptiveLocalAggregation")
-        self.learned = layout.mask(names)
+        self.learned = layout.mask(layout.named(self.parts_, "AdaptiveLocalAggregation"))
 
     def start(self, clients: Clients) -> Tensor:
         """θ ``(n, D)``."""

@@ -101,8 +101,4 @@ class AlternatingHead(FederatedCallback):
         return self.of_head[clients] ^ trains_head
 
     def _mask(self, layout: Layout) -> Tensor:
-        patterns = [self.head] if isinstance(self.head, str) else self.head
-        names: list[str] = []
-        for pattern in patterns:
-            names += layout.named(pattern, "AlternatingHead")
-        return layout.mask(names)
+        return layout.mask(layout.named(self.head, "AlternatingHead"))

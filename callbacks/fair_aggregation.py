@@ -61,6 +61,11 @@ class FairAggregation(FederatedCallback):
     def on_local_start(self, clients: Clients) -> None:
         self.loss[clients] = clients.evaluate(clients.w)["loss"][:, 0].clamp(min=LEAST)
 
+    def on_local_end(self, clients: Clients) -> None:
+        # A client without a finite loss has no weight: it diverged, as one without a finite model.
+        known = self.loss[clients].isfinite()[:, None]
+        clients.x = torch.where(known, clients.x, torch.nan)
+
     def aggregate(self, server: Server) -> Tensor:
         u = server.updates.double()
         loss = torch.cat([rows for _, rows in self.loss.staged(server)]).to(u)

@@ -64,8 +64,4 @@ class FixedHead(FederatedCallback):
         clients.x = torch.where(self.of_head[clients], clients.start, clients.x)
 
     def _mask(self, layout: Layout) -> Tensor:
-        patterns = [self.head] if isinstance(self.head, str) else self.head
-        names: list[str] = []
-        for pattern in patterns:
-            names += layout.named(pattern, "FixedHead")
-        return layout.mask(names)
+        return layout.mask(layout.named(self.head, "FixedHead"))

@@ -21,6 +21,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
+    number,
     one_of,
 )
 
@@ -34,11 +35,11 @@ class GlobalDirection(FederatedCallback):
     Sent: Δ down; nothing more up, unless clients start elsewhere than at w. Kept: Δ by the server.
 
     Args:
-        alpha: α; 0 is FedAvg.
+        alpha: α; 0 is FedAvg. With ``"mix"`` at most 1.
         mode: ``"add"`` (FedAdamW) or ``"mix"`` (FedLADA, FedMuon).
 
     Raises:
-        UserError: alpha is neither a finite number nor a schedule; another mode.
+        UserError: alpha is out of bounds, or neither a finite number nor a schedule; another mode.
 
     Example:
         over plain SGD ``"mix"`` is FedCM.
@@ -63,6 +64,9 @@ class GlobalDirection(FederatedCallback):
     def __init__(self, alpha: float | Schedule = 0.5, mode: Literal["add", "mix"] = "add") -> None:
         super().__init__()
         one_of("GlobalDirection: mode", mode, ("add", "mix"))
+        if mode == "mix" and not isinstance(alpha, Schedule):
+            # Above 1 a step would go up its own direction.
+            number("GlobalDirection: alpha", alpha, least=0, most=1)
         self.alpha = alpha
         self.mode = mode
 

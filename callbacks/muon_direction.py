@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from typing import Literal
 
 import torch
@@ -62,12 +61,12 @@ class MuonDirection(FederatedCallback):
         ns_steps: Newton–Schulz iterations, from 1.
         adjust: s: ``"original"``, ``"match_rms_adamw"`` or ``"none"``.
         matrix_lr_scale: c, above 0.
-        exclude: patterns of parameter names (``fnmatch``) that are vectors.
+        exclude: patterns of parameter names (``fnmatch``) that are vectors, or ``"last"`` (layer).
         betas, epsilon: of Adam.
 
     Raises:
-        UserError: other values; variates with another start or nesterov; a client optimizer other
-            than plain SGD; partial averaging, unless ``start="zeros"``.
+        UserError: other values; variates with another start or nesterov; a pattern matches nothing;
+            a client optimizer other than plain SGD; partial averaging, unless ``start="zeros"``.
 
     Example:
         an orthogonalised matrix has singular values of 1.
@@ -119,8 +118,12 @@ class MuonDirection(FederatedCallback):
         number("MuonDirection: ns_steps", ns_steps, least=1, whole=True)
         number("MuonDirection: matrix_lr_scale", matrix_lr_scale, above=0)
         number("MuonDirection: epsilon", epsilon, above=0)
+        if not isinstance(betas, list | tuple) or len(betas) != 2:
+            raise UserError(f"MuonDirection: betas={betas!r} has to be two numbers, (β1, β2).")
         for beta in betas:
             number("MuonDirection: betas", beta, least=0, below=1)
+        if not isinstance(exclude, str | list | tuple):
+            raise UserError(f"MuonDirection: exclude={exclude!r} has to be patterns of names.")
         if variates and (start != "own" or nesterov):
             raise UserError(
                 "MuonDirection: variates=True corrects a momentum that each client keeps, but you "
@@ -161,11 +164,11 @@ class MuonDirection(FederatedCallback):
             self.declare("sent", Upload())
 
     def on_layout(self, layout: Layout) -> None:
+        # A pattern that matches nothing would leave a head or an embedding among the matrices.
+        excluded = layout.named(self.exclude, "MuonDirection: exclude") if self.exclude else []
         of_vectors = []
         for name, (_, shape) in layout.items():
-            excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
-            is_matrix = len(shape) >= 2 and not excluded
-            if not is_matrix:
+            if len(shape) < 2 or name in excluded:
                 of_vectors.append(name)
         self.is_vector = {name: name in of_vectors for name in layout}
         mask = layout.mask(of_vectors)
@@ -274,10 +277,13 @@ def by_newton_schulz(u: Tensor, steps: int) -> Tensor:
 def by_svd(u: Tensor) -> Tensor:
     """U_r V_rᵀ of matrices ``(n, a, b)``, over singular values above 10⁻¹² of the largest.
 
-    In single precision over those above its rounding, or O would be of noise.
+    In single precision over those above its rounding, or O would be of noise. NaN where a matrix is
+    not finite.
     """
-    left, values, right = torch.linalg.svd(u, full_matrices=False)
+    # torch refuses what is not finite, and the run has to tell whose client that was.
+    finite = u.isfinite().all(2, keepdim=True).all(1, keepdim=True)
+    left, values, right = torch.linalg.svd(torch.where(finite, u, 0.0), full_matrices=False)
     least = max(1e-12, max(u.shape[1:]) * torch.finfo(u.dtype).eps)
     kept = values > least * values[:, :1]
-    product: Tensor = (left * kept[:, None, :]) @ right
-    return product
+    product = (left * kept[:, None, :]) @ right
+    return torch.where(finite, product, torch.nan)

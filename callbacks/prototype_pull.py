@@ -24,6 +24,7 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
+    UserError,
     number,
 )
 
@@ -44,8 +45,9 @@ class PrototypePull(FederatedCallback):
         strength: of the pull; 0 is training each client alone.
 
     Raises:
-        UserError: classes or features is no integer from 1; strength is negative, or neither a
-            finite number nor a schedule; labels are no class indices; a PartialAveraging beside it.
+        UserError: classes or features is no integer from 1, or not the data's and the learner's;
+            strength is negative, or neither a finite number nor a schedule; labels are no class
+            indices; a PartialAveraging beside it.
 
     Example:
         with strength 0 each client trains alone.
@@ -84,6 +86,14 @@ class PrototypePull(FederatedCallback):
         self.features = self.F = features
         self.strength = strength
 
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        classes = getattr(trainer.datamodule, "num_classes", None)
+        if classes is not None and classes > self.C:
+            raise UserError(
+                f"PrototypePull: classes={self.C}, and the data have {classes} classes. Give "
+                f"classes={classes}."
+            )
+
     def parts(self, layout: Layout) -> list[Part]:
         return [(torch.ones(layout.size, dtype=torch.bool), None)]
 
@@ -91,6 +101,14 @@ class PrototypePull(FederatedCallback):
         self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
     ) -> Tensor:
         z = seen["features"]
+        if z.shape[1:] != (self.F,):
+            remedy = f"Give features={z.shape[-1]}."
+            if z.ndim != 2:
+                remedy = "Let the last layer take one vector a sample."
+            raise UserError(
+                f"PrototypePull: features={self.F}, and what enters the last layer has the shape "
+                f"{tuple(z.shape)}, a sample a row. {remedy}"
+            )
         # torch's one_hot reads the values of the labels, which a captured step must not do.
         mine = (batch[1][:, None] == torch.arange(self.C, device=z.device)).to(z)  # (B, C)
         self.seen_sums[clients] = (mine.mT @ z.detach())[None]

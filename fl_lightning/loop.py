@@ -297,7 +297,7 @@ class FederatedLoop:
     def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
         """The clients that finished: all but those that dropped, or brought what is not finite."""
         if diverged and self.settings.on_nonfinite == "stop":
-            what = f"the update of client {diverged[0]} or a model that it keeps"
+            what = f"the update of client {diverged[0]} or a model that it keeps or sends"
             raise Diverged(diverged_text(round.t, what))
         if diverged:
             self.note(

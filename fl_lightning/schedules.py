@@ -54,9 +54,7 @@ class Cosine(Schedule):
     """
 
     def __init__(self, rounds: int, end: float = 0.0, scale: float = 1.0) -> None:
-        if rounds < 1:
-            raise UserError(f"Cosine: rounds={rounds!r} is not accepted; it has to be at least 1.")
-        self.rounds = rounds
+        self.rounds = _rounds("Cosine", rounds)
         self.end = _finite("Cosine: end", end)
         self.scale = _finite("Cosine: scale", scale)
 
@@ -77,9 +75,7 @@ class Linear(Schedule):
     def __init__(self, start: float, end: float, rounds: int) -> None:
         self.start = _finite("Linear: start", start)
         self.end = _finite("Linear: end", end)
-        if rounds < 1:
-            raise UserError(f"Linear: rounds={rounds!r} is not accepted; it has to be at least 1.")
-        self.rounds = rounds
+        self.rounds = _rounds("Linear", rounds)
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
@@ -120,8 +116,15 @@ def decay_text(decay: float | Schedule) -> str:
     return f" × {decay!r}" if isinstance(decay, Schedule) else f" × {decay:g}^t"
 
 
+def _rounds(what: str, value: int) -> int:
+    # Said so that NaN is refused, too; a number of rounds that is no integer is no mistake.
+    if not (isinstance(value, int | float) and value >= 1):
+        raise UserError(f"{what}: rounds={value!r} is not accepted; it has to be at least 1.")
+    return value
+
+
 def _finite(what: str, value: float) -> float:
-    if not math.isfinite(value):
+    if not isinstance(value, int | float) or not math.isfinite(value):
         raise UserError(f"{what}={value!r} is not accepted; it has to be a finite number.")
     return value
 

@@ -55,6 +55,8 @@ def test_a_number_decays_geometrically_and_a_schedule_is_its_value() -> None:
     [
         (lambda: Cosine(0), "Cosine: rounds=0"),
         (lambda: Cosine(5, end=math.nan), "Cosine: end=nan"),
+        (lambda: Linear(0.0, 1.0, rounds=math.nan), "Linear: rounds=nan"),  # type: ignore[arg-type]
+        (lambda: Linear("0", 1.0, rounds=3), "Linear: start='0'"),  # type: ignore[arg-type]
         (lambda: Exponential(math.inf), "Exponential: gamma=inf"),
         (lambda: Steps({2: math.nan}), "Steps: the value of round 2=nan"),
     ],

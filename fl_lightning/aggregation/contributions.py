@@ -143,8 +143,13 @@ class Contributions:
         if group.resting is not None:
             update = update.masked_fill(group.resting, 0.0)
         # A client counts only if everything that it contributes is finite: its update, the models
-        # that it keeps, and its buffers.
-        kept = (row for _, row in group.written() if row.shape == update.shape)
+        # that it keeps, what methods have it send, and its buffers.
+        kept = [row for _, row in group.written() if row.shape == update.shape]
+        # A finite update may come with a square that overflowed, and a sum over clients would keep
+        # that. What the server could compute from the update itself is not looked at.
+        for key, value in group.uploads.items():
+            if self.methods.declared[key].goes_up({"x", "displacement"}):
+                kept.append(value)
         finite = all_finite(update) and all(map(all_finite, kept))
         if not finite or not self._take_buffers(home, group):
             # Its message would have the usual size, so the traffic is counted with a finite

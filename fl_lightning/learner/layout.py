@@ -51,14 +51,16 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         self.norms = [name for name in norms_of(learner) if name in self]
         self.adapters = adapters_of(learner, self)
 
-    def named(self, which: str, asking: str) -> list[str]:
-        """Parameters by a pattern of names (``fnmatch``), or of a group.
+    def named(self, which: str | Sequence[str], asking: str) -> list[str]:
+        """Parameters by a pattern of names (``fnmatch``), or of a group; or by several of these.
 
         Groups are ``"last"`` (the last layer), ``"norms"`` and ``"all"``.
 
         Raises:
             UserError: there are none; ``asking`` names the option in the error.
         """
+        if not isinstance(which, str):
+            return self._of_each(which, asking)
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
         if which in groups:
             names = groups[which]
@@ -74,6 +76,18 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             f"{asking}: {reason}: there are {', '.join(self)[:200]}.{hint} 'last' (layer), "
             "'norms' and 'all' name groups."
         )
+
+    def _of_each(self, patterns: object, asking: str) -> list[str]:
+        given = patterns if isinstance(patterns, list | tuple) else ()
+        if not given or not all(isinstance(pattern, str) for pattern in given):
+            raise UserError(
+                f"{asking}: {patterns!r} names no parameter. Give a pattern such as 'head.*', a "
+                "list of patterns, or a group: 'last' (layer), 'norms' or 'all'."
+            )
+        names: list[str] = []
+        for pattern in given:
+            names += self.named(pattern, asking)
+        return names
 
     def mask(self, names: Sequence[str]) -> Tensor:
         """``(D,)`` bool: the coordinates of these parameters."""
