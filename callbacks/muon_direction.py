@@ -135,6 +135,9 @@ class MuonDirection(FederatedCallback):
         self.start = start
         self.variates = variates
         self.average = average
+        if average == "all":
+            # The mean is scaled before other methods add to it, wherever they stand in the list.
+            vars(self)["order"] = -1
         self.vectors = vectors
         self.orthogonaliser = orthogonaliser
         self.ns_steps = ns_steps

@@ -209,7 +209,8 @@ class FederatedCallback(Given, Resting, pl.Callback):
     same in a resumed run."""
 
     order: ClassVar[int] = 0
-    """Its place in ``on_local_gradient``, ``on_local_step_end`` and ``on_updates``: methods of a
+    """Its place in ``on_local_gradient``, ``on_local_step_end``, ``on_updates`` and
+    ``on_server_update``: methods of a
     smaller number come first. -1: its ``on_updates`` stands for what clients do. 1: it keeps
     coordinates at rest in some steps."""
 

@@ -106,7 +106,7 @@ class Methods:
         self._hooks: dict[str, list[Callable[..., Any]]] = {}
         for hook in SHARED:
             in_order = self.callbacks
-            if hook in ("on_local_gradient", "on_local_step_end", "on_updates"):
+            if hook in ("on_local_gradient", "on_local_step_end", "on_updates", "on_server_update"):
                 in_order = ordered
             if hook == "on_local_end":
                 in_order = ending

@@ -78,3 +78,15 @@ def test_a_client_that_is_not_finite_is_left_out_or_stops_the_run(name: str, eng
             assert bool(value.isfinite().all())
         with pytest.raises(Diverged, match=r"client \d or a model that it keeps or sends"):
             fit([make()], 2, Unlucky(*given), **settings)
+
+
+@pytest.mark.parametrize("other", [c.LookaheadMomentum, c.DynamicRegularization])
+def test_the_mean_over_all_clients_is_scaled_before_others_add_to_it(other: Any) -> None:
+    def run(*methods: Any) -> Tensor:
+        with quiet():
+            return fit(methods).global_vector
+
+    def muon() -> Any:
+        return c.MuonDirection(average="all", **LMO)
+
+    assert torch.equal(run(other(), muon()), run(muon(), other()))
