@@ -139,7 +139,7 @@ def test_who_reads_w_is_refused_by_name_where_it_means_nothing(engine: str) -> N
     estimated = [c.ControlVariates("gradient")] if engine == "sequential" else []
     for method in (GoesByW(), *estimated):
         name = type(method).__name__
-        says = f"ClusteredModels and {name} cannot run together: {name} goes by clients.w"
+        says = f"ClusteredModels and {name} cannot run together: {name} uses clients.w"
         with pytest.raises(UserError, match=says):
             run(c.ClusteredModels(2), method, rounds=1, engine=engine)
         run(c.ClusteredModels(1), method, rounds=1, engine=engine)

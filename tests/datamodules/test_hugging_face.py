@@ -149,7 +149,7 @@ def test_rows_without_a_label_are_refused() -> None:
         {"a": datasets.Value("float32"), "y": datasets.ClassLabel(names=["no", "yes"])}
     )
     made = datasets.Dataset.from_dict({"a": [1.0, 2.0], "y": [1, -1]}, features=features)
-    with pytest.raises(UserError, match="has the label -1 in row 1, by which the library datasets"):
+    with pytest.raises(UserError, match="has the label -1 in row 1, which the library datasets"):
         FromHuggingFace(made, "a", "y", num_clients=1).setup()
 
 
