@@ -261,7 +261,7 @@ class InstructionTuning(FederatedDataModule):
 
     def _encoded(self, record: Mapping[str, Any], tokenizer: Bytes | Folder, place: str) -> Pair:
         """A record's tokens, and which of them are learned."""
-        if "messages" in record:
+        if record.get("messages") is not None:
             tokens, answers = conversation(record["messages"], tokenizer, place)
         else:
             prompt, output = prompt_of(record, self.template, place)

@@ -28,7 +28,7 @@ def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
         def on_local_grad(self, clients: Any, gradient: Any) -> None: ...
 
     with pytest.raises(
-        UserError, match=r"Typo\.on_local_grad is no hook.*Did you mean 'on_local_gradient'"
+        UserError, match=r"Typo\.on_local_grad is not a hook.*Did you mean 'on_local_gradient'"
     ):
         trainer(1, [Typo()]).fit(federated(), blobs())
 

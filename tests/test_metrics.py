@@ -78,7 +78,7 @@ def test_the_table_of_the_docs_is_true(name: str) -> None:
     ],
 )
 def test_of_other_names_it_is_asked(name: str) -> None:
-    with pytest.raises(UserError, match="does not tell"):
+    with pytest.raises(UserError, match="does not show which direction"):
         higher_is_better(name)
 
 

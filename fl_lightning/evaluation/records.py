@@ -72,7 +72,8 @@ def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str
         UserError: it has no instruction or no output.
     """
     instruction = record.get("instruction")
-    output = next((record[name] for name in OUTPUT if name in record), None)
+    # A table has None where a record lacks one of its columns.
+    output = next((record[name] for name in OUTPUT if record.get(name) is not None), None)
     given = next((record[name] for name in INPUT if record.get(name)), "")
     texts = (instruction, output, given)
     if not all(isinstance(text, str) for text in texts):

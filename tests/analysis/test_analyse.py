@@ -147,7 +147,10 @@ def test_directions_have_the_filters_norms() -> None:
 @pytest.mark.parametrize(
     "argv, said",
     [
-        (("hessian", "none"), "analyse none: this is neither a run's folder nor a checkpoint in one"),
+        (
+            ("hessian", "none"),
+            "analyse none: this is neither a run's folder nor a checkpoint in one",
+        ),
         (("landscape", "none", "--points", "4"), "--points 4: give an odd number"),
         (("hessian", "a", "b"), "2 runs were given"),
         (

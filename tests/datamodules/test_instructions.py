@@ -141,9 +141,10 @@ def test_a_folder_of_the_library_datasets(tmp_path: Path) -> None:
         with pytest.raises(UserError, match="pip install datasets"):
             data.setup("fit")
         return
-    datasets.Dataset.from_list(RECORDS).save_to_disk(str(folder))
+    records = [RECORDS[0], {"instruction": "Say it.", "input": None, "output": "it", "who": "b"}]
+    datasets.Dataset.from_list(records).save_to_disk(str(folder))
     data.setup("fit")
-    assert len(data.train_set) == len(RECORDS)
+    assert len(data.train_set) == len(records)
 
 
 def test_packed_rows_hold_a_clients_records_once(tmp_path: Path) -> None:

@@ -101,7 +101,9 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
 def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> None:
     run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(federated(Lit(), engine="sequential"), blobs())
-    with pytest.warns(UserWarning, match="engine='stacked' goes on with what 'sequential' began"):
+    with pytest.warns(
+        UserWarning, match="engine='stacked' continues a run that 'sequential' began"
+    ):
         trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
             federated(Lit(), engine="stacked"),
             blobs(),

@@ -175,7 +175,7 @@ def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_cal
         LambdaCallback(on_train_batch_start=lambda t, m, batch, i: batch[0].mul_(3)),
         federated(),
     )
-    with pytest.warns(UserWarning, match="'sequential' goes on with what 'concurrent' began"):
+    with pytest.warns(UserWarning, match="'sequential' continues a run that 'concurrent' began"):
         trainer(2, [scaling]).fit(module, blobs(), ckpt_path=tmp_path / "epoch=0.ckpt")
     assert module.run.plan.engine == "sequential"
 
@@ -192,8 +192,8 @@ def test_where_no_clients_batch_can_be_had_it_is_refused() -> None:
             rest[0][0].mul_(2)
 
     for callback, told in (
-        (After(), "After looks .* on_train_batch_end"),
-        (Method(), r"Method looks .* local_batch"),
+        (After(), "After reads .* on_train_batch_end"),
+        (Method(), r"Method reads .* local_batch"),
     ):
         with pytest.raises(UserError, match=told):
             fitted(Lit, [callback])

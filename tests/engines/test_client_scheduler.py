@@ -250,7 +250,7 @@ def test_what_cannot_be_stepped_is_refused(learner: Any, arguments: Any, words: 
 def test_a_method_that_needs_one_rate_is_refused_by_name() -> None:
     module = federated(Scheduled(), client_scheduler="local_steps", local_steps=3)
     with pytest.raises(
-        UserError, match=r"client_scheduler='local_steps'.*NormalizedAveraging takes one"
+        UserError, match=r"client_scheduler='local_steps'.*NormalizedAveraging needs one rate"
     ):
         rounds_of(module, 1, [NormalizedAveraging()])
 
@@ -264,7 +264,7 @@ def test_groups_of_several_weight_decays_are_refused_for_what_they_are() -> None
 
     with pytest.raises(
         UserError,
-        match=r"several values of weight_decay \(0, 0\.01\), and ControlVariates takes one",
+        match=r"several values of weight_decay \(0, 0\.01\), and ControlVariates needs a single",
     ):
         rounds_of(federated(client_optimizer=two), 1, [ControlVariates()])
 
@@ -332,7 +332,9 @@ def test_momentum_of_another_kind_is_refused_to_what_computes_with_it(
     module = federated(
         client_optimizer=lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, **options), **settings
     )
-    with pytest.raises(UserError, match=f"momentum with {words}, and NormalizedAveraging counts"):
+    with pytest.raises(
+        UserError, match=f"momentum with {words}, and NormalizedAveraging needs plain momentum"
+    ):
         trainer(1, [NormalizedAveraging()]).fit(module, blobs())
 
 

@@ -72,7 +72,7 @@ def test_a_stacked_run_goes_on_with_another_engine(
     monkeypatch.setenv(SWITCH, "0")
     module = federated(Lit())
     path = first.checkpoint_callback.best_model_path
-    with pytest.warns(UserWarning, match="goes on with what 'stacked' began"):
+    with pytest.warns(UserWarning, match="continues a run that 'stacked' began"):
         trainer(2, **keeping).fit(module, blobs(), ckpt_path=path)
     assert module.engine_facts["engine"] != "stacked"
 

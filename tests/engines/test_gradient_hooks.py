@@ -144,7 +144,7 @@ def test_a_run_that_copies_began_goes_on_one_after_the_other(tmp_path: Any) -> N
     learner.net[0].weight.register_hook(lambda g: 0.5 * g)
     module = federated(learner)
     with pytest.warns(
-        UserWarning, match="engine='sequential' goes on with what 'concurrent' began"
+        UserWarning, match="engine='sequential' continues a run that 'concurrent' began"
     ):
         trainer(2).fit(module, blobs(), ckpt_path=tmp_path / "run.ckpt")
 

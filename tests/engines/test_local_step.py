@@ -300,7 +300,7 @@ def test_a_factor_takes_that_share_of_a_step(engine: str) -> None:
         (
             [Signs()],
             {"client_optimizer": lambda p: torch.optim.Adam(p, 0.1)},
-            r"client optimizer is Adam, whose own rule",
+            r"client optimizer is Adam, whose update rule",
         ),
         (
             [Fading()],

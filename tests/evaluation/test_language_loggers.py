@@ -125,5 +125,5 @@ def test_other_learners_and_data_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_a_text_that_does_not_fit_is_named(tmp_path: Path) -> None:
     """Alpaca's prompt has more bytes than the network has places."""
-    with pytest.raises(UserError, match=r"record 3, takes \d+ tokens.*at most 64"):
+    with pytest.raises(UserError, match=r"record 3, has \d+ tokens.*at most 64"):
         fitted(ExactMatch(written(tmp_path / "x.jsonl", RECORDS)))

@@ -295,7 +295,7 @@ WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (FirstSteps, "groups of 1, 3 and D clients", "on_local_end differs in a group of 3"),
     (Passed, "order of training", "something passes from one client to the next"),
     (Passed, "client hooks set nothing on self", "self.previous"),
-    (OwnSum, "two processes", "goes through Upload"),
+    (OwnSum, "two processes", "through Upload"),
     (OfOneThread, "engines agree", "no attribute of self"),
     (NotNeutral, "neutral setting is FedAvg", "with mu=0.0 it is not FedAvg"),
     (ByNumber, "order of clients", "no client's number"),

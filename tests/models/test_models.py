@@ -124,5 +124,5 @@ def test_importing_a_small_network_is_light():
 
 def test_a_classifier_refuses_numbers():
     learner = ImageClassifier(MLP([4, 3]), 3)
-    with pytest.raises(UserError, match=r"numbers, torch\.float32 of shape \(5,\)"):
+    with pytest.raises(UserError, match=r"the targets are torch\.float32 of shape \(5,\)"):
         learner.training_step((torch.randn(5, 4), torch.rand(5)), 0)

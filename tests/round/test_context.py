@@ -66,9 +66,9 @@ def test_a_refusal_names_the_method_that_asked() -> None:
             """It asks for nothing, before and after the one that does."""
 
     clients = Clients(a_group(a_round(rates=rates)))
-    with pytest.raises(UserError, match="and Needy takes one"):
+    with pytest.raises(UserError, match="and Needy needs a single"):
         Methods([Content(), Needy()]).run("on_local_start", clients)
-    with pytest.raises(UserError, match="and a method of this run takes one"):
+    with pytest.raises(UserError, match="and a method of this run needs a single"):
         _ = Clients(a_group(a_round(rates=rates))).weight_decay
 
 
