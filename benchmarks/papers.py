@@ -308,7 +308,7 @@ def page_of(folders: Sequence[Path], results: Path, target: Path) -> int:
             for figure in (out / "figures").glob("*.png"):
                 # A picture of lines needs few colours, and takes a third of the place with them.
                 with Image.open(figure) as drawn:
-                    few = drawn.convert("RGB").quantize(96)
+                    few = drawn.convert("RGB").quantize(48)
                 few.save(results / "figures" / figure.name, optimize=True)
         findings = results / "findings.md"
         if findings.is_file():

@@ -13,6 +13,7 @@ UNITS: dict[str, Callable[[float], str]] = {
     "percent": lambda value: f"{100 * value:.2f}",
     "plain": lambda value: f"{value:.3f}",
     "signed": lambda value: f"{value:+.2f}",
+    "signed3": lambda value: f"{value:+.3f}",
 }
 # The sections of a report that the page has itself; the others are beside it.
 ON_THE_PAGE = ("Claims",)

@@ -71,7 +71,7 @@ def test_every_way_to_train_it_leaves_the_bits_of_one_client_after_the_other(
     for engine in ENGINES.values():
         module, _ = trained(name, **engine)
         assert module.engine_facts is not None
-        used.add(str(module.engine_facts["workers"]))
+        used.add(str(module.engine_facts.get("workers")))  # none in one process on one thread
         require_same(left(module), expected)
     # What draws random numbers trains in processes, all else in threads.
     assert {"2 processes" if WORKLOADS[name].draws else "2"} <= used
@@ -86,7 +86,9 @@ def test_every_way_to_train_it_leaves_the_bits_of_one_client_after_the_other(
     monkeypatch.delenv("FL_LIGHTNING_FAST")
 
     assert launched(on_ranks, 2, name, tmp_path) == [0, 0]
-    require_same(torch.load(tmp_path / "left.pt"), expected)
+    found = torch.load(tmp_path / "left.pt")
+    # The other process has the rows of its own clients.
+    require_same(found, {name: expected[name] for name in found})
 
 
 def on_ranks(name: str, folder: Path, rank: int, world: int) -> None:

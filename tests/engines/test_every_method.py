@@ -90,12 +90,14 @@ def every_hook() -> list[Any]:
     ]
 
 
-# need norms, held-out samples, nothing clipped, devices: in tests of their own
+# need norms, held-out samples, nothing clipped, devices, language models: in tests of their own
 ELSEWHERE = (
     "method/fedbuff",
     "method/fedasync",
     "method/fedbn",
     "PerClientEvaluation",
+    "ExactMatch",
+    "MultipleChoice",
     "method/scaffnew",
     "RandomSkips",
 )
