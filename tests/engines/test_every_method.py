@@ -226,7 +226,7 @@ def test_packaged_methods_without_clipping_and_in_float32(name: str) -> None:
     near(trained(make(), "stacked", **given), reference)
     single = {"dtype": torch.float32, **CLIPPED, **given}
     # Orthogonal matrices of gradients that are almost of lower rank magnify their rounding.
-    tolerance = 1000 * SINGLE if "muon" in name else SINGLE
+    tolerance = 1000 * SINGLE if "muon" in name or "muloco" in name else SINGLE
     near(trained(make(), "stacked", **single), trained(make(), "sequential", **single), tolerance)
 
 

@@ -115,7 +115,7 @@ MODERN_FAULTS = [
     ),
     Fault(
         "FedALA: all layers are learned",
-        [(ALA, "self.learned = layout.mask(names)", "self.learned = layout.mask([*layout])")],
+        [(ALA, 'layout.named(self.parts_, "AdaptiveLocalAggregation")', "[*layout]")],
     ),
     Fault(
         "FedBABU: weight decay moves the head",
