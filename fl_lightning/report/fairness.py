@@ -67,7 +67,7 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
     try:
         values = np.array([float(row[name]) for row in rows if row.get(name)], dtype=float)
     except ValueError as error:
-        return np.empty(0), f"holds what is no number ({error})"
+        return np.empty(0), f"holds a value that is not a number ({error})"
     logged = run.column(f"clients/{name}") if path.exists() else np.empty(0)
     # No client had a value: perhaps no site answered.
     if len(logged) and np.isnan(logged[-1]) and np.isnan(values).all():

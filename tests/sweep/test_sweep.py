@@ -213,7 +213,7 @@ def test_what_cannot_work_is_said_before_anything_runs(cli: Cli, sweep_file: Pat
         )
     )
     result = cli("sweep", sweep_file)
-    assert result.returncode == 2 and "no method of this run has 'beta'" in result.stderr
+    assert result.returncode == 2 and "no method of this run has the option 'beta'" in result.stderr
     assert not list(cli.folder.glob("runs/demo/*/*"))
 
 
