@@ -100,7 +100,10 @@ def test_a_column_given_to_a_state_of_one_number_is_told_with_the_way_out(
         def on_local_end(self, clients: Any) -> None:
             self.last[clients] = clients.loss
 
-    said = r"Losses\.last\[clients\] is \(\d,\), .* of shape \(\d, 1\) was assigned, a column .* \[:, 0\]"
+    said = (
+        r"Losses\.last\[clients\] is \(\d,\), .* of shape \(\d, 1\) was assigned, "
+        r"a column .* \[:, 0\]"
+    )
     with pytest.raises(ValueError, match=said):
         tiny_run(Losses(), engine=engine)
 
