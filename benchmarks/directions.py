@@ -1,6 +1,6 @@
 """``python -m benchmarks.directions``: what a local step along Adam's or Muon's direction costs.
 
-Rounds of W1 on one thread, one client after the other: a plain PyTorch loop with torch's own
+Rounds of two clients of W1 on one thread, one client after the other: a plain PyTorch loop with torch's own
 optimizer (AdamW fused; Muon on matrices, with AdamW on the rest), and ours with the same optimizer
 at the clients, or with AdamDirection and MuonDirection over SGD. All take turns; medians, and
 ratios to the plain loop of the same round.
@@ -25,6 +25,8 @@ from benchmarks.workloads import WORKLOADS, Ours, Workload
 from fl_lightning.callbacks import AdamDirection, MuonDirection
 
 RATE, DECAY = 1e-3, 0.01
+# A round of 100 steps: Muon's take tens of milliseconds each.
+WORK = dataclasses.replace(WORKLOADS["W1"], clients=2)
 Parameters = Iterable[nn.Parameter]
 
 
@@ -58,8 +60,7 @@ def with_optimizer(kind: Callable[[Parameters], torch.optim.Optimizer]) -> Workl
         def optimizer(self, parameters: Parameters) -> torch.optim.Optimizer:
             return kind(parameters)
 
-    work = WORKLOADS["W1"]
-    return Other(**{f.name: getattr(work, f.name) for f in dataclasses.fields(work)})
+    return Other(**{f.name: getattr(WORK, f.name) for f in dataclasses.fields(WORK)})
 
 
 def plain(kind: Callable[[Parameters], torch.optim.Optimizer]) -> Callable[[], object]:
@@ -87,8 +88,7 @@ def main() -> None:
             "ours, MuonDirection": ours(sgd, MuonDirection()),
         },
     }
-    work = WORKLOADS["W1"]
-    steps = sum(-(-size // work.batch_size) for size in work.sizes()) * work.epochs
+    steps = sum(-(-size // WORK.batch_size) for size in WORK.sizes()) * WORK.epochs
     found: dict[str, list[float]] = {}
     for repetition in range(given.repetitions + 1):
         for group in runs.values():

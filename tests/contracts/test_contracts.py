@@ -65,13 +65,15 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedLC, printed": lambda **given: c.LogitCalibration(**{"exclude_true": True, **given}),
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),
 }
+# The first needs held-out samples, and these depend on a client's number; the others need a language
+# model and a file of records: tests/evaluation/test_language_loggers.py has their contracts.
+ELSEWHERE = ("PerClientEvaluation", "ExactMatch", "MultipleChoice")
 OURS: dict[str, Callable[..., FederatedCallback]] = {
     **{
         name: made
         for name, made in vars(c).items()
         if name in c.__all__ and isinstance(made, type) and issubclass(made, FederatedCallback)
-        # which needs held-out samples, and these depend on a client's number
-        if name != "PerClientEvaluation"
+        if name not in ELSEWHERE
     },
     "FedRep, half an epoch": lambda: c.AlternatingHead(0.5, ["head.*"]),
     **OTHERS,
