@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 import time
@@ -42,12 +43,16 @@ class FromFew(FederatedModule):
 class Watch(pl.Callback):
     """Sets the store's budget, and takes times and resident memory as rounds go by."""
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, folder: Path) -> None:
         self.budget = budget
+        self.folder = folder
         self.rounds: list[float] = []
         self.starts: list[float] = []
         self.cpu: list[float] = []
         self.resident: list[float] = []
+        self.open_files: list[int] = []
+        self.threads: list[int] = []
+        self.disk: list[float] = []  # every tenth round
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.client_rows.store.budget_bytes = self.budget
@@ -58,6 +63,10 @@ class Watch(pl.Callback):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         self.rounds.append(float(trainer.callback_metrics["time/round"]))
         self.resident.append(memory_mb("VmRSS"))
+        self.open_files.append(len(os.listdir("/proc/self/fd")))
+        self.threads.append(len(os.listdir("/proc/self/task")))
+        if len(self.rounds) % 10 == 0:
+            self.disk.append(megabytes_in(self.folder))
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         self._stamp()
@@ -65,6 +74,11 @@ class Watch(pl.Callback):
     def _stamp(self) -> None:
         self.starts.append(time.perf_counter())
         self.cpu.append(time.process_time())
+
+
+def megabytes_in(folder: Path) -> float:
+    """Of all files below a folder, in MiB."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 2**20
 
 
 def memory_mb(what: str) -> float:
@@ -109,7 +123,8 @@ def measure(wanted: Configuration, folder: Path) -> None:
     )
     if isinstance(module, FromFew):
         module.returning = wanted.returning
-    watch = Watch(wanted.rows_in_memory * 4 * sum(p.numel() for p in learner.parameters()))
+    size = sum(p.numel() for p in learner.parameters())
+    watch = Watch(wanted.rows_in_memory * 4 * size, folder / "run")
     checkpoints = ModelCheckpoint(
         folder / "run" / "checkpoints",
         filename="last",
@@ -135,6 +150,11 @@ def measure(wanted: Configuration, folder: Path) -> None:
         "grown_mb": watch.resident[-1] - watch.resident[len(watch.resident) // 10],
         "start": watch.starts[0] - began,
         "seconds": watch.rounds,
+        "resident": watch.resident,
+        "open_files": watch.open_files,
+        "threads": watch.threads,
+        "disk": watch.disk,
+        "cpu_each": [b - a for a, b in pairwise(watch.cpu)],
     }
     (folder / f"facts-{trainer.global_rank}.json").write_text(json.dumps(facts))
 

@@ -39,6 +39,7 @@ from fl_lightning.__main__ import main as command
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.engines.local_step import LocalStep
+from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage import segments
@@ -284,12 +285,19 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def in_a_process(folder: Path) -> dict[str, str]:
-    """:func:`digests`, with its threads and memory in a process that ends."""
+    """:func:`digests`, with its threads and memory in a process that ends.
+
+    If something cannot be read, the only entry is the error's text.
+    """
     ours, theirs = os.pipe()
     child = os.fork()
     if not child:
         with os.fdopen(theirs, "w") as file:
-            json.dump(digests(folder), file)
+            try:
+                found = digests(folder)
+            except UserError as error:
+                found = {"refused": str(error)}
+            json.dump(found, file)
         os._exit(0)
     os.close(theirs)
     with os.fdopen(ours) as file:

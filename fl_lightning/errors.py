@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import linecache
 import os
 import sysconfig
@@ -34,6 +35,17 @@ def suggest(name: str, accepted: Iterable[str]) -> str:
     """
     close = difflib.get_close_matches(str(name), list(accepted), n=1)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def cannot_write(path: object, error: OSError) -> UserError:
+    """The refusal of a file that the system does not let be written, with what to do."""
+    advice = "Give a folder that can be written to."
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = (
+            "Make room there. A run that had begun goes on from its last checkpoint if you start "
+            "it again with --ckpt_path last."
+        )
+    return UserError(f"Cannot write {path}: {error.strerror or error}. {advice}")
 
 
 def out_of_memory(error: BaseException) -> str:

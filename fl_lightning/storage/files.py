@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, cannot_write
 from fl_lightning.storage import lock
 
 
@@ -75,10 +75,7 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
         if isinstance(error, Exception) and not isinstance(error, OSError):
             failed = raw and raw.failed
         if isinstance(failed, OSError):
-            why = failed.strerror or failed
-            raise UserError(
-                f"Cannot write {path}: {why}. Give a folder that can be written to."
-            ) from error
+            raise cannot_write(path, failed) from error
         raise
 
 

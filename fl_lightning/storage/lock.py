@@ -18,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, cannot_write
 
 try:
     import fcntl
@@ -152,10 +152,7 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
                     return descriptor, None if is_new else os.pread(descriptor, 1000, 0)
             os.close(descriptor)
     except OSError as error:
-        why = error.strerror or error
-        raise UserError(
-            f"Cannot write {path}: {why}. Give a folder that can be written to."
-        ) from error
+        raise cannot_write(path, error) from error
 
 
 def _holder(descriptor: int) -> bytes:
