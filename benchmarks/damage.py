@@ -1,5 +1,5 @@
-"""``python -m benchmarks.damage {flips,disk,memory}``: what a run does when its files or its machine
-are damaged.
+"""``python -m benchmarks.damage {flips,disk,memory}``: what a run does when its files or its
+machine are damaged.
 
 ``flips``: bytes of a finished run's and a finished sweep's files are changed one at a time, in
 checkpoints, segments of clients' rows, their indices, run.json, config.yaml and the sweep's tables.

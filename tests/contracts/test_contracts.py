@@ -65,8 +65,8 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedLC, printed": lambda **given: c.LogitCalibration(**{"exclude_true": True, **given}),
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),
 }
-# The first needs held-out samples, and these depend on a client's number; the others need a language
-# model and a file of records: tests/evaluation/test_language_loggers.py has their contracts.
+# The first needs held-out samples, and these depend on a client's number. The others need a
+# language model and a file of records; tests/evaluation/test_language_loggers.py has their contracts.
 ELSEWHERE = ("PerClientEvaluation", "ExactMatch", "MultipleChoice")
 OURS: dict[str, Callable[..., FederatedCallback]] = {
     **{
