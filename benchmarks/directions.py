@@ -1,9 +1,9 @@
 """``python -m benchmarks.directions``: what a local step along Adam's or Muon's direction costs.
 
 Rounds of two clients of W1 on one thread, one client after the other: a plain PyTorch loop with
-torch's own optimizer (AdamW fused; Muon on matrices, with AdamW on the rest), and ours with the same optimizer
-at the clients, or with AdamDirection and MuonDirection over SGD. All take turns; medians, and
-ratios to the plain loop of the same round.
+torch's own optimizer (AdamW fused; Muon on matrices, with AdamW on the rest), and ours with the
+same optimizer at the clients, or with AdamDirection and MuonDirection over SGD. All take turns;
+medians, and ratios to the plain loop of the same round.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),
 }
 # The first needs held-out samples, and these depend on a client's number. The others need a
-# language model and a file of records; tests/evaluation/test_language_loggers.py has their contracts.
+# language model and a file of records: see tests/evaluation/test_language_loggers.py.
 ELSEWHERE = ("PerClientEvaluation", "ExactMatch", "MultipleChoice")
 OURS: dict[str, Callable[..., FederatedCallback]] = {
     **{
