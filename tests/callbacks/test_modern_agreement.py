@@ -154,6 +154,12 @@ def head() -> Any:
     return c.FixedHead(), {"fixed_head": True}
 
 
+def als() -> Any:
+    """The first layer is averaged every third round, the last bias never."""
+    periods: dict[str, Any] = {"net.0.*": 3, "net.2.bias": "never"}
+    return c.PartialAveraging(periods), {"als": {0: 3, 1: 3, 3: None}}
+
+
 # What is beside what; made anew for each run.
 CASES: dict[str, Any] = {
     "FedSWA": lambda: [decay()],
@@ -231,6 +237,13 @@ CASES: dict[str, Any] = {
     "Per-FedAvg, Hessian-free, + FedProx": lambda: [meta("free"), prox()],
     "q-FedAvg": lambda: [fair(0.5)],
     "q-FedAvg, 2, + SAM": lambda: [fair(2.0), sam()],
+    "Local AdamW + FedALS": lambda: [adam(), als()],
+    "Local Muon + FedALS + RI": lambda: [muon(), als(), ri()],
+    "global direction + FedALS": lambda: [direction(0.5, "add"), als()],
+    "mixed direction + FedALS + SAM": lambda: [direction(0.7, "mix"), als(), sam()],
+    "FedSWA + SCAFFOLD + FedALS": lambda: [decay(0.3), scaffold(), als()],
+    "FedMoSWA + FedALS": lambda: [decay(), scaffold(0.4), als()],
+    "Local AdamW + FedDyn + FedALS": lambda: [adam(), feddyn(), als()],
 }
 ENGINES: dict[str, dict[str, Any]] = {
     "uniform": {"engine": "sequential", "weighting": "uniform", "clip_norm": 0.9},

@@ -75,6 +75,10 @@ class Federation:
         self.slices = [slice(a, b) for a, b in itertools.pairwise(ends)]
         self.head = np.zeros(self.D, dtype=bool)
         self.head[self.slices[2]] = self.head[self.slices[3]] = True
+        # FedALS: of each client where its copy counts, and since when and how far it has moved.
+        self.valid: dict[int, Any] = {}
+        self.origin: dict[int, Vector] = {}
+        self.elapsed: dict[int, Vector] = {}
         if "adam" in parts:
             self.server["second"] = np.zeros(len(self.blocks(zeros)))
         self.server["P"] = np.zeros((3, 4))
@@ -201,6 +205,9 @@ class Federation:
         if "proto" in parts:
             kept = np.ones(self.D, dtype=bool)
         self.kept = kept
+        self.averaged = np.ones(self.D, dtype=bool)
+        for layer, period in parts.get("als", {}).items():
+            self.averaged[self.slices[layer]] = period is not None and (t + 1) % period == 0
         ends = {i: self.train(i, batches) for i, batches in cohort.items()}
         x = {i: end["x"] for i, end in ends.items()}
         mean_of = {
@@ -220,13 +227,18 @@ class Federation:
         if "feddyn" in parts:
             a = parts["feddyn"]
             moves = sum((x[i] - self.given for i in cohort), np.zeros(self.D))
-            self.server["lambda"] = self.server["lambda"] - a / m * moves
+            old = self.server["lambda"]
+            self.server["lambda"] = np.where(self.averaged, old - a / m * moves, old)
             d = d - self.server["lambda"] / a
         self.moments(n, mean_of)
         self.prototypes(ends)
-        self.w = np.where(kept, at_server, at_server + self.server_lr * d)
+        stays = kept | ~self.averaged
+        self.w = np.where(stays, at_server, at_server + self.server_lr * d)
+        for i in cohort:
+            self.valid[i] = np.ones(self.D, dtype=bool)
+        self.valid = {i: where & ~self.averaged for i, where in self.valid.items()}
         copies = sum((p[i] * x[i] for i in cohort), np.zeros(self.D))
-        return np.where(kept, copies, self.w)
+        return np.where(stays, copies, self.w)
 
     def momenta(self, ahead: Vector, moved: Vector) -> None:
         """What the server remembers of its own movement."""
@@ -245,7 +257,8 @@ class Federation:
                 self.server["c"] = self.server["c"] + n / m * mean_of["change"]
             else:
                 c = self.server["c"]
-                self.server["c"] = (1 - gamma) * c + gamma * mean_of["c_plus"]
+                c_plus = (1 - gamma) * c + gamma * mean_of["c_plus"]
+                self.server["c"] = np.where(self.averaged, c_plus, c)
         if "wmsam" in parts:
             given = parts["wmsam"]
             changes = n * (mean_of["velocity"] - self.server["c"])
@@ -259,7 +272,8 @@ class Federation:
         """Averaged moments, and mean directions."""
         parts, m = self.parts, self.m
         if "direction" in parts:
-            self.server["delta"] = mean_of["velocity"]
+            old = self.server["delta"]
+            self.server["delta"] = np.where(self.averaged, mean_of["velocity"], old)
         if "toga" in parts:
             self.server["toga"] = mean_of["moved_a_step"]
         if "adam" in parts:
@@ -299,7 +313,8 @@ class Federation:
 
     def start(self, i: int) -> Vector:
         w = self.given
-        x = np.where(self.kept, self.row("x", i, w), w)
+        own = self.kept | self.valid.get(i, np.zeros(self.D, dtype=bool))
+        x = np.where(own, self.row("x", i, w), w)
         if "ri" in self.parts:
             x = x + self.parts["ri"] * (x - self.row("x", i, self.w0))
         if "ala" in self.parts:
@@ -350,7 +365,10 @@ class Federation:
             elapsed += rate
             moved = x - rate * (g + self.weight_decay * x)
             x = np.where(self.head, x_0, moved) if "fixed_head" in parts else moved
-        velocity = (x_0 - x) / elapsed
+        own = self.valid.get(i, np.zeros(self.D, dtype=bool))
+        self.origin[i] = np.where(own, self.origin.get(i, x_0), x_0)
+        self.elapsed[i] = np.where(own, self.elapsed.get(i, 0.0), 0.0) + elapsed
+        velocity = (self.origin[i] - x) / self.elapsed[i]
         end |= {"x": x, "velocity": velocity, "moved_a_step": (x_0 - x) / K}
         self.finish(i, x, x_0, K, velocity, state, end)
         self.keep("x", i, x)
@@ -490,12 +508,13 @@ class Federation:
         parts, zeros = self.parts, np.zeros(self.D)
         if "scaffold" in parts:
             old = self.row("c_i", i, zeros)
-            new = old - self.server["c"] + velocity
+            new = np.where(self.averaged, old - self.server["c"] + velocity, old)
             end["change"], end["c_plus"] = new - old, new
             self.keep("c_i", i, new)
         if "feddyn" in parts:
             old = self.row("lambda_i", i, zeros)
-            self.keep("lambda_i", i, old - parts["feddyn"] * (x - self.given))
+            new = np.where(self.averaged, old - parts["feddyn"] * (x - self.given), old)
+            self.keep("lambda_i", i, new)
         if "adam" in parts:
             b1, b2 = parts["adam"].get("betas", (0.9, 0.999))
             end |= {"m": state["m"], "v_blocks": self.blocks(state["v"])}
