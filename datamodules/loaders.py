@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from pathlib import Path
+from traceback import extract_stack
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -112,8 +115,41 @@ class RoundToken:
     def __len__(self) -> int:
         return 1
 
-    def __iter__(self) -> Iterator[Tensor]:
-        yield torch.zeros(1)
+    def __iter__(self) -> Iterator[RoundBatch]:
+        yield RoundBatch(torch.zeros(1))
+
+
+@dataclass
+class RoundBatch:
+    """The one batch of a round as Lightning's loop and callbacks see it: no client's samples.
+
+    Lightning moves it to the device, and takes its number of samples, which is one, for the weight
+    of a log. So it is a dataclass with one tensor; whoever reads it as a batch gets an error.
+    """
+
+    round: Tensor
+
+    def __getitem__(self, key: object) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> NoReturn:
+        self._refuse()
+
+    def __getattr__(self, name: str) -> NoReturn:
+        # copy and Lightning look for such names on any object.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        (reader, *_) = extract_stack(limit=3)
+        raise UserError(
+            f"{reader.name} ({Path(reader.filename).name}, line {reader.lineno}) reads the batch "
+            "of a hook that a federated run calls once per round, such as a callback's "
+            "on_train_batch_end. There is no client's batch in it. Read the batch in a callback's "
+            "on_train_batch_start, which gets each client's batches, in the learner's own "
+            "on_train_batch_end, or in local_batch(client, batch) of a FederatedCallback."
+        )
 
 
 def say(trainer: Any, text: str) -> None:

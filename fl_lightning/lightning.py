@@ -98,6 +98,14 @@ else:
 FABRIC = import_module("lightning_fabric" if NAMESPACES[0] == NAMESPACE else "lightning.fabric")
 LOGGERS = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric")
 """Names of Lightning's own loggers, for whoever wants them quiet."""
+OWN = ("pytorch_lightning", "lightning", "fl_lightning")
+"""The packages whose hooks know that a round is a batch to the Trainer."""
+
+
+def is_foreign(hook: Any) -> bool:
+    """Tell whether a hook is a user's or another package's, and not Lightning's or ours."""
+    home = getattr(hook, "__module__", None) or ""
+    return hook is not None and home.split(".")[0] not in OWN
 
 
 def explain_to_other_trainers(kind: type) -> None:

@@ -587,9 +587,3 @@ def _returned(call: Callable[..., Any], returned: object, expected: str) -> Type
     return TypeError(
         f"{getattr(call, '__qualname__', call)} returned {result}; it has to return {expected}"
     )
-
-
-def reads_outputs(callback: Any) -> bool:
-    """Tell whether a callback may look at ``outputs["loss"]``; Lightning's and ours do not."""
-    home = getattr(callback.on_train_batch_end, "__module__", None) or ""
-    return home.split(".")[0] not in ("pytorch_lightning", "lightning", "fl_lightning")

@@ -31,11 +31,11 @@ from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
-from fl_lightning.lightning import rank_zero_warn
+from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.devices import prepare_process
 from fl_lightning.machine.processes import cores_of_each, limit_threads
-from fl_lightning.methods import Methods, reads_outputs
+from fl_lightning.methods import Methods
 from fl_lightning.round.base import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
@@ -367,7 +367,8 @@ class FederatedRun:
             self.model.learner, trainer.datamodule, lambda: Evaluator.of_run(self, trainer)
         )
         situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
-        keeps_loss = self.methods.reads_loss or any(map(reads_outputs, trainer.callbacks))
+        ends = [callback.on_train_batch_end for callback in trainer.callbacks]
+        keeps_loss = self.methods.reads_loss or any(map(is_foreign, ends))
         situation = replace(situation, keeps_loss=keeps_loss, usable_cores=self.cores)
         earlier = self.plan if self.resumed_from is None else self.resumed_from.engine
         # An engine left by an earlier fit holds threads and memory that the trials need.

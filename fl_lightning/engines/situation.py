@@ -23,7 +23,7 @@ from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable
 from fl_lightning.learner.modules import TRANSFER, keeps_frozen, overrides
-from fl_lightning.lightning import Precision
+from fl_lightning.lightning import Precision, is_foreign
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
@@ -184,11 +184,8 @@ def situation_of(
 
 def begins_rounds(hooked: Any) -> bool:
     """Tell whether a user's learner or callback acts at the start of training or of a round."""
-    for hook in ("on_train_start", "on_train_epoch_start"):
-        where = getattr(getattr(type(hooked), hook, None), "__module__", "lightning").split(".")[0]
-        if hook in vars(hooked) or where not in ("lightning", "pytorch_lightning", "fl_lightning"):
-            return True
-    return False
+    hooks = ("on_train_start", "on_train_epoch_start")
+    return any(is_foreign(getattr(hooked, hook, None)) for hook in hooks)
 
 
 def forward_context(

@@ -5,6 +5,7 @@ The round's token they never see.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -141,16 +142,20 @@ def test_a_second_fit_and_one_after_a_failure_have_each_callback_once() -> None:
     assert [type(c) for c in run.callbacks if isinstance(c, nn.Module)] == [Scaling]
 
 
-def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(
+def test_foreign_callbacks_are_called_in_each_step_and_lightnings_own_once_a_round(
     tmp_path: Any,
 ) -> None:
     class Counting(pl.Callback):
-        calls = 0
+        starts = 0
+        ends = 0
 
-        def on_train_batch_start(
-            self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-        ) -> None:
-            self.calls += 1
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.starts += 1
+
+        def on_train_batch_end(self, *given: Any) -> None:
+            super().on_train_batch_end(*given)
+            self.ends += 1
+            self.log("ends", 1.0)
 
     class Bar(TQDMProgressBar):
         def on_train_batch_start(
@@ -159,11 +164,20 @@ def test_callbacks_that_do_not_look_and_lightnings_own_are_called_once_a_round(
             assert isinstance(pl_module, FederatedModule)
             super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
 
-    counting, monitor = Counting(), LearningRateMonitor()
+    class Method(FederatedCallback):
+        starts = 0
+
+        def on_train_batch_start(self, *_: Any) -> None:
+            self.starts += 1
+
+    counting, method, monitor = Counting(), Method(), LearningRateMonitor()
     standard = [Timer(), monitor, Bar()]
-    run = trainer(2, [counting, *standard], logger=CSVLogger(tmp_path), enable_progress_bar=True)
-    run.fit(federated(), blobs())
-    assert counting.calls == 2 and monitor.lrs and all(c in run.callbacks for c in standard)
+    run = trainer(
+        2, [counting, method, *standard], logger=CSVLogger(tmp_path), enable_progress_bar=True
+    )
+    run.fit(federated(local_steps=3, participation=2), blobs())
+    assert (counting.starts, counting.ends, method.starts) == (2 * 2 * 3, 2, 2)
+    assert monitor.lrs and all(c in run.callbacks for c in standard)
 
 
 def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_callback(
@@ -180,57 +194,40 @@ def test_a_run_that_was_side_by_side_goes_on_one_after_the_other_with_such_a_cal
     assert module.run.plan.engine == "sequential"
 
 
-def test_where_no_clients_batch_can_be_had_it_is_refused() -> None:
-    class After(pl.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            print(batch[0].mean())
+class Reads:
+    """Reads a batch in one of the usual ways."""
 
-    class Method(FederatedCallback):
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-            rest[0][0].mul_(2)
+    def __init__(self, read: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.read = read
 
-    for callback, told in (
-        (After(), "After reads .* on_train_batch_end"),
-        (Method(), r"Method reads .* local_batch"),
-    ):
-        with pytest.raises(UserError, match=told):
-            fitted(Lit, [callback])
+    def hook(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
+        self.read(rest[-2])
+
+
+class After(Reads, pl.Callback):
+    on_train_batch_end = Reads.hook
+
+
+class Method(Reads, FederatedCallback):
+    on_train_batch_start = Reads.hook
+
+
+@pytest.mark.parametrize("kind", [After, Method])
+@pytest.mark.parametrize(
+    "read", [lambda batch: batch[0], len, lambda batch: batch.x, list, lambda batch: batch["x"]]
+)
+def test_who_reads_the_rounds_batch_is_refused_with_the_place(kind: Any, read: Any) -> None:
+    told = r"\(test_batch_callbacks\.py, line \d+\) reads the batch .* on_train_batch_end"
+    with pytest.raises(UserError, match=told):
+        fitted(Lit, [kind(read)], rounds=1)
+
+
+def test_what_counts_the_trainers_samples_is_refused() -> None:
     with pytest.raises(
         UserError, match="ThroughputMonitor cannot work in a federated run: it counts samples"
     ):
         fitted(Lit, [ThroughputMonitor(batch_size_fn=lambda batch: len(batch[0]))])
-
-
-def test_a_batch_that_is_only_given_to_the_base_class_is_not_looked_at() -> None:
-    class Counting(pl.Callback):
-        calls = 0
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, *rest: Any) -> None:
-            super().on_train_batch_start(trainer, pl_module, *rest)
-
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx=batch_idx)
-            self.calls += 1
-
-    class Looking(pl.Callback):
-        def on_train_batch_end(
-            self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-        ) -> None:
-            print(len(batch))
-
-    class Inheriting(Looking):
-        def on_train_batch_end(self, *given: Any, **named: Any) -> None:
-            super().on_train_batch_end(*given, **named)
-
-    counting = Counting()
-    fitted(Lit, [counting], rounds=2)
-    assert counting.calls == 2
-    with pytest.raises(UserError, match="Inheriting reads the batch"):
-        fitted(Lit, [Inheriting()])
 
 
 def test_what_a_callback_logs_of_the_clients_batches_is_the_clients() -> None:

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor
 
-from fl_lightning import FederatedModule, InMemoryDataModule
+from fl_lightning import FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning.datamodules import Digits, Dirichlet
 from fl_lightning.errors import UserError
 from fl_lightning.round.cohort import Cohort
@@ -38,8 +37,9 @@ class Spread(Lit):
         return super().training_step(batch, batch_idx) + self.net(batch[0]).std(0).sum()
 
 
-class Begun(pl.Callback):
+class Begun(FederatedCallback):
     def __init__(self) -> None:
+        super().__init__()
         self.rounds = 0
 
     def on_train_batch_start(self, *_: Any) -> None:

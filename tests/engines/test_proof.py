@@ -6,11 +6,10 @@ import sys
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning.errors import UserError
 from fl_lightning.models import MLP, ImageClassifier, LeNet
 from tests.helpers.learners import Lit, blobs, federated, trainer
@@ -18,7 +17,7 @@ from tests.helpers.learners import Lit, blobs, federated, trainer
 ENGINES = ("auto", "sequential", "concurrent", "stacked")
 
 
-class Begun(pl.Callback):
+class Begun(FederatedCallback):
     rounds = 0
 
     def on_train_batch_start(self, *_: Any) -> None:

@@ -131,6 +131,17 @@ class Method(FederatedCallback):
         update: Tensor = server.update
         return update
 
+    # A method's is called once a round; another callback's in each local step.
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
+        self._fuse.at("on_train_batch_start")
+        if (
+            self._fuse.place == "spilling"
+            and self._fuse.now == self._fuse.round
+            and not self._fuse.blown
+        ):
+            self._fuse.blown, pl_module.client_rows.store.budget_bytes = True, 0
+            tempfile.tempdir = "/nowhere"
+
 
 class Watcher(Callback):
     """All of Lightning's hooks that may raise; knows the round."""
@@ -141,16 +152,6 @@ class Watcher(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         self._fuse.now = trainer.current_epoch
         self._fuse.at("on_train_epoch_start")
-
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *_: Any) -> None:
-        self._fuse.at("on_train_batch_start")
-        if (
-            self._fuse.place == "spilling"
-            and self._fuse.now == self._fuse.round
-            and not self._fuse.blown
-        ):
-            self._fuse.blown, pl_module.client_rows.store.budget_bytes = True, 0
-            tempfile.tempdir = "/nowhere"
 
 
 def _raising(hook: str) -> Callable[..., None]:
@@ -164,7 +165,7 @@ for _hook in (*AT_SERVER, *LOCAL):
     if _hook not in vars(Method):
         setattr(Method, _hook, _raising(_hook))
 for _hook in OF_LIGHTNING:
-    if _hook not in vars(Watcher):
+    if _hook not in {**vars(Method), **vars(Watcher)}:
         setattr(Watcher, _hook, _raising(_hook))
 
 

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import UserError
+from fl_lightning import FederatedCallback, UserError
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 from tests.helpers.processes import same_models_on_one_and_two
 
@@ -55,7 +54,7 @@ def test_memory_stays_the_servers_and_is_said_by_name_before_round_0(engine: str
     begun = {name: value.clone() for name, value in module.learner.named_buffers()}
     told: list[str] = []
 
-    class Watching(pl.Callback):
+    class Watching(FederatedCallback):
         def on_train_batch_start(self, *args: Any) -> None:
             told.extend(
                 note for note in module.notes if "label_memory" in note and note not in told

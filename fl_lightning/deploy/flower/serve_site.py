@@ -15,7 +15,7 @@ from fl_lightning.deploy.site import AtSite, Ended, numbers_of
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post
 from fl_lightning.deploy.travel import check_names, check_shape, shape_of
-from fl_lightning.engines.batch_callbacks import START, looks
+from fl_lightning.engines.batch_callbacks import gets_batches
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import VALIDATION
 
@@ -92,7 +92,7 @@ def runs_at_sites(callback: Any) -> bool:
 
     The user's other callbacks belong to the run, and the server calls them.
     """
-    reads_batches = looks(callback, START) or looks(callback, VALIDATION)
+    reads_batches = gets_batches(callback) or gets_batches(callback, VALIDATION)
     return isinstance(callback, FederatedCallback) or reads_batches
 
 
