@@ -33,7 +33,7 @@ from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.settings import OptimizerFactory, Settings
+from fl_lightning.round.settings import AUTO, OptimizerFactory, Settings
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.checkpoint_io import check_readable
@@ -124,7 +124,7 @@ class FederatedModule(LearnerHooks):
         buffers: str | Mapping[str, str] = "average",
         on_nonfinite: str = "stop",
         init_from: str | None = None,
-        engine: str = "auto",
+        engine: str = AUTO,
         clients_at_once: int | float | str = "auto",
         workers: int | float | str = "auto",
         capture: bool | str = "auto",

@@ -18,9 +18,10 @@ from fl_lightning.checkpoint import CheckpointFolder, Held, Identity
 from fl_lightning.description import Reporter
 from fl_lightning.engines import configured_optimizer
 from fl_lightning.engines.accumulation import accumulation_notes
-from fl_lightning.engines.build import NOT_CAPTURED, choose
+from fl_lightning.engines.build import choose
 from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.kinds import NOT_CAPTURED
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.random_state import RandomState

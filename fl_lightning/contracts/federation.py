@@ -23,6 +23,7 @@ from fl_lightning.evaluation import personal
 from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.machine.processes import place
 from fl_lightning.module import FederatedModule
+from fl_lightning.round.settings import SEQUENTIAL
 
 # With batches of 4 these sizes give a client with one sample, short last batches, and different
 # K_i.
@@ -208,7 +209,7 @@ def fit(
         "local_epochs": 2,
         "seed": 1,
         "lr_decay": 0.9,
-        "engine": "sequential",
+        "engine": SEQUENTIAL,
         "client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.01),
         **required,
         **arguments,

@@ -28,6 +28,7 @@ from fl_lightning.contracts.federation import (
 )
 from fl_lightning.contracts.verdict import Failed, NotApplicable, where
 from fl_lightning.errors import Diverged, UserError
+from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL, STACKED
 from fl_lightning.schedules import Steps
 
 ROUNDING = 1e-10
@@ -203,8 +204,8 @@ def engines(method: Method) -> None:
     # Parallel clients give the same bits as clients one after another; stacked clients agree up to
     # rounding.
     for name, together, tolerance in (
-        ("concurrent", {"workers": 2}, 0.0),
-        ("stacked", {"clients_at_once": 2}, 1e-9),
+        (CONCURRENT, {"workers": 2}, 0.0),
+        (STACKED, {"clients_at_once": 2}, 1e-9),
     ):
         try:
             ours = method.run(engine=name, **together)
@@ -215,7 +216,7 @@ def engines(method: Method) -> None:
             method.plain,
             ours,
             tolerance,
-            f"engine={name!r} and engine='sequential' differ",
+            f"engine={name!r} and engine={SEQUENTIAL!r} differ",
             "hooks that take clients see n rows: use clients.norm and columns (n, 1), and set no "
             "attribute of self",
         )

@@ -16,9 +16,11 @@ import torch
 from fl_lightning.engines.door import fast_ways, why_closed
 from fl_lightning.engines.dry_run import step_seconds
 from fl_lightning.engines.forked import why_not_forked
+from fl_lightning.engines.kinds import ENGINES
 from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
 from fl_lightning.engines.situation import LearnerCopies
+from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL
 
 # Seconds of local work per round below which threads do not pay.
 TINY_SECONDS = 0.02
@@ -38,6 +40,7 @@ class Known:
         self.untried = first_steps.untried
         self.shown_by_first_steps = first_steps.one_by_one
         self.device = self.situation.w.device.type
+        self.unsupported = ENGINES[CONCURRENT].supports(self.situation)
 
     @property
     def wanted(self) -> int:
@@ -120,93 +123,93 @@ class Row:
 TABLE = (
     Row(
         "the device is neither a CPU nor a CUDA GPU",
-        lambda known: known.device not in ("cpu", "cuda"),
-        "sequential",
+        lambda known: known.device != "cuda" and bool(known.unsupported),
+        SEQUENTIAL,
         "all",
         "clients train side by side only on CPUs and CUDA GPUs",
     ),
     Row(
         "a process with several cores has one client a round",
         lambda known: known.one_client,
-        "sequential",
+        SEQUENTIAL,
         "all",
         "one client for each process",
     ),
     Row(
         "no step can be tried before round 0",
         lambda known: bool(known.untried),
-        "sequential",
+        SEQUENTIAL,
         "all",
         "{known.untried}",
     ),
     Row(
         "a first step shows that clients share something",
         lambda known: stands_against(known.shown_by_first_steps),
-        "sequential",
+        SEQUENTIAL,
         "all",
         "{known.shown_by_first_steps.text}, so clients train one after the other",
     ),
     Row(
         "a client's steps on two copies show that clients share something",
         lambda known: stands_against(known.shown_by_two_copies),
-        "sequential",
+        SEQUENTIAL,
         "all",
         "{known.shown_by_two_copies.text}, so clients train one after the other",
     ),
     Row(
         "clients draw random numbers, and processes cannot be forked",
         lambda known: known.draws and bool(known.not_forked),
-        "sequential",
+        SEQUENTIAL,
         "all",
         "{known.shown_by_two_copies.text}, and {known.not_forked}",
     ),
     Row(
         "clients draw random numbers, and there is one worker, or a round takes less than 200 ms",
         lambda known: known.draws and not known.worth_processes,
-        "sequential",
+        SEQUENTIAL,
         "one",
         "a step of {known.milliseconds:.3g} ms, {known.wanted} at a time, is not worth processes",
     ),
     Row(
         "clients draw random numbers",
         lambda known: known.draws,
-        "concurrent",
+        CONCURRENT,
         "one",
         "{known.shown_by_two_copies.text}, and each process has its own generators",
         processes=True,
     ),
     Row(
         "the device is a GPU, and streams are switched off",
-        lambda known: known.device == "cuda" and bool(why_closed()),
-        "sequential",
+        lambda known: bool(known.unsupported),
+        SEQUENTIAL,
         "all",
         "clients train side by side on streams, and {known.not_captured}",
     ),
     Row(
         "the device is a GPU",
         lambda known: known.device == "cuda",
-        "concurrent",
+        CONCURRENT,
         "one",
         "on a GPU clients train on streams",
     ),
     Row(
         "a round's local steps take less than 20 ms",
         lambda known: known.tiny,
-        "sequential",
+        SEQUENTIAL,
         "one",
         "a step of {known.milliseconds:.3g} ms is not worth threads",
     ),
     Row(
         "there is one worker",
         lambda known: known.wanted < 2,
-        "concurrent",
+        CONCURRENT,
         "one",
         "one at a time, as asked or one core",
     ),
     Row(
         "a step is not captured and takes less than 2 ms, and a round 200 ms or more",
         lambda known: known.waits_for_python and known.worth_processes,
-        "concurrent",
+        CONCURRENT,
         "one",
         "threads would wait for Python's lock, and each process has its own",
         processes=True,
@@ -214,21 +217,21 @@ TABLE = (
     Row(
         "a step is not captured and takes less than 2 ms",
         lambda known: known.waits_for_python,
-        "sequential",
+        SEQUENTIAL,
         "one",
         "clients side by side would wait for Python's lock",
     ),
     Row(
         "a step is captured",
         lambda known: not known.not_captured,
-        "concurrent",
+        CONCURRENT,
         "one",
         "it takes {known.milliseconds:.3g} ms, without Python's lock",
     ),
     Row(
         "a step is not captured and takes 2 ms or more",
         lambda known: True,
-        "concurrent",
+        CONCURRENT,
         "one",
         "of {known.milliseconds:.3g} ms Python's lock holds a small part",
     ),
@@ -247,7 +250,7 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
         row = next(row for row in TABLE if row.holds(known))
     except Exception as error:  # If it fails here, the first round will fail too, and report where.
         why = f"a trial before round 0 failed ({type(error).__name__}: {error})"
-        plan = EnginePlan("sequential", why, threads=torch.get_num_threads())
+        plan = EnginePlan(SEQUENTIAL, why, threads=torch.get_num_threads())
         return plan, known.shown_by_first_steps
     plan = EnginePlan(
         row.engine,
@@ -258,7 +261,7 @@ def decide(copies: LearnerCopies, first_steps: FirstSteps) -> tuple[EnginePlan, 
     # already.
     found = vars(known).get("shown_by_two_copies")
     one_by_one = None if known.untried else known.shown_by_first_steps or found
-    if row.engine == "sequential":
+    if row.engine == SEQUENTIAL:
         return plan, one_by_one
     workers = known.wanted if known.device == "cpu" else 0
     if row.processes:

@@ -6,8 +6,6 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
-from fl_lightning.errors import UserError
-
 SWITCH = "FL_LIGHTNING_FAST"
 FOLDER = "fl_lightning.engines.fast"
 
@@ -26,10 +24,17 @@ def fast_ways() -> Any:
     return fast
 
 
-def refused(asked: str, instead: str) -> UserError:
-    """The error if you ask for a fast way of training while these are switched off."""
-    return UserError(
+def refusal(asked: str, instead: str = "engine='auto'") -> str | None:
+    """The error for a user who asks for a fast way while these are switched off; None: they are on.
+
+    Args:
+        asked: the option, such as ``"engine='stacked'"``.
+        instead: the option that works.
+    """
+    if not (closed := why_closed()):
+        return None
+    return (
         f"{asked} is one of the fast ways of training (recorded steps, streams of a GPU, stacked "
-        f"clients), and {why_closed()}. They only save time: use {instead}, or leave {SWITCH} out "
+        f"clients), and {closed}. They only save time: use {instead}, or leave {SWITCH} out "
         "of the environment."
     )

@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from fl_lightning.round.settings import CONCURRENT, PLANNED, STACKED
 from fl_lightning.storage.schema import COUNT, entry, record, texts, that, written
 
+# Reasons of a plan that `auto` did not choose now.
 AS_BEFORE = "as when the run began"
+ASKED_FOR = "asked for"
 
 
 def _size(value: Any, place: str) -> int:
@@ -19,7 +22,7 @@ def _size(value: Any, place: str) -> int:
 
 
 _YES_OR_NO = that(lambda value: isinstance(value, bool))
-_ENGINE = that(lambda value: value in ("sequential", "concurrent", "stacked"))
+_ENGINE = that(lambda value: value in PLANNED)
 
 
 @dataclass(frozen=True)
@@ -27,7 +30,7 @@ class EnginePlan:
     """Decided once, in one process for all.
 
     Args:
-        engine: ``"sequential"``, ``"concurrent"`` or ``"stacked"``.
+        engine: its name (``planned_as`` in `kinds.py`).
         why: the reason, for a reader.
         workers: clients side by side in a process; 0: as many as there is room for.
         processes: whether workers are forked processes, not threads or streams.
@@ -78,13 +81,13 @@ class EnginePlan:
             "threads": str(self.threads),
             "server_threads": str(self.server_threads),
         }
-        if self.engine == "concurrent":
+        if self.engine == CONCURRENT:
             entries["workers"] = (
                 f"{self.workers} processes" if self.processes else str(self.workers)
             )
             if not self.processes:
                 entries["capture"] = "yes" if self.captured else f"no: {self.not_captured}"
-        if self.engine == "stacked":
+        if self.engine == STACKED:
             entries["clients"] = str(self.at_once)
         if self.channels_last:
             entries["memory"] = "channels_last"
@@ -93,6 +96,6 @@ class EnginePlan:
         return {**entries, "why": self.why}
 
     def __str__(self) -> str:
-        if self.engine != "concurrent":
+        if self.engine != CONCURRENT:
             return self.engine
-        return f"concurrent × {self.workers}" + (" processes" if self.processes else "")
+        return f"{self.engine} × {self.workers}" + (" processes" if self.processes else "")

@@ -17,6 +17,16 @@ from fl_lightning.learner.buffers import WORDS as BUFFER_WORDS
 from fl_lightning.schedules import Schedule
 from fl_lightning.virtual.buffered import Buffered
 
+# The names of the engines, which `engines/kinds.py` defines.
+SEQUENTIAL = "sequential"
+CONCURRENT = "concurrent"
+STACKED = "stacked"
+# Those that a plan, and so a checkpoint, may name.
+PLANNED = (SEQUENTIAL, CONCURRENT, STACKED)
+# It trains as the sequential engine, which its plan names; "auto" is a choice between engines.
+DEBUG = "debug"
+AUTO = "auto"
+
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
@@ -80,7 +90,7 @@ class Settings:
         else:
             one_of("buffers", self.buffers, BUFFER_WORDS)
         one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
-        one_of("engine", self.engine, ("auto", "sequential", "concurrent", "stacked", "debug"))
+        one_of("engine", self.engine, (AUTO, *PLANNED, DEBUG))
         one_of("capture", self.capture, ("auto", True, False))
         for name in ("clients_at_once", "workers"):
             value = getattr(self, name)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning.engines import auto
+from fl_lightning.engines import auto, door
 from fl_lightning.engines.auto import TABLE
 from fl_lightning.engines.proof import FirstSteps, Reason
 
@@ -38,7 +38,8 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     ways = SimpleNamespace(why_not_captured=lambda _: found.uncaptured)
     monkeypatch.setattr(auto, "step_seconds", lambda _: found.seconds)
     monkeypatch.setattr(auto, "compare_two_copies", lambda *_: found.one_by_one)
-    monkeypatch.setattr(auto, "why_closed", lambda: found.closed)
+    for module in (auto, door):
+        monkeypatch.setattr(module, "why_closed", lambda: found.closed)
     monkeypatch.setattr(auto, "fast_ways", lambda: ways)
     monkeypatch.setattr(auto, "why_not_forked", lambda _: found.not_forked)
     return found

@@ -6,6 +6,7 @@ import os
 import random
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from fl_lightning import run
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.engines import build, fast
+from fl_lightning.engines import build, fast, kinds
 from fl_lightning.engines.build import Decision
 from fl_lightning.engines.dry_run import tried_apart
 from fl_lightning.engines.fast.stacked import Stacked
@@ -131,7 +132,7 @@ def test_who_asks_for_capturing_is_told_where_there_is_none(
     )
     monkeypatch.setattr(fast, "why_not_captured", lambda _: "it branches")
     engine, plan, notes = chosen("concurrent", EnginePlan("concurrent", workers=1), capture=capture)
-    assert notes == [build.NOT_CAPTURED + "it branches"] * (capture is True)
+    assert notes == [kinds.NOT_CAPTURED + "it branches"] * (capture is True)
     assert (
         not plan.captured
         and plan.not_captured == "it branches"
@@ -210,6 +211,8 @@ def copies(engine: str = "auto", **given: Any) -> Any:
         as_buffers=("frozen",),
         treat_as_buffers=lambda names: None,
         prepare=lambda plan: None,
+        on_learner=lambda: None,
+        optimizer=None,
     )
 
 
@@ -230,13 +233,23 @@ def test_an_engine_asked_for_is_the_plan(engine: str) -> None:
     assert planned(FirstSteps(KEEPS, untried="it cannot be copied")).one_by_one == KEEPS
 
 
+def built(
+    name: str, copies: Any, alone: Reason | None = None, note: Any = pytest.fail
+) -> tuple[Any, EnginePlan]:
+    """What an engine that was asked for makes of its plan."""
+    plan = EnginePlan(name, "asked for")
+    return kinds.ENGINES[name].build(kinds.Draft(copies, plan, alone, note, pytest.fail))
+
+
 @pytest.mark.fast
 def test_stacks_hold_a_gigabyte_or_the_rounds_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fast, "why_not_stacked", lambda _: "")
+    monkeypatch.setattr(fast, "Stacked", lambda *_: None)
+    monkeypatch.setattr(kinds, "tried_apart", lambda _: nullcontext())
 
     def size(nbytes: int, **given: Any) -> int:
         w = SimpleNamespace(device=torch.device("cpu"), nbytes=nbytes)
-        plan = build.stackable(copies(w=w, **given), EnginePlan("stacked"), None, pytest.fail)
+        _, plan = built("stacked", copies(w=w, **given))
         assert (plan.engine, plan.threads) == ("stacked", torch.get_num_threads())
         return plan.at_once
 
@@ -258,17 +271,20 @@ def test_what_cannot_be_stacked_takes_the_next_best(
     monkeypatch: pytest.MonkeyPatch, w: Any, alone: Any, compared: Any, instead: str
 ) -> None:
     said: list[str] = []
-    monkeypatch.setattr(build, "compare_two_copies", lambda _: compared)
+    monkeypatch.setattr(kinds, "tried_apart", lambda _: nullcontext())
+    monkeypatch.setattr(kinds, "compare_two_copies", lambda _: compared)
     monkeypatch.setattr(fast, "why_not_stacked", lambda _: "it branches")
-    plan = build.stackable(copies(w=w), EnginePlan("stacked"), alone, said.append)
+    for kind in (kinds.SequentialKind, kinds.ConcurrentKind):
+        monkeypatch.setattr(kind, "build", lambda _, draft: (None, draft.plan))
+    _, plan = built("stacked", copies(w=w), alone, said.append)
     assert plan.engine == instead and plan.why == "it cannot be stacked: it branches"
     assert said == [f"engine='stacked' cannot train Linear (it branches); engine='{instead}' does"]
 
 
 def test_side_by_side_is_refused_on_other_devices() -> None:
-    other = copies(w=torch.zeros(4, device="meta"))
+    other = copies("concurrent", w=torch.zeros(4, device="meta")).situation
     with pytest.raises(UserError, match="engine='concurrent' on meta"):
-        build.concurrent(other, EnginePlan("concurrent"), pytest.fail, pytest.fail)
+        build.choose(other, None, pytest.fail, pytest.fail)
 
 
 @pytest.mark.parametrize(("alone", "way_out"), [(KEEPS, True), (Reason("it draws"), False)])
@@ -276,7 +292,7 @@ def test_what_stands_against_side_by_side_is_refused_with_a_way_out(
     alone: Reason, way_out: bool
 ) -> None:
     with pytest.raises(UserError, match=r"engine='concurrent' cannot train Linear") as caught:
-        build.beside(copies().situation, EnginePlan("concurrent"), alone, pytest.fail)
+        built("concurrent", copies(), alone)
     assert ("keep such state in a buffer" in str(caught.value)) == way_out
 
 

@@ -94,6 +94,12 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_auto.py",
         "tests/engines/test_auto_runs.py",
     ],
+    "fl_lightning/engines/kinds.py": [
+        "tests/engines/test_build.py",
+        "tests/engines/test_door.py",
+        THREADS,
+        "tests/engines/fast/test_stacked.py",
+    ],
     "fl_lightning/engines/build.py": [
         "tests/engines/test_build.py",
         "tests/engines/test_proof.py",

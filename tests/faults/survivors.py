@@ -161,13 +161,13 @@ SURVIVORS = {
         )
     },
     **_equal(
-        "fl_lightning/engines/build.py",
+        "fl_lightning/engines/kinds.py",
         "torch.cuda.reset_peak_memory_stats(device)",
         "not equivalent: a GPU alone can tell it (gpu-check)",
         "left out: torch.cuda.reset_peak_memory_stats(device) (column 0)",
     ),
     **_equal(
-        "fl_lightning/engines/build.py",
+        "fl_lightning/engines/kinds.py",
         "streams: Engine = fast_ways().Streams(workers, situation.learner)",
         "not equivalent: a GPU alone can tell it (gpu-check)",
         "last two arguments swapped: fast_ways().Streams(workers, situation.learner) (column 18)",
