@@ -454,6 +454,7 @@ class WithoutGradient:
 
     def __init__(self, callback: FederatedCallback) -> None:
         self.__self__ = callback
+        self.__name__ = callback.perturbation.__name__
         self.__qualname__ = callback.perturbation.__qualname__
         self._hook: Callable[..., Tensor] = callback.perturbation
 

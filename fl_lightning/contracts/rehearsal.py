@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,14 +27,9 @@ from fl_lightning.contracts import snapshots
 from fl_lightning.contracts.federation import Outcome, fit, require_same
 from fl_lightning.contracts.runs import Method
 from fl_lightning.contracts.verdict import Failed, where
+from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.learner.layout import Layout
-from fl_lightning.methods import (
-    AFTER_CLIPPING,
-    BEFORE_CLIPPING,
-    LOOKING,
-    Methods,
-    checked_rows,
-)
+from fl_lightning.methods import LOOKING, Methods, checked_rows
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.group import LOSS, ClientGroup
 from fl_lightning.round.ledger import Ledger
@@ -41,6 +37,16 @@ from fl_lightning.round.ledger import Ledger
 STEPS = 2
 # (name of the hook, the call) -> what it returned
 Call = Callable[[str, Callable[[], Any]], Any]
+# (name of the hook, what it returned and what is there after it)
+After = Callable[[str, Outcome], None]
+
+
+def _plainly(hook: str, call: Callable[[], Any]) -> Any:
+    return call()
+
+
+def _nothing(hook: str, outcome: Outcome) -> None:
+    """Compare nothing."""
 
 
 class Stage:
@@ -112,80 +118,90 @@ class Stage:
         _ = clients.ids, clients.steps, clients.sizes, clients.weights, clients.label_counts
         return group
 
-    def rehearse(self, group: ClientGroup, call: Call) -> Iterator[tuple[str, Outcome]]:
-        """Call the hooks of one round in order, and give each name and what is there after it."""
+    def rehearse(
+        self, group: ClientGroup, call: Call = _plainly, after: After = _nothing
+    ) -> list[Outcome]:
+        """Call the hooks of one round in order, each through ``call``, and ``after`` each one.
+
+        Returns:
+            What each hook returned, and what was there after it.
+        """
+        outcomes: list[Outcome] = []
         methods = self.methods
         clients = Clients(group)
         methods.bind(Ledger(self.round))
-        perturb = methods.owner("perturbation")
-        rate = methods.owner("step_rate")
-        transmit = methods.owner("transmit")
 
-        def run(hook: str) -> Iterator[tuple[str, Outcome]]:
-            if methods[hook]:
-                call(hook, partial(methods.run, hook, clients))
-                yield hook, state(group)
+        def watched(hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
+            name = hook.__name__
+            returned = call(name, partial(hook, subject, *more))
+            # A hook that returns None has changed its gradient in place, or has none.
+            left = more if returned is None else (returned,)
+            outcome = state(group)
+            for value in left:
+                if isinstance(value, Tensor):
+                    outcome["what it returned"] = value.clone()
+            outcomes.append(outcome)
+            after(name, outcome)
+            return returned
 
-        trains = methods.owner("trained")
-        if trains is not None:
-            group.resting = ~call("trained", partial(methods.call, trains, clients))
-        yield from run("on_local_start")
+        methods.watch = watched
+        if (trains := methods.owner("trained")) is not None:
+            group.resting = ~methods.call(trains, clients)
+        methods.run("on_local_start", clients)
         group.put_to_rest(methods.resting is not None and methods.resting.untrained == "zero")
         group.begin(own_starts=True)
-        if rate is not None:
-            group.rates_used = torch.zeros_like(clients.steps)
-        for group.local_step in (StagedStep(self, group, k) for k in range(STEPS)):
-            g = self.gradient(group, clients.x)
-            if perturb is not None:
-                seen = None if methods.blind else g
-                e = call("perturbation", partial(self._returned, perturb, g, clients, seen))
-                yield "perturbation", {"what it returned": e.clone(), **state(group)}
-                g = self.gradient(group, clients.x + e)
-            for hook, change in methods.on_gradient(BEFORE_CLIPPING + AFTER_CLIPPING):
-                g = call(hook, partial(methods.gradient, change, clients, g))
-                yield hook, {"the gradient": g.clone(), **state(group)}
-            if rate is not None:
-                column = clients.x[:, :1]
-                factor = call("step_rate", partial(self._returned, rate, column, clients))
-                yield "step_rate", {"the rate's factor": factor.clone(), **state(group)}
-                assert group.rates_used is not None
-                group.rates_used.add_(factor)
-                g = factor * g
-            clients.x.sub_(self.round.rates.lr * g)
-            group.hold()
-            yield from run("on_local_step_end")
-            group.step_done()
+        model: Any = StagedModel(self, group)
+        step = LocalStep(Work(None, methods, seed=0, draws=False), model, group, model)
+        for k in range(STEPS):
+            step(None, k)
         group.local_step = None
         if methods.reads_loss:
             group.logs[LOSS] = 1.0 + clients.ids
-        yield from run("on_local_end")
-        if transmit is not None:
+        methods.run("on_local_end", clients)
+        if (transmit := methods.owner("transmit")) is not None:
             u = clients.x - self.round.w
-            u = call("transmit", partial(self._returned, transmit, u, clients, u))
-            yield "transmit", {"what is sent": u.clone(), **state(group)}
+            checked_rows(transmit, methods.call(transmit, clients, u), u)
         if (personal := methods.owner("personal")) is not None:
-            x = call(
-                "personal", lambda: checked_rows(personal, methods.call(personal, clients), group.x)
-            )
-            yield "personal", {"what a client uses": x.clone(), **state(group)}
-
-    def _returned(
-        self, hook: Callable[..., Any], like: Tensor, clients: Clients, *given: Tensor | None
-    ) -> Tensor:
-        return checked_rows(hook, self.methods.call(hook, clients, *given), like)
+            checked_rows(personal, methods.call(personal, clients), group.x)
+        return outcomes
 
 
-@dataclass
-class StagedStep:
-    """A local step of clients on a stage."""
+class StagedModel:
+    """The models ``x`` ``(n, D)`` of clients on a stage, and the plain SGD that moves them."""
 
-    stage: Stage
-    group: ClientGroup
-    index: int
-    first: bool = False
+    per_parameter = None
+    hooks = None
+    missing = ()
+    by_step = False
+    plain = True
 
-    def gradient_at(self, x: Tensor) -> Tensor:
-        return self.stage.gradient(self.group, x.expand_as(self.group.x))
+    def __init__(self, stage: Stage, group: ClientGroup) -> None:
+        self.stage = stage
+        self.group = group
+        self.x = group.x
+        self.buffers: dict[str, Tensor] = {}
+
+    def gradient(self, batch: Any, step: Any, log: bool = True) -> Tensor:
+        return self.stage.gradient(self.group, self.x)
+
+    @contextmanager
+    def at(self, point: Tensor) -> Iterator[None]:
+        x = self.x
+        self.x = point.expand_as(x)
+        yield
+        self.x = x
+
+    def shifted(self, e: Tensor) -> AbstractContextManager[None]:
+        return self.at(self.x + e)
+
+    def load_buffers(self, values: Any) -> None:
+        """A stage has no buffers."""
+
+    def rest(self, resting: Tensor | None) -> None:
+        """Plain SGD keeps no state of coordinates."""
+
+    def step(self, gradient: Tensor, missing: Sequence[int]) -> None:
+        self.x.sub_(self.stage.round.rates.lr * gradient)
 
 
 def state(group: ClientGroup) -> Outcome:
@@ -195,10 +211,6 @@ def state(group: ClientGroup) -> Outcome:
     rows |= {f"the upload {key}": value for key, value in group.uploads.items()}
     rows |= {f"the log {name}": value for name, value in group.logs.items()}
     return {name: value.clone() for name, value in rows.items()}
-
-
-def _plainly(hook: str, call: Callable[[], Any]) -> Any:
-    return call()
 
 
 def groups(method: Method) -> None:
@@ -212,15 +224,19 @@ def groups(method: Method) -> None:
     # If n = D, a sum over the wrong axis still has the right shape: only its numbers are wrong.
     for n in (1, 3, size):
         stage = Stage(callback, module.global_vector.detach(), module.layout, size)
-        single = [stage.rehearse(stage.group([i]), _plainly) for i in range(n)]
+        group = f"{n} = D" if n == size else f"{n}"
+
+        def compare(hook: str, ours: Outcome, single: Any, group: str) -> None:
+            alone = [next(one) for one in single]
+            theirs = {}
+            for name in ours:
+                theirs[name] = torch.cat([rows[name] for rows in alone])
+            require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
+
         try:
-            for hook, ours in stage.rehearse(stage.group(range(n)), _plainly):
-                alone = [next(one)[1] for one in single]
-                theirs = {}
-                for name in alone[0]:
-                    theirs[name] = torch.cat([rows[name] for rows in alone])
-                group = f"{n} = D" if n == size else f"{n}"
-                require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
+            single = [iter(stage.rehearse(stage.group([i]))) for i in range(n)]
+            after = partial(compare, single=single, group=group)
+            stage.rehearse(stage.group(range(n)), after=after)
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
 
@@ -267,8 +283,7 @@ def untouched_self(method: Method) -> None:
 
     in_a_round(method, guard)
     stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
-    for _ in stage.rehearse(stage.group(range(3)), guard):
-        pass
+    stage.rehearse(stage.group(range(3)), guard)
 
 
 class Reads(TorchDispatchMode):
@@ -330,5 +345,4 @@ def traceable(method: Method) -> None:
     in_a_round(method, reading)
     # A fake tensor has a shape but no numbers.
     with mode:
-        for _ in stage.rehearse(group, guard):
-            pass
+        stage.rehearse(group, guard)

@@ -23,7 +23,9 @@ def failed(method: FederatedCallback | None = None, learner: Any = None) -> Any:
     return raised.value
 
 
-@pytest.mark.parametrize("method", [c.ControlVariates, c.SharpnessAwareMinimization])
+@pytest.mark.parametrize(
+    "method", [c.ControlVariates, c.SharpnessAwareMinimization, c.LocallyEstimatedPerturbation]
+)
 def test_it_leaves_the_bits_of_sequential(method: Any) -> None:
     ends = []
     for engine in ("debug", "sequential"):
