@@ -112,7 +112,7 @@ def check_looks(copies: LearnerCopies) -> None:
         with tried_apart(situation):
             trial = DryRun(copies)
             copy = trial.copy
-            copy.looks = FirstLook(methods, copy)
+            copy.looks = FirstLook(methods, copy, draws=False)
             trial.run(situation.cohort.tried(0)[0], 1)
     except UserError:
         raise

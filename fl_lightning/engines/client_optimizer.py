@@ -221,13 +221,9 @@ class ClientOptimizer:
     @contextmanager
     def _state_at_rest(self) -> Iterator[None]:
         """Within this context, a step does not change the state of resting coordinates."""
-        gradients = [parameter.grad for parameter in self._whole_at_rest]
-        for parameter in self._whole_at_rest:
-            parameter.grad = None
         before = {name: value.clone() for name, (value, _) in self._state_by_coordinate().items()}
-        yield
-        for parameter, gradient in zip(self._whole_at_rest, gradients, strict=True):
-            parameter.grad = gradient
+        with without_gradients(self._whole_at_rest):
+            yield
         for name, (value, rests) in self._state_by_coordinate().items():
             # State that this step created starts at zero.
             earlier = before.get(name, torch.zeros_like(value))
@@ -238,13 +234,10 @@ class ClientOptimizer:
         assert self._resting is not None
         places = {id(parameter): self._places[j] for j, parameter in self.by_parameter.items()}
         found = {}
-        for j, parameter in enumerate(self._parameters()):
-            rests = self._resting
-            if places:
-                rests = rests[:, places[id(parameter)]]
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    found[f"{j}.{name}"] = value, rests.reshape(value.shape)
+        for key, value, parameter in self._entries():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                rests = self._resting[:, places[id(parameter)]] if places else self._resting
+                found[key] = value, rests.reshape(value.shape)
         return found
 
     def step(self, gradient: Tensor, missing: Sequence[int] = ()) -> None:
@@ -279,12 +272,8 @@ class ClientOptimizer:
             yield
         elif self.by_parameter:
             left_out = [self.by_parameter[j] for j in missing if j in self.by_parameter]
-            gradients = [parameter.grad for parameter in left_out]
-            for parameter in left_out:
-                parameter.grad = None
-            yield
-            for parameter, gradient in zip(left_out, gradients, strict=True):
-                parameter.grad = gradient
+            with without_gradients(left_out):
+                yield
         else:
             x = self.x.view(-1)
             before = {name: value.clone() for name, value in self._of_coordinates().items()}
@@ -331,11 +320,10 @@ class ClientOptimizer:
         if self.plain:
             return {}
         rows: dict[str, Tensor] = {}
-        for j, parameter in enumerate(self._parameters()):
-            for name, value in self.optimizer.state.get(parameter, {}).items():
-                if value is not None:
-                    key, row = as_row(self.optimizer, f"optimizer.{j}.{name}", value)
-                    rows[key] = row
+        for key, value, _ in self._entries():
+            if value is not None:
+                key, row = as_row(self.optimizer, f"optimizer.{key}", value)
+                rows[key] = row
         for place, present, made in self._beside():
             for name in {**made, **present}:
                 value = present.get(name)
@@ -372,12 +360,14 @@ class ClientOptimizer:
         """The tensors that a step changes besides x, by name."""
         if self.plain:
             return {}
-        tensors: dict[str, Tensor] = {}
+        entries = self._entries()
+        return {f"optimizer.{key}": v for key, v, _ in entries if isinstance(v, Tensor)}
+
+    def _entries(self) -> Iterator[tuple[str, Any, nn.Parameter]]:
+        """The state of each parameter: a key, the value, and the parameter."""
         for j, parameter in enumerate(self._parameters()):
             for name, value in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(value, Tensor):
-                    tensors[f"optimizer.{j}.{name}"] = value
-        return tensors
+                yield f"{j}.{name}", value, parameter
 
     def _load(self, state: dict[str, Tensor]) -> None:
         kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
@@ -398,6 +388,17 @@ class ClientOptimizer:
         for group in self.optimizer.param_groups:
             parameters += group["params"]
         return parameters
+
+
+@contextmanager
+def without_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Within this context, an optimizer leaves these parameters out."""
+    gradients = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient
 
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -457,14 +458,6 @@ def is_plain_sgd(optimizer: Optimizer) -> bool:
     )
 
 
-def weight_decays(optimizer: Optimizer) -> list[float]:
-    """λ of each parameter group; 0 where the optimizer decouples it from the gradient (AdamW)."""
-    return [
-        float(group.get("weight_decay", 0)) if coupled(optimizer, group) else 0.0
-        for group in optimizer.param_groups
-    ]
-
-
 def coupled(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Tell whether a group's weight decay is part of the gradient."""
     decoupled = isinstance(optimizer, torch.optim.AdamW) or group.get("decoupled_weight_decay")
@@ -484,12 +477,14 @@ def rates(
         others.append(f"the rule of {type(optimizer).__name__}")
     if kept:
         others.append("keep_optimizer_state=True")
+    # AdamW decouples its weight decay from the gradient.
+    decays = coupled(optimizer, first)
     return ClientRates(
         factor=1.0,
         lr=torch.tensor(float(first["lr"]), dtype=torch.float64, device=device),
         momentum=float(first.get("momentum", 0.0)),
-        weight_decay=weight_decays(optimizer)[0],
-        coupled=coupled(optimizer, first),
+        weight_decay=float(first.get("weight_decay", 0)) if decays else 0.0,
+        coupled=decays,
         other_momentum=" and ".join(others),
         plain_sgd=is_plain_sgd(optimizer),
         optimizer=type(optimizer).__name__,

@@ -33,8 +33,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Contributions
-from fl_lightning.engines.engine import Collect, intra_op_threads
-from fl_lightning.engines.random_state import random_state_kept
+from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import Situation
 from fl_lightning.engines.threads import largest_first
@@ -126,9 +125,7 @@ class Forked:
                     for child in self._children:
                         left.extend(child.tasks)
                     self.close()
-                    for leaf, client in left:
-                        self._train_here(round, leaf, client, collect)
-                        tell()
+                    self.one_after_the_other().train(round, left, collect, tell)
             for child in self._children:
                 child.connection.send(None)
                 os.waitpid(child.pid, 0)
@@ -284,7 +281,8 @@ class Forked:
             registry = sys.modules[__name__].__dict__.setdefault("__warningregistry__", {})
             warnings.warn_explicit(text, category, file, line, registry=registry)
         if isinstance(answer, Failed):
-            self._train_here(round, leaf, client, collect)
+            # If the learner itself is at fault, its error is met here, whole.
+            self.one_after_the_other().train(round, [(leaf, client)], collect, lambda: None)
             # The client trained well in this process, so the learner or the data hold something
             # that cannot be used after a fork.
             if not self._told:
@@ -297,20 +295,6 @@ class Forked:
             return
         collect.changed |= changed
         collect(leaf, answer)
-
-    def _train_here(self, round: Round, leaf: int, client: int, collect: Contributions) -> None:
-        """Train in this process a client that failed in a worker: its error is met here, whole."""
-        copy = self.worker.copy
-        with (
-            torch.no_grad(),
-            intra_op_threads(1),
-            copy.tied(round.evaluated),
-            random_state_kept(copy.x),
-        ):
-            try:
-                collect(leaf, self.worker.train(round, client))
-            finally:
-                copy.load_buffers(round.buffers)
 
 
 def why_not_forked(situation: Situation) -> str:

@@ -19,7 +19,7 @@ from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.methods import AFTER_CLIPPING, BEFORE_CLIPPING, Methods, checked_rows
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.context import Evaluate
+from fl_lightning.round.context import Evaluate, Round
 from fl_lightning.round.group import ClientGroup
 
 
@@ -75,6 +75,20 @@ class Work:
         if change is None:
             return batches
         return ((change(client, batch), number) for batch, number in batches)
+
+    def group(
+        self,
+        round: Round,
+        ids: list[int],
+        x: Tensor,
+        full_gradient: Callable[[ClientGroup, Tensor], Tensor],
+    ) -> ClientGroup:
+        """Clients about to be trained, with models ``x`` ``(n, D)``."""
+        group = ClientGroup(round, ids, x, full_gradient, self.evaluate)
+        group.label_counts = self.label_counts
+        group.measuring = self.methods.measuring
+        group.models_of = self.methods.gives_models
+        return group
 
     def label_counts(self, client: int) -> list[int] | None:
         """A client's training samples by class, as a method lets it see them; None: no classes."""

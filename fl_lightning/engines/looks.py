@@ -135,20 +135,11 @@ class Looks:
                 now.restore()
 
 
-class FirstLook:
+class FirstLook(Looks):
     """In the place of :class:`Looks` in a step before round 0: refuses what no step could give."""
-
-    def __init__(self, methods: Methods, copy: LearnerCopy) -> None:
-        self.looks = Looks(methods, copy, draws=False)
-        self.latest: Any = None
-        self.methods = methods
-        self.copy = copy
 
     def begin(self, group: ClientGroup) -> None:
         """Any client will do."""
-
-    def end(self) -> None:
-        """Nothing is kept."""
 
     def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]:
         """The step's output and loss, unchanged.
@@ -156,16 +147,15 @@ class FirstLook:
         Raises:
             UserError: a tapped module is not called, or labels are no class indices.
         """
-        every = self.looks.every
-        with calls(self.copy.learner) as called, tapped(self.copy.learner, every) as seen:
+        with calls(self.copy.learner) as called, tapped(self.copy.learner, self.every) as seen:
             output, loss = self.copy.loss(batch, step)
-        check_called(every, called)
-        seen.of(every)
+        check_called(self.every, called)
+        seen.of(self.every)
         for method in self.methods.callbacks:
             if method.needs_classes:
                 name = type(method).__name__
                 check_classes(name, batch)
-                check_logits(self.looks.taps[name], seen, batch[1])
+                check_logits(self.taps[name], seen, batch[1])
         return output, loss, loss
 
 

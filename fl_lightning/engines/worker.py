@@ -78,10 +78,7 @@ class Worker:
         work = self.work
         copy = self.copy
         optimizer = self.optimizer
-        group = ClientGroup(round, [client], copy.x, self.full_gradient, work.evaluate)
-        group.label_counts = work.label_counts
-        group.measuring = work.methods.measuring
-        group.models_of = work.methods.gives_models
+        group = work.group(round, [client], copy.x, self.full_gradient)
         clients = Clients(group)
         steps = round.steps[client]
         batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)

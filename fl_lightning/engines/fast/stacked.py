@@ -262,10 +262,7 @@ class Stacked:
         work = self.work
         stack = Stack(self.copy, len(ids))
         stack.x.copy_(round.w)
-        group = ClientGroup(round, ids, stack.x, self._full_gradient, work.evaluate)
-        group.label_counts = work.label_counts
-        group.measuring = work.methods.measuring
-        group.models_of = work.methods.gives_models
+        group = work.group(round, ids, stack.x, self._full_gradient)
         optimizer = self._optimizer_of(stack.x, stack.g)
         try:
             seed_client(work.seed, round.t, ids[0])
