@@ -229,7 +229,7 @@ def groups(method: Method) -> None:
         def compare(hook: str, ours: Outcome, single: Any, group: str) -> None:
             alone = [next(one) for one in single]
             theirs = {}
-            for name in ours:
+            for name in alone[0]:
                 theirs[name] = torch.cat([rows[name] for rows in alone])
             require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
 

@@ -20,7 +20,7 @@ from fl_lightning.engines import build, fast, kinds
 from fl_lightning.engines.build import Decision
 from fl_lightning.engines.dry_run import tried_apart
 from fl_lightning.engines.fast.stacked import Stacked
-from fl_lightning.engines.plan import EnginePlan
+from fl_lightning.engines.plan import AS_BEFORE, EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import Situation
@@ -239,6 +239,13 @@ def built(
     """What an engine that was asked for makes of its plan."""
     plan = EnginePlan(name, "asked for")
     return kinds.ENGINES[name].build(kinds.Draft(copies, plan, alone, note, pytest.fail))
+
+
+def test_every_engine_may_be_asked_for_and_a_checkpoint_may_name_its_plan() -> None:
+    for name, kind in kinds.ENGINES.items():
+        assert kind.name == federated(engine=name).settings.engine == name
+        plan = EnginePlan(kind.planned_as)
+        assert EnginePlan.from_dict(plan.as_dict()) == replace(plan, why=AS_BEFORE)
 
 
 @pytest.mark.fast
