@@ -37,16 +37,10 @@ from fl_lightning.round.ledger import Ledger
 STEPS = 2
 # (name of the hook, the call) -> what it returned
 Call = Callable[[str, Callable[[], Any]], Any]
-# (name of the hook, what it returned and what is there after it)
-After = Callable[[str, Outcome], None]
 
 
 def _plainly(hook: str, call: Callable[[], Any]) -> Any:
     return call()
-
-
-def _nothing(hook: str, outcome: Outcome) -> None:
-    """Compare nothing."""
 
 
 class Stage:
@@ -118,15 +112,13 @@ class Stage:
         _ = clients.ids, clients.steps, clients.sizes, clients.weights, clients.label_counts
         return group
 
-    def rehearse(
-        self, group: ClientGroup, call: Call = _plainly, after: After = _nothing
-    ) -> list[Outcome]:
-        """Call the hooks of one round in order, each through ``call``, and ``after`` each one.
+    def rehearse(self, group: ClientGroup, call: Call = _plainly) -> list[tuple[str, Outcome]]:
+        """Call the hooks of one round in order, each through ``call``.
 
         Returns:
-            What each hook returned, and what was there after it.
+            Each hook's name, what it returned, and what was there after it.
         """
-        outcomes: list[Outcome] = []
+        outcomes: list[tuple[str, Outcome]] = []
         methods = self.methods
         clients = Clients(group)
         methods.bind(Ledger(self.round))
@@ -140,8 +132,7 @@ class Stage:
             for value in left:
                 if isinstance(value, Tensor):
                     outcome["what it returned"] = value.clone()
-            outcomes.append(outcome)
-            after(name, outcome)
+            outcomes.append((name, outcome))
             return returned
 
         methods.watch = watched
@@ -224,21 +215,17 @@ def groups(method: Method) -> None:
     # If n = D, a sum over the wrong axis still has the right shape: only its numbers are wrong.
     for n in (1, 3, size):
         stage = Stage(callback, module.global_vector.detach(), module.layout, size)
-        group = f"{n} = D" if n == size else f"{n}"
-
-        def compare(hook: str, ours: Outcome, single: Any, group: str) -> None:
-            alone = [next(one) for one in single]
-            theirs = {}
-            for name in alone[0]:
-                theirs[name] = torch.cat([rows[name] for rows in alone])
-            require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
-
         try:
-            single = [iter(stage.rehearse(stage.group([i]))) for i in range(n)]
-            after = partial(compare, single=single, group=group)
-            stage.rehearse(stage.group(range(n)), after=after)
+            single = [stage.rehearse(stage.group([i])) for i in range(n)]
+            together = stage.rehearse(stage.group(range(n)))
         except (RuntimeError, TypeError, IndexError, ValueError) as error:
             raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
+        group = f"{n} = D" if n == size else f"{n}"
+        for (hook, ours), *alone in zip(together, *single, strict=True):
+            theirs = {}
+            for name in alone[0][1]:
+                theirs[name] = torch.cat([rows[name] for _, rows in alone])
+            require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
 
 
 def in_a_round(method: Method, guard: Call) -> None:

@@ -99,7 +99,6 @@ class LearnerCopy:
         self.logging = self.keeps_loss = False
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
-        self.sums = self.logs.totals
         self.numbers = self.logs.numbers
         # In training, a value that is logged by step and by epoch gets a name for each.
         self.forks = True

@@ -99,13 +99,10 @@ class StepLogs:
         """Numbers over the steps since the last call, float64 scalars."""
         logs = {
             name: of_steps(self.totals[name], number, self.kinds.get(name))
-            for name, number in self.counted()
+            for name, number in self.numbers.items()
         }
         self.clear()
         return logs
-
-    def counted(self) -> list[tuple[str, int]]:
-        return list(self.numbers.items())
 
 
 def reduce_into(total: Tensor, value: Tensor, kind: str) -> None:

@@ -128,7 +128,13 @@ class Capture:
         self._recorded = None
         before = dict(copy.numbers)
         leaves = tree_leaves(batch)
-        changing = [copy.x, *own.values(), *copy.buffers.values(), *copy.sums.values(), *leaves]
+        changing = [
+            copy.x,
+            *own.values(),
+            *copy.buffers.values(),
+            *copy.logs.totals.values(),
+            *leaves,
+        ]
         held = [tensor.clone() for tensor in changing]
         unchanged = Unchanged(clients, own, copy, before)
         try:
