@@ -13,7 +13,7 @@ from fl_lightning.engines.dry_run import DryRun, tried_apart
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.kinds import ENGINES, Draft, Tell
 from fl_lightning.engines.looks import FirstLook, Looks
-from fl_lightning.engines.plan import ASKED_FOR, EnginePlan
+from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.errors import UserError
@@ -79,7 +79,8 @@ def choose(
     if resumed:
         copies.prepare(plan)
     kind = ENGINES[plan.engine] if asked is None else asked
-    return kind.build(Draft(copies, plan, decision.one_by_one, note, uncaptured))
+    by_name = asked is not None and not resumed
+    return kind.build(Draft(copies, plan, decision.one_by_one, by_name, note, uncaptured))
 
 
 def more_threads(threads: int, cores: int) -> str:
@@ -206,7 +207,7 @@ def planned(copies: LearnerCopies, first_steps: FirstSteps) -> Decision:
         plan, one_by_one = decide(copies, first_steps)
     else:
         asked = ENGINES[situation.engine].planned_as
-        plan = EnginePlan(asked, ASKED_FOR, threads=torch.get_num_threads())
+        plan = EnginePlan(asked, "asked for", threads=torch.get_num_threads())
         if one_by_one is None and "cannot be copied" in first_steps.untried:
             one_by_one = Reason(first_steps.untried)
     return Decision(replace(plan, as_buffers=copies.as_buffers), one_by_one)

@@ -16,7 +16,7 @@ from fl_lightning.engines.door import fast_ways, refusal, why_closed
 from fl_lightning.engines.dry_run import tried_apart
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.forked import Forked, why_not_forked
-from fl_lightning.engines.plan import ASKED_FOR, EnginePlan
+from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import Reason, compare_two_copies
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import LearnerCopies, Situation
@@ -36,6 +36,7 @@ class Draft:
     Args:
         plan: as decided before; building may change it.
         one_by_one: why clients have to train one after another, if trial steps found a reason.
+        asked: whether the user asked for this engine by name, and it did not train the run before.
         note: takes what the user should know, such as that another engine trains.
         uncaptured: called with the reason if a later round turns out not to be captured.
     """
@@ -43,6 +44,7 @@ class Draft:
     copies: LearnerCopies
     plan: EnginePlan
     one_by_one: Reason | None
+    asked: bool
     note: Tell
     uncaptured: Tell
 
@@ -134,7 +136,7 @@ class ConcurrentKind(EngineKind):
     def build(self, draft: Draft) -> tuple[Engine, EnginePlan]:
         draws = draft.one_by_one is not None and draft.one_by_one.draws
         not_forked = why_not_forked(draft.situation) if draws or draft.plan.processes else ""
-        if draft.plan.why == ASKED_FOR:
+        if draft.asked:
             if draws and not not_forked:
                 draft = replace(draft, plan=replace(draft.plan, processes=True))
             else:
@@ -228,7 +230,7 @@ class StackedKind(EngineKind):
             )
             why = f"it cannot be stacked: {reason}"
             plan = replace(draft.plan, engine=instead, why=why)
-            return ENGINES[instead].build(replace(draft, plan=plan))
+            return ENGINES[instead].build(replace(draft, plan=plan, asked=False))
         asked = situation.clients_at_once
         at_once = draft.plan.at_once if asked == AUTO else int(asked)
         # A client takes about eight vectors of D numbers.

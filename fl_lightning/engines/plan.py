@@ -9,9 +9,7 @@ from typing import Any
 from fl_lightning.round.settings import CONCURRENT, PLANNED, STACKED
 from fl_lightning.storage.schema import COUNT, entry, record, texts, that, written
 
-# Reasons of a plan that `auto` did not choose now.
 AS_BEFORE = "as when the run began"
-ASKED_FOR = "asked for"
 
 
 def _size(value: Any, place: str) -> int:

@@ -115,7 +115,8 @@ def test_side_by_side_by_name_is_not_proven_and_a_resumed_run_knows_it(chosen: A
         engine.learner, Frozen
     )
     for asked in ("concurrent", "auto"):
-        engine, plan, notes = chosen(asked, EnginePlan("concurrent", workers=3))
+        # A second fit of one module finds its plan as it was made.
+        engine, plan, notes = chosen(asked, EnginePlan("concurrent", "asked for", workers=3))
         assert (
             isinstance(engine, Threads) and plan.workers == 3 and plan.threads == 1 and notes == []
         )
@@ -238,7 +239,7 @@ def built(
 ) -> tuple[Any, EnginePlan]:
     """What an engine that was asked for makes of its plan."""
     plan = EnginePlan(name, "asked for")
-    return kinds.ENGINES[name].build(kinds.Draft(copies, plan, alone, note, pytest.fail))
+    return kinds.ENGINES[name].build(kinds.Draft(copies, plan, alone, True, note, pytest.fail))
 
 
 def test_every_engine_may_be_asked_for_and_a_checkpoint_may_name_its_plan() -> None:
