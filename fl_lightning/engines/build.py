@@ -17,7 +17,6 @@ from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.errors import UserError
-from fl_lightning.learner.modules import gradient_hook
 from fl_lightning.round.settings import AUTO, SEQUENTIAL, STACKED
 
 
@@ -134,8 +133,7 @@ def plan_fits(situation: Situation, held: EnginePlan) -> bool:
     if ENGINES[held.engine].supports(situation) is not None:
         return False
     # Such callbacks and hooks were added later; with parallel clients they would not be called.
-    alone = bool(situation.looking) or bool(gradient_hook(situation.learner))
-    return held.engine == SEQUENTIAL or not alone
+    return held.engine == SEQUENTIAL or not situation.held_once(situation.learner)
 
 
 def tell_of_buffers(

@@ -26,7 +26,7 @@ from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import same_bits
-from fl_lightning.learner.modules import gradient_hook, lightning_modules
+from fl_lightning.learner.modules import lightning_modules
 
 SIZES = re.compile(
     r"shape|size|channel|out of bounds|out of range|dimension|must match", re.IGNORECASE
@@ -134,14 +134,8 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
         before.restore()
         trial.copy.reset()
     check_tied(trial)
-    hooked = gradient_hook(situation.learner) or gradient_hook(trial.copy.learner)
-    if hooked:
-        one_by_one = Reason(f"its {hooked} has a hook on its gradient, which copies do not have")
-    elif situation.looking:
-        callback = f"the callback {type(situation.looking[0]).__name__}"
-        one_by_one = Reason(
-            f"{callback} is called with each client's batch, and there is one for all"
-        )
+    if held_once := situation.held_once(trial.copy.learner):
+        one_by_one = Reason(held_once)
     untrained = len(trial.copy.missing) == len(trial.copy.parameters)
     return FirstSteps(one_by_one, buffers=buffers_that_changed(trial), untrained=untrained)
 

@@ -22,7 +22,7 @@ from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable
-from fl_lightning.learner.modules import TRANSFER, keeps_frozen, overrides
+from fl_lightning.learner.modules import TRANSFER, gradient_hook, keeps_frozen, overrides
 from fl_lightning.lightning import Precision, is_foreign
 from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
@@ -114,6 +114,18 @@ class Situation:
         """
         parts = self.learner.modules()
         return any(getattr(part, "prefers_channels_last", False) is True for part in parts)
+
+    def held_once(self, copied: Any) -> str:
+        """What copies do not have, so that clients train one after another; empty: nothing.
+
+        ``copied``: a copy of the learner, on which steps were tried, or the learner itself.
+        """
+        if hooked := gradient_hook(self.learner) or gradient_hook(copied):
+            return f"its {hooked} has a hook on its gradient, which copies do not have"
+        if not self.looking:
+            return ""
+        name = type(self.looking[0]).__name__
+        return f"the callback {name} is called with each client's batch, and there is one for all"
 
     def lengths(self) -> list[int]:
         """K_i of the clients that one process trains in round 0."""

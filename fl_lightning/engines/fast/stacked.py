@@ -32,7 +32,7 @@ from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.engines.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
-from fl_lightning.learner.modules import check_gradient_hooks, gradient_hook
+from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.learner.parameters import check_same_parameters, slots_of_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
@@ -395,14 +395,12 @@ def why_not_stacked(copies: LearnerCopies) -> str:
     schedule = situation.schedule
     if schedule is not None and schedule.another is not None and not situation.cohort.equal_steps:
         return "its lr scheduler depends on how many local steps a client takes"
-    if hooked := gradient_hook(situation.learner):
-        return f"its {hooked} has a hook on its gradient"
+    if held_once := situation.held_once(situation.learner):
+        return held_once
     if copies.as_buffers:
         return f"its training_step changes the frozen parameter {copies.as_buffers[0]}"
     if (hooks := copies.original.hooks) is not None:
         return f"its {hooks.names[0]} takes one client's batch"
-    if situation.looking:
-        return f"the callback {type(situation.looking[0]).__name__} takes one client's batch"
     before = RandomState(situation.w)
     try:
         # Try a copy, so that the learner keeps its attributes.
