@@ -20,7 +20,7 @@ from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.reading import Workers, check_workers
 from fl_lightning.datamodules.samples import DatasetSamples
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 
 # Number of clients whose samples are kept in memory.
 KEPT = 1000
@@ -122,11 +122,6 @@ class FileDataModule(FederatedDataModule):
         num_workers: int = 0,
         **arguments: Any,
     ) -> None:
-        if tests not in (None, "own", "common"):
-            raise UserError(
-                f"data.tests is {tests!r}: give 'own', 'common' or null."
-                + suggest(str(tests), ["own", "common"])
-            )
         # A config such as `base` may give a number, but the files decide how many clients there
         # are.
         if arguments.get("partition") is None:
