@@ -289,7 +289,9 @@ class Refusal:
         value = given[1] if given else self.innermost
         listed_there = self.config.get(owner)
         names = [_class_at(owner, self.config, self.options)]
-        if isinstance(listed_there, list):
+        if owner == "model":
+            names = ["FederatedModule"]
+        elif isinstance(listed_there, list):
             names = [class_name(item) for item in listed_there]
         for cls in [self.known[each] for each in names if each in self.known]:
             for init in [vars(base).get("__init__") for base in cls.__mro__]:
