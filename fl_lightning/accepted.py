@@ -9,7 +9,7 @@ import inspect
 import math
 import operator
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, wraps
 from numbers import Integral, Real
@@ -82,7 +82,9 @@ def fits(value: Any, hint: Any) -> bool:
         fitting = isinstance(value, list | tuple) and len(value) == len(inner)
         return fitting and all(map(fits, value, inner))
     if origin in (list, Sequence):
-        return isinstance(value, Sequence) and all(fits(item, inner[0]) for item in value)
+        # A NumPy array is a collection, but no Sequence.
+        several = isinstance(value, Collection) and not isinstance(value, str | Mapping)
+        return several and all(fits(item, inner[0]) for item in value)
     if origin in (dict, Mapping):
         return isinstance(value, Mapping) and all(fits(item, inner[1]) for item in value.values())
     kind = origin or hint
@@ -125,10 +127,10 @@ def words_of(hint: Any) -> str:
     if origin in (dict, Mapping):
         return f"a mapping to {words_of(inner[1])}"
     name = getattr(hint, "__name__", str(hint))
-    return _PLAIN.get(name, name)
+    return PLAIN.get(name, name)
 
 
-_PLAIN = {
+PLAIN = {
     "int": "an integer",
     "float": "a number",
     "bool": "true or false",
@@ -136,6 +138,8 @@ _PLAIN = {
     "NoneType": "null",
     "Schedule": "a schedule",
     "Any": "anything",
+    "list": "a list",
+    "Sequence": "a list",
 }
 
 

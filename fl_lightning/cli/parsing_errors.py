@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 
-from fl_lightning.accepted import declared, suggested
+from fl_lightning.accepted import PLAIN, declared, suggested
 from fl_lightning.cli.compose import class_name, plain_yaml
 from fl_lightning.cli.dataset_errors import fault_of_datasets
 from fl_lightning.errors import UserError, suggest
@@ -67,17 +67,6 @@ def listed(names: Iterable[str]) -> str:
     """The names in one line, as many as a paragraph can take."""
     line = ", ".join(names)
     return line if len(line) <= 300 else line[:300].rsplit(", ", 1)[0] + ", …"
-
-
-_PLAIN = {
-    "NoneType": "null",
-    "str": "text",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "list": "a list",
-    "Sequence": "a list",
-}
 
 
 def _class_at(path: str, config: dict[str, Any], options: list[str]) -> str:
@@ -368,12 +357,12 @@ class Refusal:
         types = []
         for path in re.findall(r"<class '([\w.]+)'>", line or self.leaf):
             name = class_name(path)
-            words = _PLAIN.get(name, name)
-            if name in self.known and name not in _PLAIN:
+            words = PLAIN.get(name, name)
+            if name in self.known and name not in PLAIN:
                 words = f"a {name} ({listed(_choices(self.known[name]))})"
             types.append(words)
         if re.search(r"\b(Sequence|[Ll]ist)\[", line):
-            types.insert(0, _PLAIN["list"])
+            types.insert(0, PLAIN["list"])
         for option, typed in _given(self.options):
             spaced = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", typed)
             if option == self.option and typed.startswith("{") and spaced != typed:
