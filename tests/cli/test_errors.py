@@ -160,7 +160,7 @@ OPTIONS = {
     "two processes": ("--trainer.devices", 2, ["devices", "2", "federated"]),
     "no checkpoint": ("--ckpt_path", "no.ckpt", ["--ckpt_path", "no.ckpt", "last"]),
     "no value": ("--method.beta", "", ["--method.beta"]),
-    "batch_size 0": ("--data.batch_size", 0, ["batch_size=0", "at least 1"]),
+    "batch_size 0": ("--data.batch_size", 0, ["batch_size=0", "an integer from 1"]),
     "alpha 0": (
         "--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}",
         "",
@@ -186,12 +186,12 @@ OPTIONS = {
     "a part of a worker": (
         "--model.workers",
         "1.5",
-        ["model.workers: '1.5'", "an integer above 0, or auto"],
+        ["model.workers: '1.5'", "an integer from 1, or 'auto'"],
     ),
     "workers in words": (
         "--model.workers",
         "many",
-        ["model.workers: 'many'", "an integer above 0, or auto"],
+        ["model.workers: 'many'", "an integer from 1, or 'auto'"],
     ),
 }
 
