@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fl_lightning.accepted import NonNegativeInt, UnitInterval, check, declared
+from fl_lightning.accepted import NonNegativeInt, UnitInterval, check, checked, declared
 from fl_lightning.datamodules.samples import Change
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.machine.devices import to_device
@@ -31,6 +31,7 @@ class Draws:
         return Draws(self.offsets[part], self.flips[part])
 
 
+@checked
 @dataclass(frozen=True)
 class CropFlip:
     """Random crop with zero padding, then a horizontal flip with probability 1/2 if ``flip``.

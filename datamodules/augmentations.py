@@ -18,6 +18,7 @@ from fl_lightning.accepted import (
     PositiveFloat,
     UnitInterval,
     check,
+    checked,
     declared,
 )
 from fl_lightning.datamodules.rand_augment import changed
@@ -60,6 +61,7 @@ class Pixels:
         return (x - self._of(self.mean, x, 0.0)) / self._of(self.std, x, 1.0)
 
 
+@checked
 @dataclass(frozen=True)
 class Crop:
     """A window of the picture's size, at random in the picture with a black frame.
@@ -87,6 +89,7 @@ class Crop:
         return windows[torch.arange(n, device=x.device), :, at[:, 0], at[:, 1]], y
 
 
+@checked
 @dataclass(frozen=True)
 class Flip:
     """Left and right exchanged, with a probability."""
@@ -100,6 +103,7 @@ class Flip:
         return torch.where(flips.view(-1, 1, 1, 1), x.flip(-1), x), y
 
 
+@checked
 @dataclass(frozen=True)
 class RandAugment:
     """Operations on colours and shape, drawn per picture (Cubuk et al., 2020).
@@ -124,6 +128,7 @@ class RandAugment:
         return pixels.from_bytes(torch.stack(made)).to(x.dtype), y
 
 
+@checked
 @dataclass(frozen=True)
 class Mixup:
     """x and labels of two samples of the batch, λ and 1 − λ of each; λ ~ Beta(alpha, alpha).
@@ -144,6 +149,7 @@ class Mixup:
         return share * x + (1 - share) * x[other], share * y + (1 - share) * y[other]
 
 
+@checked
 @dataclass(frozen=True)
 class Cutmix:
     """A box of another picture of the batch in each, and labels by area (Yun et al., 2019)."""

@@ -78,17 +78,30 @@ def fits(value: Any, hint: Any) -> bool:
         return isinstance(value, number) and not isinstance(value, bool)
     if hint is None or hint is types.NoneType:
         return value is None
-    if origin is tuple:
-        fitting = isinstance(value, list | tuple) and len(value) == len(inner)
-        return fitting and all(map(fits, value, inner))
-    if origin in (list, Sequence):
-        # A NumPy array is a collection, but no Sequence.
-        several = isinstance(value, Collection) and not isinstance(value, str | Mapping)
-        return several and all(fits(item, inner[0]) for item in value)
-    if origin in (dict, Mapping):
-        return isinstance(value, Mapping) and all(fits(item, inner[1]) for item in value.values())
+    if origin in (tuple, list, Sequence, dict, Mapping) and inner:
+        return _fits_inside(value, origin, inner)
     kind = origin or hint
-    return isinstance(value, kind) if inspect.isclass(kind) and kind is not Any else True
+    try:
+        return isinstance(value, kind) if inspect.isclass(kind) and kind is not Any else True
+    except TypeError:  # for example a Protocol
+        return True
+
+
+def _fits_inside(value: Any, origin: Any, inner: tuple[Any, ...]) -> bool:
+    """Tell whether a container is one of ``origin``, and its items fit if their type says more."""
+    if origin in (dict, Mapping):
+        return isinstance(value, Mapping) and _fit_each(value.values(), inner[1])
+    # A NumPy array is a collection, but no Sequence.
+    if not isinstance(value, Collection) or isinstance(value, str | Mapping):
+        return False
+    if origin is tuple and inner[-1] is not ...:
+        return len(value) == len(inner) and all(map(fits, value, inner))
+    return _fit_each(value, inner[0])
+
+
+def _fit_each(items: Collection[Any], hint: Any) -> bool:
+    # There may be a million items, so they are only read if their type says more than Python's.
+    return not declares(hint) or all(fits(item, hint) for item in items)
 
 
 def declares(hint: Any) -> bool:

@@ -7,7 +7,7 @@ import inspect
 import math
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 import pytest
@@ -36,6 +36,10 @@ from fl_lightning.schedules import Cosine, Schedule
 NAN = math.nan
 
 
+class Named(Protocol):
+    name: str
+
+
 @pytest.mark.parametrize(
     ("hint", "right", "wrong"),
     [
@@ -56,6 +60,8 @@ NAN = math.nan
         (Mapping[str, Literal["a"]] | Literal["b"], [{"x": "a"}, "b"], [{"x": "b"}, "c"]),
         (list[PositiveInt] | Callable[[Any], Any] | bool, [[1], len, True], ["x", [0]]),
         (Sequence[Any] | bool, [[object()], True], [3]),
+        (tuple[PositiveInt, ...] | None, [(1, 2, 3), (), None], [(1, 0), 1]),
+        (bool | Named, [True, object()], []),
     ],
 )
 def test_what_a_type_accepts(hint: Any, right: list[Any], wrong: list[Any]) -> None:
