@@ -126,7 +126,10 @@ def words_of(hint: Any) -> str:
     origin = get_origin(hint)
     inner = get_args(hint)
     if origin in (Union, types.UnionType):
-        return ", or ".join(map(words_of, inner))
+        words = dict.fromkeys(map(words_of, inner))
+        if PLAIN["float"] in words:
+            words.pop(PLAIN["int"], None)
+        return ", or ".join(words)
     if origin is Annotated:
         bounds = [WORDS[type(mark)].format(mark.value) for mark in inner[1:] if mark != _FINITE]
         return " ".join([words_of(inner[0]), *bounds]) if bounds else "a finite number"

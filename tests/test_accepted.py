@@ -72,6 +72,7 @@ def test_what_a_type_accepts(hint: Any, right: list[Any], wrong: list[Any]) -> N
 def test_words() -> None:
     assert words_of(Literal["a", "b", "c"] | PositiveInt) == "'a', 'b' or 'c', or an integer from 1"
     assert words_of(tuple[UnitInterval, UnitInterval]) == "2 values, each a number from 0 up to 1"
+    assert words_of(Annotated[int | float, AtLeast(1)]) == "a number from 1"
     assert words_of(list[PositiveInt]) == "a list, each an integer from 1"
     assert words_of(dict[str, FiniteFloat]) == "a mapping to a finite number"
     with pytest.raises(UserError, match=r"x='alll' is not accepted.* Did you mean 'all'\?"):
