@@ -17,19 +17,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    BelowOne,
     Clients,
     FederatedCallback,
     Layout,
     Note,
     Paper,
+    PositiveFloat,
     Scratch,
     Server,
     ServerState,
     Upload,
-    UserError,
-    flag,
-    number,
-    one_of,
 )
 
 Moment = Literal["fresh", "averaged"]
@@ -98,23 +96,14 @@ class AdamDirection(FederatedCallback):
 
     def __init__(
         self,
-        betas: tuple[float, float] = (0.9, 0.999),
-        epsilon: float = 1e-8,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.999),
+        epsilon: PositiveFloat = 1e-8,
         first: Moment = "fresh",
         second: Moment = "fresh",
         share: Share = "rows",
         bias_correction: bool = True,
     ) -> None:
         super().__init__()
-        if not isinstance(betas, list | tuple) or len(betas) != 2:
-            raise UserError(f"AdamDirection: betas={betas!r} has to be two numbers, (β1, β2).")
-        for beta in betas:
-            number("AdamDirection: betas", beta, least=0, below=1)
-        number("AdamDirection: epsilon", epsilon, above=0)
-        one_of("AdamDirection: first", first, ("fresh", "averaged"))
-        one_of("AdamDirection: second", second, ("fresh", "averaged"))
-        one_of("AdamDirection: share", share, ("rows", "tensor", "full"))
-        flag("AdamDirection: bias_correction", bias_correction)
         self.betas = (float(betas[0]), float(betas[1]))
         self.epsilon = epsilon
         self.first = first

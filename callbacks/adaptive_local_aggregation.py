@@ -18,9 +18,9 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Layout,
+    NonNegativeInt,
     Paper,
     Schedule,
-    number,
 )
 
 
@@ -70,10 +70,9 @@ class AdaptiveLocalAggregation(FederatedCallback):
         self,
         parts: str | Sequence[str] = "last",
         learning_rate: float | Schedule = 1.0,
-        steps: int = 5,
+        steps: NonNegativeInt = 5,
     ) -> None:
         super().__init__()
-        number("AdaptiveLocalAggregation: steps", steps, least=0, whole=True)
         self.parts_ = parts  # `parts` and `steps` are hooks, so the attributes need other names
         self.learning_rate = learning_rate
         self.steps_ = steps

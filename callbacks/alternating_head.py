@@ -20,8 +20,8 @@ from fl_lightning.callback import (
     Note,
     Paper,
     Part,
+    PositiveFloat,
     Scratch,
-    number,
 )
 
 
@@ -73,9 +73,8 @@ class AlternatingHead(FederatedCallback):
     of_head = Scratch(dtype=torch.bool)
     before = Scratch()
 
-    def __init__(self, head_epochs: float = 1, head: str | Sequence[str] = "last") -> None:
+    def __init__(self, head_epochs: PositiveFloat = 1, head: str | Sequence[str] = "last") -> None:
         super().__init__()
-        number("AlternatingHead: head_epochs", head_epochs, above=0)
         self.head_epochs = head_epochs
         self.head = head
 

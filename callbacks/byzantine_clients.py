@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    BelowOne,
     FederatedCallback,
     Paper,
+    PositiveFloat,
     Server,
     UserError,
     generator,
-    number,
-    one_of,
 )
-
-ATTACKS = ["sign_flip", "noise", "label_flip", "alie"]
 
 
 class ByzantineClients(FederatedCallback):
@@ -82,19 +80,15 @@ class ByzantineClients(FederatedCallback):
     def __init__(
         self,
         attack: Literal["sign_flip", "noise", "label_flip", "alie"] = "sign_flip",
-        fraction: float = 0.2,
-        scale: float | None = None,
+        fraction: BelowOne = 0.2,
+        scale: PositiveFloat | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        one_of(f"{name}: attack", attack, ATTACKS)
-        number(f"{name}: fraction", fraction, least=0, below=1)
-        if scale is not None:
-            number(f"{name}: scale", scale, above=0)
-            if attack == "label_flip":
-                raise UserError(
-                    f"{name}: scale={scale!r} is not accepted: label flips have no scale."
-                )
+        if scale is not None and attack == "label_flip":
+            raise UserError(
+                f"{type(self).__name__}: scale={scale!r} is not accepted: label flips have no "
+                "scale."
+            )
         self.attack = attack
         self.fraction = fraction
         self.scale = scale

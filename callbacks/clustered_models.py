@@ -15,14 +15,15 @@ from torch import Tensor
 from fl_lightning.callback import (
     Clients,
     FederatedCallback,
+    NonNegativeInt,
     Note,
     Paper,
+    PositiveInt,
     Refusal,
     Scratch,
     Server,
     ServerState,
     Upload,
-    number,
 )
 
 _OF_CENTRES = "there is a model for each of k > 1 clusters, which are averaged by themselves"
@@ -100,10 +101,8 @@ class ClusteredModels(FederatedCallback):
     moved = Upload(sent=False, shape=("k", "D"))
     members = Upload(sent=False, shape=("k",))
 
-    def __init__(self, k: int = 2, warmup: int = 1) -> None:
+    def __init__(self, k: PositiveInt = 2, warmup: NonNegativeInt = 1) -> None:
         super().__init__()
-        number("ClusteredModels: k", k, least=1, whole=True)
-        number("ClusteredModels: warmup", warmup, least=0, whole=True)
         self.k = k
         self.warmup = warmup
         if k == 1:

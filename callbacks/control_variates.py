@@ -8,12 +8,14 @@ over all clients.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from fl_lightning.callback import (
     UNIFORM_OPTIMUM,
+    Above,
+    AtMost,
     Clients,
     ClientState,
     FederatedCallback,
@@ -22,8 +24,6 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
-    number,
-    one_of,
 )
 
 
@@ -78,13 +78,11 @@ class ControlVariates(FederatedCallback):
     def __init__(
         self,
         estimate: Literal["displacement", "gradient"] = "displacement",
-        momentum: float | None = None,
+        momentum: Annotated[float, Above(0), AtMost(1)] | None = None,
     ) -> None:
         super().__init__()
-        one_of("ControlVariates: estimate", estimate, ("displacement", "gradient"))
         self.estimate = estimate
         if momentum is not None:
-            number("ControlVariates: momentum", momentum, above=0, most=1, beside="null")
             self.momentum = momentum
 
     def on_local_start(self, clients: Clients) -> None:

@@ -8,11 +8,19 @@ here it is the closed form of a ridge regression.
 from __future__ import annotations
 
 import math
+from typing import Annotated
 
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Paper, Server, low_rank, number
+from fl_lightning.callback import (
+    AtLeast,
+    AtMost,
+    FederatedCallback,
+    Paper,
+    Server,
+    low_rank,
+)
 
 
 class CorrectedFactor(FederatedCallback):
@@ -45,10 +53,8 @@ class CorrectedFactor(FederatedCallback):
     needs_products = True
     neutral = {"penalty": math.inf}
 
-    def __init__(self, penalty: float = 0.01) -> None:
+    def __init__(self, penalty: Annotated[float, AtLeast(0), AtMost(math.inf)] = 0.01) -> None:
         super().__init__()
-        if penalty != math.inf:
-            number("CorrectedFactor: penalty", penalty, least=0)
         self.penalty = penalty
 
     def aggregate(self, server: Server) -> Tensor:

@@ -14,22 +14,29 @@ import math
 from collections.abc import Callable, Iterable
 from fnmatch import fnmatchcase
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Above,
+    AtLeast,
+    AtMost,
+    Below,
     Clients,
     FederatedCallback,
+    NonNegativeFloat,
     Note,
     Paper,
+    PositiveFloat,
     Refusal,
     Server,
     ServerState,
+    UnitInterval,
     Upload,
     UserError,
-    number,
+    check,
 )
 
 
@@ -129,33 +136,26 @@ class DifferentialPrivacy(FederatedCallback):
 
     def __init__(
         self,
-        clip: float,
-        noise_multiplier: float | None = None,
-        target_epsilon: float | None = None,
-        delta: float = 1e-5,
-        noise_seed: int | None = None,
-        target_quantile: float | None = None,
-        clip_learning_rate: float = 0.2,
-        count_stddev: float | None = None,
+        clip: Annotated[float, Above(0), AtMost(math.inf)],
+        noise_multiplier: NonNegativeFloat | None = None,
+        target_epsilon: PositiveFloat | None = None,
+        delta: Annotated[float, Above(0), Below(1)] = 1e-5,
+        noise_seed: Annotated[int, AtLeast(0), Below(2**63)] | None = None,
+        target_quantile: UnitInterval | None = None,
+        clip_learning_rate: PositiveFloat = 0.2,
+        count_stddev: NonNegativeFloat | None = None,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
         # Without noise, updates need not be clipped.
-        number(f"{name}: clip", clip, above=0, finite=noise_multiplier != 0)
-        number(f"{name}: delta", delta, above=0, below=1)
+        if noise_multiplier != 0 or target_quantile is not None:
+            check(f"{type(self).__name__}: clip", clip, PositiveFloat)
         if noise_multiplier is None and target_epsilon is None:
             raise UserError(
                 "DifferentialPrivacy needs noise_multiplier or target_epsilon: give one of the "
                 "two, or both."
             )
-        if noise_multiplier is not None:
-            number(f"{name}: noise_multiplier", noise_multiplier, least=0)
-        if target_epsilon is not None:
-            number(f"{name}: target_epsilon", target_epsilon, above=0)
         self.clip = clip
         self.noise_multiplier = noise_multiplier
-        if noise_seed is not None:
-            number(f"{name}: noise_seed", noise_seed, least=0, below=2**63, whole=True)
         self.target_epsilon = target_epsilon
         self.delta = delta
         self.noise_seed = noise_seed
@@ -172,14 +172,8 @@ class DifferentialPrivacy(FederatedCallback):
 
     def _adapt(self, quantile: float | None, rate: float, deviation: float | None) -> None:
         """Let C follow a quantile of the updates' norms."""
-        name = type(self).__name__
         if quantile is None:
             return
-        number(f"{name}: clip", self.clip, above=0)
-        number(f"{name}: target_quantile", quantile, least=0, most=1, beside="null")
-        number(f"{name}: clip_learning_rate", rate, above=0)
-        if deviation is not None:
-            number(f"{name}: count_stddev", deviation, least=0, beside="null")
         self.target_quantile = quantile
         self.clip_learning_rate = rate
         self.count_stddev = deviation

@@ -25,7 +25,6 @@ from fl_lightning.callback import (
     as_tensor,
     message_of,
     once,
-    one_of,
 )
 
 
@@ -77,7 +76,6 @@ class ErrorFeedback21(FederatedCallback):
         average: Literal["participants", "all"] = "participants",
     ) -> None:
         super().__init__()
-        one_of("ErrorFeedback21: average", average, ("participants", "all"))
         refuse_no_contraction(compressor)
         self.compressor = compressor
         self.average = average

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.checks import number
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
 from fl_lightning.evaluation.records import check_template, prompt_of
 
@@ -51,11 +51,10 @@ class ExactMatch(LanguageMeasurement):
     def __init__(
         self,
         path: str | Path,
-        max_new_tokens: int = 32,
+        max_new_tokens: PositiveInt = 32,
         every_n_rounds: int | None = None,
         template: str = "alpaca",
     ) -> None:
-        number("ExactMatch: max_new_tokens", max_new_tokens, least=1, whole=True)
         check_template("ExactMatch", template)
         self.max_new_tokens = int(max_new_tokens)
         self.template = template

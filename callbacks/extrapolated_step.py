@@ -18,7 +18,6 @@ from fl_lightning.callback import (
     Schedule,
     Server,
     Upload,
-    flag,
     ordered_norm,
 )
 
@@ -69,7 +68,6 @@ class ExtrapolatedStep(FederatedCallback):
 
     def __init__(self, epsilon: float | Schedule = 1e-3, average: bool = True) -> None:
         super().__init__()
-        flag("ExtrapolatedStep: average", average)
         self.epsilon = epsilon
         self.average = average
         if average:

@@ -20,9 +20,9 @@ from fl_lightning.callback import (
     Schedule,
     Server,
     ServerState,
+    UnitInterval,
     Upload,
-    number,
-    one_of,
+    check,
 )
 
 
@@ -63,10 +63,9 @@ class GlobalDirection(FederatedCallback):
 
     def __init__(self, alpha: float | Schedule = 0.5, mode: Literal["add", "mix"] = "add") -> None:
         super().__init__()
-        one_of("GlobalDirection: mode", mode, ("add", "mix"))
-        if mode == "mix" and not isinstance(alpha, Schedule):
+        if mode == "mix":
             # Above 1 a step would go up its own direction.
-            number("GlobalDirection: alpha", alpha, least=0, most=1)
+            check("GlobalDirection: alpha", alpha, UnitInterval | Schedule)
         self.alpha = alpha
         self.mode = mode
 

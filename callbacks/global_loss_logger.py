@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fl_lightning.checks import positive
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.samples import drawn
@@ -50,9 +50,8 @@ class GlobalLossLogger(Measurement):
 
     not_over_sites = "the clients' samples"
 
-    def __init__(self, every_n_rounds: int | None = 10, samples: int | None = None) -> None:
+    def __init__(self, every_n_rounds: int | None = 10, samples: PositiveInt | None = None) -> None:
         super().__init__(every_n_rounds)
-        positive("GlobalLossLogger: samples", samples, whole=True)
         self.samples = None if samples is None else int(samples)
 
     def measure(self, module: Any) -> dict[str, float]:

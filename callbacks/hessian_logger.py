@@ -6,9 +6,9 @@ Federated Learning (ICML 2023), arXiv:2305.11584, Table 2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fl_lightning.checks import number
+from fl_lightning.accepted import AtLeast, PositiveFloat, PositiveInt
 from fl_lightning.evaluation import curvature
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measurement import Measurement
@@ -55,15 +55,12 @@ class HessianLogger(Measurement):
     def __init__(
         self,
         every_n_rounds: int | None = 10,
-        samples: int = 2000,
-        tolerance: float = 1e-3,
-        probes: int = 100,
+        samples: PositiveInt = 2000,
+        tolerance: PositiveFloat = 1e-3,
+        probes: Annotated[int, AtLeast(2)] = 100,
     ) -> None:
         super().__init__(every_n_rounds)
-        number("HessianLogger: samples", samples, above=0, whole=True)
-        number("HessianLogger: tolerance", tolerance, above=0)
         # A standard error needs at least two probes.
-        number("HessianLogger: probes", probes, least=2, whole=True)
         self.samples = int(samples)
         self.tolerance = float(tolerance)
         self.probes = int(probes)

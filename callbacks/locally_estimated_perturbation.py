@@ -23,7 +23,6 @@ from fl_lightning.callback import (
     Scratch,
     Server,
     ServerState,
-    one_of,
 )
 
 
@@ -77,7 +76,6 @@ class LocallyEstimatedPerturbation(FederatedCallback):
         source: Literal["received", "last"] = "received",
     ) -> None:
         super().__init__()
-        one_of("LocallyEstimatedPerturbation: source", source, ("received", "last"))
         self.radius = radius
         if source == "last":
             self.source = source

@@ -18,10 +18,9 @@ from fl_lightning.callback import (
     Clients,
     Coefficient,
     FederatedCallback,
+    NonNegativeFloat,
     Paper,
     Schedule,
-    flag,
-    number,
 )
 
 
@@ -62,12 +61,9 @@ class LogitCalibration(FederatedCallback):
     notes = (CLASS_LABELS,)
     tau = Coefficient()
 
-    def __init__(self, tau: float | Schedule = 1.0, exclude_true: bool = False) -> None:
+    def __init__(self, tau: NonNegativeFloat | Schedule = 1.0, exclude_true: bool = False) -> None:
         super().__init__()
         # With a negative tau rare classes would be learned less.
-        if not isinstance(tau, Schedule):
-            number("LogitCalibration: tau", tau, least=0)
-        flag("LogitCalibration: exclude_true", exclude_true)
         self.tau = tau
         self.exclude_true = exclude_true
         if exclude_true:

@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.callback import (
+    AtLeast,
+    Below,
     Clients,
     ClientState,
     FederatedCallback,
@@ -26,7 +28,6 @@ from fl_lightning.callback import (
     as_array,
     as_tensor,
     message_of,
-    number,
     once,
 )
 
@@ -89,9 +90,8 @@ class LowRankUpdate(FederatedCallback):
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
     error = ClientState(synchronised=False)
 
-    def __init__(self, rank: int = 2) -> None:
+    def __init__(self, rank: Annotated[int, AtLeast(1), Below(2**31)] = 2) -> None:
         super().__init__()
-        number("LowRankUpdate: rank", rank, least=1, below=2**31, whole=True)
         self.rank = rank
         # NaN means not drawn yet. The size is known when the model is.
         self.declare("q", ClientState(lambda w: math.nan, synchronised=False, shape=(0,)))

@@ -16,9 +16,8 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Paper,
+    PositiveFloat,
     Schedule,
-    number,
-    one_of,
 )
 
 
@@ -61,11 +60,9 @@ class MetaGradient(FederatedCallback):
         self,
         inner_lr: float | Schedule = 0.01,
         hessian: Literal["none", "free"] = "none",
-        delta: float = 1e-3,
+        delta: PositiveFloat = 1e-3,
     ) -> None:
         super().__init__()
-        one_of("MetaGradient: hessian", hessian, ("none", "free"))
-        number("MetaGradient: delta", delta, above=0)
         self.inner_lr = inner_lr
         self.hessian = hessian
         self.delta = delta

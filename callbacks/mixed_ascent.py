@@ -25,8 +25,6 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
-    flag,
-    one_of,
 )
 
 
@@ -97,8 +95,6 @@ class MixedAscent(FederatedCallback):
         aggregate: Literal["all", "participants"] = "all",
     ) -> None:
         super().__init__()
-        flag("MixedAscent: normalised", normalised)
-        one_of("MixedAscent: aggregate", aggregate, ("all", "participants"))
         self.penalty = penalty
         self.alpha = alpha
         self.radius = radius

@@ -14,8 +14,7 @@ from fl_lightning.callback import (
     FederatedCallback,
     Paper,
     Scratch,
-    flag,
-    number,
+    UnitInterval,
 )
 
 
@@ -53,10 +52,8 @@ class MixedPersonalModel(FederatedCallback):
     v = ClientState(initial="initial_model", synchronised=False)
     slope = Scratch(shape=())  # η⟨v - x, g⟩ of the last step
 
-    def __init__(self, alpha: float = 0.5, adaptive: bool = True) -> None:
+    def __init__(self, alpha: UnitInterval = 0.5, adaptive: bool = True) -> None:
         super().__init__()
-        number("MixedPersonalModel: alpha", alpha, least=0, most=1)
-        flag("MixedPersonalModel: adaptive", adaptive)
         self.alpha = alpha
         self.adaptive = adaptive
         if adaptive:

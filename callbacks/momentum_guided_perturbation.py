@@ -8,10 +8,14 @@ clients move along it.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Above,
+    Below,
     Clients,
     ClientState,
     Coefficient,
@@ -21,9 +25,9 @@ from fl_lightning.callback import (
     Scratch,
     Server,
     ServerState,
+    UnitInterval,
     Upload,
     UserError,
-    number,
 )
 
 
@@ -76,17 +80,13 @@ class MomentumGuidedPerturbation(FederatedCallback):
     def __init__(
         self,
         radius: float | Schedule = 0.01,
-        alpha: float = 0.1,
-        rate: float = 0.01,
-        lower: float = 0.1,
-        upper: float = 0.9,
+        alpha: Annotated[float, Above(0), Below(1)] = 0.1,
+        rate: UnitInterval = 0.01,
+        lower: Annotated[float, Above(0), Below(1)] = 0.1,
+        upper: Annotated[float, Above(0), Below(1)] = 0.9,
     ) -> None:
         super().__init__()
         name = type(self).__name__
-        number(f"{name}: alpha", alpha, above=0, below=1)
-        number(f"{name}: rate", rate, least=0, most=1)
-        number(f"{name}: lower", lower, above=0, below=1)
-        number(f"{name}: upper", upper, above=0, below=1)
         if lower > upper:
             raise UserError(f"{name}: lower={lower:g} is above upper={upper:g}. Exchange them.")
         self.radius = radius

@@ -16,8 +16,8 @@ from fl_lightning.callback import (
     Coefficient,
     FederatedCallback,
     Paper,
+    PositiveInt,
     Schedule,
-    number,
 )
 
 
@@ -65,11 +65,10 @@ class MoreauEnvelope(FederatedCallback):
     def __init__(
         self,
         strength: float | Schedule = 15.0,
-        inner_steps: int = 5,
+        inner_steps: PositiveInt = 5,
         inner_lr: float | Schedule = 0.05,
     ) -> None:
         super().__init__()
-        number("MoreauEnvelope: inner_steps", inner_steps, least=1, whole=True)
         self.strength = strength
         self.inner_steps = inner_steps
         self.inner_lr = inner_lr

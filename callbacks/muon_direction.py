@@ -18,19 +18,19 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    BelowOne,
     Clients,
     ClientState,
     FederatedCallback,
     Layout,
     Paper,
+    PositiveFloat,
+    PositiveInt,
     Scratch,
     Server,
     ServerState,
     Upload,
     UserError,
-    flag,
-    number,
-    one_of,
 )
 
 # The polynomial of the Newton–Schulz iteration: a X + (b A + c A²) X, A = X Xᵀ.
@@ -92,36 +92,21 @@ class MuonDirection(FederatedCallback):
 
     def __init__(
         self,
-        momentum: float = 0.95,
+        momentum: BelowOne = 0.95,
         nesterov: bool = True,
         start: Literal["zeros", "averaged", "own"] = "zeros",
         variates: bool = False,
         average: Literal["participants", "all"] = "participants",
         vectors: Literal["adam", "unit"] = "adam",
         orthogonaliser: Literal["newton_schulz", "svd"] = "newton_schulz",
-        ns_steps: int = 5,
+        ns_steps: PositiveInt = 5,
         adjust: Literal["original", "match_rms_adamw", "none"] = "original",
-        matrix_lr_scale: float = 1.0,
+        matrix_lr_scale: PositiveFloat = 1.0,
         exclude: str | Sequence[str] = (),
-        betas: tuple[float, float] = (0.9, 0.95),
-        epsilon: float = 1e-10,
+        betas: tuple[BelowOne, BelowOne] = (0.9, 0.95),
+        epsilon: PositiveFloat = 1e-10,
     ) -> None:
         super().__init__()
-        number("MuonDirection: momentum", momentum, least=0, below=1)
-        flag("MuonDirection: nesterov", nesterov)
-        flag("MuonDirection: variates", variates)
-        one_of("MuonDirection: start", start, ("zeros", "averaged", "own"))
-        one_of("MuonDirection: average", average, ("participants", "all"))
-        one_of("MuonDirection: vectors", vectors, ("adam", "unit"))
-        one_of("MuonDirection: orthogonaliser", orthogonaliser, ("newton_schulz", "svd"))
-        one_of("MuonDirection: adjust", adjust, ("original", "match_rms_adamw", "none"))
-        number("MuonDirection: ns_steps", ns_steps, least=1, whole=True)
-        number("MuonDirection: matrix_lr_scale", matrix_lr_scale, above=0)
-        number("MuonDirection: epsilon", epsilon, above=0)
-        if not isinstance(betas, list | tuple) or len(betas) != 2:
-            raise UserError(f"MuonDirection: betas={betas!r} has to be two numbers, (β1, β2).")
-        for beta in betas:
-            number("MuonDirection: betas", beta, least=0, below=1)
         if not isinstance(exclude, str | list | tuple):
             raise UserError(f"MuonDirection: exclude={exclude!r} has to be patterns of names.")
         if variates and (start != "own" or nesterov):

@@ -9,23 +9,23 @@ from __future__ import annotations
 import math
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Above,
+    AtMost,
     Clients,
     ClientState,
     FederatedCallback,
     Layout,
+    NonNegativeFloat,
     Paper,
     Scratch,
     Server,
-    flag,
     low_rank,
-    number,
-    one_of,
 )
 
 
@@ -89,15 +89,11 @@ class PaddedRanks(FederatedCallback):
         self,
         ranks: list[int] | dict[int, float] | None = None,
         norm_weighted: bool = True,
-        gamma: float = 0.99,
-        penalty: float = 1e-3,
+        gamma: Annotated[float, Above(0), AtMost(1)] = 0.99,
+        penalty: NonNegativeFloat = 1e-3,
         averaged_over: Literal["holders", "all", "zeros"] = "zeros",
     ) -> None:
         super().__init__()
-        flag("PaddedRanks: norm_weighted", norm_weighted)
-        number("PaddedRanks: gamma", gamma, above=0, most=1)
-        number("PaddedRanks: penalty", penalty, least=0)
-        one_of("PaddedRanks: averaged_over", averaged_over, ["holders", "all", "zeros"])
         self.ranks = ranks
         self.norm_weighted = norm_weighted
         self.gamma = gamma

@@ -18,9 +18,17 @@ from typing import Literal
 
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Layout, Note, Paper, RunFacts, UserError
+from fl_lightning.callback import (
+    FederatedCallback,
+    Layout,
+    Note,
+    Paper,
+    PositiveInt,
+    RunFacts,
+    UserError,
+)
 
-Period = int | Literal["never"]
+Period = PositiveInt | Literal["never"]
 # Groups of parameters that are never averaged → the method's name in the literature.
 KNOWN = {
     "last": "FedPer",
@@ -118,14 +126,6 @@ class PartialAveraging(FederatedCallback):
                 f"PartialAveraging: {' and '.join(named)} each choose the part that clients keep; "
                 "give one of them."
             )
-        for value in (period, *(periods or {}).values()):
-            is_whole = isinstance(value, int) and not isinstance(value, bool)
-            if value != "never" and not (is_whole and int(value) >= 1):
-                raise UserError(
-                    f"PartialAveraging: {value!r} is not a period; accepted are whole rounds from "
-                    "1, "
-                    "and 'never'."
-                )
         self.periods = periods
         self.period = period
         self.extractor = extractor

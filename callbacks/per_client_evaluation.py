@@ -11,12 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from fl_lightning.checks import number
+from fl_lightning.accepted import NonNegativeFloat, PositiveInt
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.averages import evaluated
@@ -95,16 +95,11 @@ class PerClientEvaluation(Measurement):
     def __init__(
         self,
         every_n_rounds: int | None = None,
-        clients: int | str = "all",
-        finetune_epochs: float = 0,
+        clients: PositiveInt | Literal["all"] = "all",
+        finetune_epochs: NonNegativeFloat = 0,
         modes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(every_n_rounds)
-        if isinstance(clients, str) and clients.isdecimal():
-            clients = int(clients)
-        if clients != "all":
-            number("PerClientEvaluation: clients", clients, above=0, whole=True, beside="'all'")
-        number("PerClientEvaluation: finetune_epochs", finetune_epochs, least=0)
         self.clients = clients
         self.finetune_epochs = finetune_epochs
         self.modes = dict(modes or {})

@@ -16,8 +16,8 @@ from fl_lightning.callback import (
     ClientState,
     FederatedCallback,
     Paper,
+    PositiveInt,
     Server,
-    number,
 )
 
 
@@ -56,10 +56,8 @@ class PowerOfChoice(FederatedCallback):
         reported=True,
     )
 
-    def __init__(self, candidates: int | None = None) -> None:
+    def __init__(self, candidates: PositiveInt | None = None) -> None:
         super().__init__()
-        if candidates is not None:
-            number("PowerOfChoice: candidates", candidates, least=1, whole=True, beside="null")
         self.candidates = candidates
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor:

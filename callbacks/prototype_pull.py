@@ -19,13 +19,13 @@ from fl_lightning.callback import (
     Layout,
     Paper,
     Part,
+    PositiveInt,
     Schedule,
     Scratch,
     Server,
     ServerState,
     Upload,
     UserError,
-    number,
 )
 
 
@@ -78,10 +78,10 @@ class PrototypePull(FederatedCallback):
     sent_sums = Upload(shape=("C", "F"))
     sent_counts = Upload(shape=("C",))
 
-    def __init__(self, classes: int, features: int, strength: float | Schedule = 1.0) -> None:
+    def __init__(
+        self, classes: PositiveInt, features: PositiveInt, strength: float | Schedule = 1.0
+    ) -> None:
         super().__init__()
-        number("PrototypePull: classes", classes, least=1, whole=True)
-        number("PrototypePull: features", features, least=1, whole=True)
         self.classes = self.C = classes
         self.features = self.F = features
         self.strength = strength

@@ -14,9 +14,9 @@ from fl_lightning.callback import (
     ClientState,
     Coefficient,
     FederatedCallback,
+    NonNegativeFloat,
     Paper,
     Schedule,
-    number,
 )
 
 
@@ -57,11 +57,9 @@ class ProximalPersonalModel(FederatedCallback):
     strength = Coefficient(least=0)
     v = ClientState(initial="initial_model", synchronised=False)
 
-    def __init__(self, strength: float | Schedule = 0.1) -> None:
+    def __init__(self, strength: NonNegativeFloat | Schedule = 0.1) -> None:
         super().__init__()
         # A negative strength would push the model away from w.
-        if not isinstance(strength, Schedule):
-            number("ProximalPersonalModel: strength", strength, least=0)
         self.strength = strength
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

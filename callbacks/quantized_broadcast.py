@@ -6,10 +6,14 @@ arXiv:1610.02132, on what the server sends down: how far its model is from w^0, 
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    AtLeast,
+    Below,
     Blocks,
     FederatedCallback,
     Paper,
@@ -17,7 +21,6 @@ from fl_lightning.callback import (
     ServerState,
     bits_of,
     levels_of,
-    number,
     rounded_up,
 )
 
@@ -57,17 +60,8 @@ class QuantizedBroadcast(FederatedCallback):
     cannot_run_with = {"parts": "its scales would be of coordinates that clients keep, too"}
     w0 = ServerState(initial="initial_model", synchronised=False)  # never written
 
-    def __init__(self, levels: int | None = 127) -> None:
+    def __init__(self, levels: Annotated[int, AtLeast(1), Below(2**31)] | None = 127) -> None:
         super().__init__()
-        if levels is not None:
-            number(
-                "QuantizedBroadcast: levels",
-                levels,
-                least=1,
-                below=2**31,
-                whole=True,
-                beside="null",
-            )
         self.levels = levels
 
     def broadcast(self, server: Server) -> Tensor:

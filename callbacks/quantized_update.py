@@ -8,13 +8,15 @@ round, as in A. Reisizadeh, A. Mokhtari, H. Hassani, A. Jadbabaie, R. Pedarsani:
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.callback import (
+    AtLeast,
+    Below,
     Blocks,
     Clients,
     FederatedCallback,
@@ -22,12 +24,9 @@ from fl_lightning.callback import (
     as_array,
     as_tensor,
     bits_of,
-    flag,
     levels_of,
     message_of,
-    number,
     once,
-    one_of,
     packed,
     rounded_up,
     unpacked,
@@ -72,17 +71,11 @@ class QuantizedUpdate(FederatedCallback):
 
     def __init__(
         self,
-        levels: int | None = 127,
+        levels: Annotated[int, AtLeast(1), Below(2**31)] | None = 127,
         norm: Literal["l2", "max"] = "l2",
         per_layer: bool = True,
     ) -> None:
         super().__init__()
-        if levels is not None:
-            number(
-                "QuantizedUpdate: levels", levels, least=1, below=2**31, whole=True, beside="null"
-            )
-        one_of("QuantizedUpdate: norm", norm, ("l2", "max"))
-        flag("QuantizedUpdate: per_layer", per_layer)
         self.levels = levels
         self.norm = norm
         self.per_layer = per_layer

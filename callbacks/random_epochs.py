@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fl_lightning.callback import FederatedCallback, Paper, UserError, number
+from fl_lightning.callback import FederatedCallback, Paper, PositiveInt, UserError
 
 
 class RandomEpochs(FederatedCallback):
@@ -39,10 +39,8 @@ class RandomEpochs(FederatedCallback):
     tolerates_staleness = True
     draws_by_client = True
 
-    def __init__(self, low: int = 2, high: int = 5) -> None:
+    def __init__(self, low: PositiveInt = 2, high: PositiveInt = 5) -> None:
         super().__init__()
-        number("RandomEpochs: low", low, least=1, whole=True)
-        number("RandomEpochs: high", high, least=1, whole=True)
         if high < low:
             raise UserError(f"RandomEpochs: high={high} is below low={low}; give at least {low}.")
         self.low = low

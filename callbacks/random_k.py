@@ -9,22 +9,22 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Above,
+    AtMost,
     Clients,
     ClientState,
     FederatedCallback,
     Paper,
     as_array,
     as_tensor,
-    flag,
     message_of,
-    number,
     once,
 )
 
@@ -63,10 +63,10 @@ class RandomK(FederatedCallback):
     neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is drawn of a part that is not averaged would be lost"}
 
-    def __init__(self, fraction: float, memory: bool = False) -> None:
+    def __init__(
+        self, fraction: Annotated[float, Above(0), AtMost(1)], memory: bool = False
+    ) -> None:
         super().__init__()
-        number("RandomK: fraction", fraction, above=0, most=1)
-        flag("RandomK: memory", memory)
         self.fraction = fraction
         self.memory = memory
         self.contraction = memory  # EF21 may compress with it

@@ -8,10 +8,14 @@ h_i, the client's share of the gradient at the optimum, corrects its drift.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Above,
+    AtMost,
     Clients,
     ClientState,
     FederatedCallback,
@@ -19,7 +23,6 @@ from fl_lightning.callback import (
     Refusal,
     Server,
     ServerState,
-    number,
 )
 
 _OF_THE_MEAN = (
@@ -113,9 +116,8 @@ class RandomSkips(FederatedCallback):
     # η of the last round, which each client also knows.
     rate = ServerState(sent="known", shape=(), dtype=torch.float64, synchronised=False)
 
-    def __init__(self, probability: float = 0.1) -> None:
+    def __init__(self, probability: Annotated[float, Above(0), AtMost(1)] = 0.1) -> None:
         super().__init__()
-        number("RandomSkips: probability", probability, above=0, most=1)
         self.probability = probability
 
     def steps(self, t: int, ids: Tensor) -> list[int]:

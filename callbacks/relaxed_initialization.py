@@ -23,7 +23,6 @@ from fl_lightning.callback import (
     Server,
     ServerState,
     Upload,
-    one_of,
 )
 
 
@@ -98,8 +97,6 @@ class RelaxedInitialization(FederatedCallback):
         offset: Literal["own", "mean", "centred"] = "own",
     ) -> None:
         super().__init__()
-        one_of("RelaxedInitialization: aggregate", aggregate, ("models", "updates"))
-        one_of("RelaxedInitialization: offset", offset, ("own", "mean", "centred"))
         self.beta = beta
         if aggregate == "updates":
             self.aggregate_ = aggregate

@@ -9,7 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Base, FederatedCallback, Paper, Server, low_rank, number
+from fl_lightning.callback import (
+    Base,
+    FederatedCallback,
+    NonNegativeInt,
+    Paper,
+    Server,
+    low_rank,
+)
 
 
 class ResidualMerge(FederatedCallback):
@@ -44,10 +51,8 @@ class ResidualMerge(FederatedCallback):
     neutral = {"rank": 0}
     base = Base()
 
-    def __init__(self, rank: int | None = None) -> None:
+    def __init__(self, rank: NonNegativeInt | None = None) -> None:
         super().__init__()
-        if rank is not None:
-            number("ResidualMerge: rank", rank, least=0, whole=True)
         self.rank = rank
 
     def aggregate(self, server: Server) -> Tensor:

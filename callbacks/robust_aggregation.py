@@ -15,24 +15,24 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    AtLeast,
+    Below,
     FederatedCallback,
+    NonNegativeInt,
     Note,
     Paper,
+    PositiveInt,
     Server,
     UserError,
-    flag,
-    number,
-    one_of,
     ordered_norm,
 )
 
-RULES = ["median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "bulyan"]
 # Each rule needs n ≥ times · f + 3 clients; mixing needs the number that Krum needs.
 NEEDED = {"krum": 2, "multi_krum": 2, "bulyan": 4}
 PIECE = 4096  # coordinates
@@ -106,19 +106,12 @@ class RobustAggregation(FederatedCallback):
         rule: Literal[
             "median", "trimmed_mean", "krum", "multi_krum", "geometric_median", "bulyan"
         ] = "median",
-        trim: float = 0.1,
-        byzantine: int = 1,
-        keep: int | None = None,
+        trim: Annotated[float, AtLeast(0), Below(0.5)] = 0.1,
+        byzantine: NonNegativeInt = 1,
+        keep: PositiveInt | None = None,
         mixing: bool = False,
     ) -> None:
         super().__init__()
-        name = type(self).__name__
-        one_of(f"{name}: rule", rule, RULES)
-        number(f"{name}: trim", trim, least=0, below=0.5)
-        number(f"{name}: byzantine", byzantine, least=0, whole=True)
-        if keep is not None:
-            number(f"{name}: keep", keep, least=1, whole=True, beside="null")
-        flag(f"{name}: mixing", mixing)
         self.rule = rule
         self.trim = trim
         self.byzantine = byzantine

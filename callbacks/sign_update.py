@@ -21,7 +21,6 @@ from fl_lightning.callback import (
     Paper,
     as_array,
     as_tensor,
-    flag,
     message_of,
     once,
     packed,
@@ -68,7 +67,6 @@ class SignUpdate(FederatedCallback):
 
     def __init__(self, per_layer: bool = True) -> None:
         super().__init__()
-        flag("SignUpdate: per_layer", per_layer)
         self.per_layer = per_layer
 
     @once

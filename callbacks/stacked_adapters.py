@@ -21,7 +21,6 @@ from fl_lightning.callback import (
     Server,
     UserError,
     low_rank,
-    one_of,
 )
 
 
@@ -69,7 +68,6 @@ class StackedAdapters(FederatedCallback):
         draw: Literal["round", "client"] = "round",
     ) -> None:
         super().__init__()
-        one_of("StackedAdapters: draw", draw, ["round", "client"])
         self.ranks = ranks
         self.draw = draw
         self._of_client = low_rank.Ranks(ranks, "StackedAdapters")

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Above,
+    AtMost,
     Clients,
     ClientState,
     FederatedCallback,
@@ -22,7 +24,6 @@ from fl_lightning.callback import (
     as_array,
     as_tensor,
     message_of,
-    number,
     once,
 )
 
@@ -63,9 +64,8 @@ class TopKCompression(FederatedCallback):
     of_trained = True
     error = ClientState(synchronised=False)
 
-    def __init__(self, fraction: float = 0.1) -> None:
+    def __init__(self, fraction: Annotated[float, Above(0), AtMost(1)] = 0.1) -> None:
         super().__init__()
-        number("TopKCompression: fraction", fraction, above=0, most=1)
         self.fraction = fraction
 
     @once

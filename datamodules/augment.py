@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import pad
 
+from fl_lightning.accepted import NonNegativeInt, UnitInterval, check, checked, declared
 from fl_lightning.datamodules.samples import Change
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.machine.devices import to_device
@@ -30,6 +31,7 @@ class Draws:
         return Draws(self.offsets[part], self.flips[part])
 
 
+@checked
 @dataclass(frozen=True)
 class CropFlip:
     """Random crop with zero padding, then a horizontal flip with probability 1/2 if ``flip``.
@@ -39,9 +41,9 @@ class CropFlip:
         probability: that an image is cropped; else it stays where it is.
     """
 
-    padding: int = 4
+    padding: NonNegativeInt = 4
     flip: bool = True
-    probability: float = 1.0
+    probability: UnitInterval = 1.0
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CropFlip:
@@ -53,24 +55,14 @@ class CropFlip:
         Raises:
             UserError: another key, or a value that is none.
         """
-        known = [field.name for field in fields(cls)]
+        known = declared(cls.__init__)
         for key, value in given.items():
             if key not in known:
                 raise UserError(
                     f"data.augment: the key {key!r} is not known; accepted are {', '.join(known)}."
                     + suggest(str(key), known)
                 )
-            number = isinstance(value, int | float) and not isinstance(value, bool)
-            if key == "flip" and not isinstance(value, bool):
-                raise UserError(f"data.augment.flip is {value!r}; give true or false.")
-            if key == "padding" and not (number and isinstance(value, int) and value >= 0):
-                raise UserError(
-                    f"data.augment.padding is {value!r}; give a whole number of pixels, from 0."
-                )
-            if key == "probability" and not (number and 0 <= value <= 1):
-                raise UserError(
-                    f"data.augment.probability is {value!r}; give a number from 0 to 1."
-                )
+            check(f"data.augment.{key}", value, known[key])
         return cls(**given)
 
     def draw(self, rng: np.random.Generator, n: int) -> Draws:

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import one_hot
 
+from fl_lightning.accepted import (
+    AtLeast,
+    AtMost,
+    NonNegativeInt,
+    PositiveFloat,
+    UnitInterval,
+    check,
+    checked,
+    declared,
+)
 from fl_lightning.datamodules.rand_augment import changed
 from fl_lightning.datamodules.samples import Batch
 from fl_lightning.errors import UserError, suggest
@@ -51,6 +61,7 @@ class Pixels:
         return (x - self._of(self.mean, x, 0.0)) / self._of(self.std, x, 1.0)
 
 
+@checked
 @dataclass(frozen=True)
 class Crop:
     """A window of the picture's size, at random in the picture with a black frame.
@@ -60,8 +71,8 @@ class Crop:
         probability: that a picture is cropped.
     """
 
-    padding: int = 4
-    probability: float = 1.0
+    padding: NonNegativeInt = 4
+    probability: UnitInterval = 1.0
 
     def __call__(
         self, x: Tensor, y: Tensor, rng: np.random.Generator, pixels: Pixels
@@ -78,11 +89,12 @@ class Crop:
         return windows[torch.arange(n, device=x.device), :, at[:, 0], at[:, 1]], y
 
 
+@checked
 @dataclass(frozen=True)
 class Flip:
     """Left and right exchanged, with a probability."""
 
-    probability: float = 0.5
+    probability: UnitInterval = 0.5
 
     def __call__(
         self, x: Tensor, y: Tensor, rng: np.random.Generator, pixels: Pixels
@@ -91,6 +103,7 @@ class Flip:
         return torch.where(flips.view(-1, 1, 1, 1), x.flip(-1), x), y
 
 
+@checked
 @dataclass(frozen=True)
 class RandAugment:
     """Operations on colours and shape, drawn per picture (Cubuk et al., 2020).
@@ -100,8 +113,8 @@ class RandAugment:
         magnitude: how strong they are, 0 to 30.
     """
 
-    operations: int = 2
-    magnitude: int = 9
+    operations: NonNegativeInt = 2
+    magnitude: Annotated[int, AtLeast(0), AtMost(30)] = 9
 
     def __call__(
         self, x: Tensor, y: Tensor, rng: np.random.Generator, pixels: Pixels
@@ -115,6 +128,7 @@ class RandAugment:
         return pixels.from_bytes(torch.stack(made)).to(x.dtype), y
 
 
+@checked
 @dataclass(frozen=True)
 class Mixup:
     """x and labels of two samples of the batch, λ and 1 − λ of each; λ ~ Beta(alpha, alpha).
@@ -122,8 +136,8 @@ class Mixup:
     H. Zhang et al., 2018. One λ per batch.
     """
 
-    alpha: float = 0.2
-    probability: float = 1.0
+    alpha: PositiveFloat = 0.2
+    probability: UnitInterval = 1.0
 
     def __call__(
         self, x: Tensor, y: Tensor, rng: np.random.Generator, pixels: Pixels
@@ -135,12 +149,13 @@ class Mixup:
         return share * x + (1 - share) * x[other], share * y + (1 - share) * y[other]
 
 
+@checked
 @dataclass(frozen=True)
 class Cutmix:
     """A box of another picture of the batch in each, and labels by area (Yun et al., 2019)."""
 
-    alpha: float = 1.0
-    probability: float = 1.0
+    alpha: PositiveFloat = 1.0
+    probability: UnitInterval = 1.0
 
     def __call__(
         self, x: Tensor, y: Tensor, rng: np.random.Generator, pixels: Pixels
@@ -205,24 +220,14 @@ def augmentations_of(given: Any) -> tuple[Named, ...]:
 
 
 def _made(cls: type[Named], name: str, arguments: Mapping[str, Any]) -> Named:
-    known = {field.name: field.default for field in fields(cls)}
+    known = declared(cls.__init__)
     for key, value in arguments.items():
         if key not in known:
             raise UserError(
                 f"data.augment: {name} has no argument {key!r}; it has {', '.join(known)}."
                 + suggest(str(key), list(known))
             )
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        whole = isinstance(known[key], int)
-        least, most = {"probability": (0, 1), "magnitude": (0, 30)}.get(key, (0, float("inf")))
-        right = number and least <= value <= most and (not whole or isinstance(value, int))
-        if not right or (key == "alpha" and value == 0):
-            bounds = "above 0" if key == "alpha" else f"from {least}"
-            bounds += f" to {most}" if most < float("inf") else ""
-            raise UserError(
-                f"data.augment: {name}'s {key} is {value!r}; give a {'whole ' * whole}number "
-                f"{bounds}."
-            )
+        check(f"data.augment: {name}'s {key}", value, known[key])
     return cls(**arguments)
 
 

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
+from fl_lightning.accepted import BelowOne, PositiveInt
 from fl_lightning.datamodules import batching
 from fl_lightning.datamodules.augment import CropFlip, augmented
 from fl_lightning.datamodules.augmentations import Pixels, augmentations_of, augmented_batches
@@ -37,7 +38,7 @@ from fl_lightning.datamodules.samples import (
     makes_batches,
     one_by_one,
 )
-from fl_lightning.datamodules.split import Split, What, check_given, check_shares, split_samples
+from fl_lightning.datamodules.split import Split, What, check_given, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import (
     card,
@@ -109,27 +110,23 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def __init__(
         self,
         *,
-        num_clients: int | None = None,
+        num_clients: PositiveInt | None = None,
         partition: Partition | None = None,
         biases: Sequence[Bias] = (),
-        batch_size: int | None = 50,
-        val_fraction: float = 0.0,
-        client_test_fraction: float = 0.0,
+        batch_size: PositiveInt | None = 50,
+        val_fraction: BelowOne = 0.0,
+        client_test_fraction: BelowOne = 0.0,
         clients: Sequence[Any] | Mapping[str, Any] | None = None,
         seed: int | None = None,
-        samples: int | None = None,
+        samples: PositiveInt | None = None,
         drop_last: bool = False,
-        eval_batch_size: int | None = None,
+        eval_batch_size: PositiveInt | None = None,
         test_clients: Sequence[Any] | Mapping[str, Any] | None = None,
         pooled: bool = False,
         augment: str | Sequence[str | dict[str, Any]] | None = None,
     ) -> None:
         super().__init__()
         names, given, tests = by_name(clients, test_clients)
-        batching.check_batch_sizes(batch_size, eval_batch_size, drop_last)
-        if num_clients is not None and num_clients < 1:
-            raise UserError(f"num_clients is {num_clients}: give at least 1.")
-        check_shares(val_fraction, client_test_fraction, samples)
         check_given(given, num_clients, partition)
         check_test_clients(tests, client_test_fraction)
         self.batch_size = batch_size

@@ -3,26 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fl_lightning.errors import UserError
-
-
-def check_batch_sizes(batch_size: Any, eval_batch_size: Any, drop_last: Any) -> None:
-    """Refuse sizes that are neither whole numbers above 0 nor None."""
-    for name, size, null in (
-        ("batch_size", batch_size, "the whole client in one batch"),
-        ("eval_batch_size", eval_batch_size, "as many samples as fit"),
-    ):
-        if size is not None and (
-            isinstance(size, bool) or not isinstance(size, int | np.integer) or size < 1
-        ):
-            raise UserError(f"{name} is {size}: give at least 1, or null for {null}.")
-    if not isinstance(drop_last, bool):
-        raise UserError(f"drop_last is {drop_last!r}: give true or false.")
 
 
 def epoch_batches(samples: int, size: int | None, drop_last: bool) -> int:

@@ -5,25 +5,28 @@ They act on whole tensors of pixels in [0, 1] and clip to that range; test data 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
+from fl_lightning.accepted import NonNegativeFloat, checked
 from fl_lightning.datamodules.samples import Change, TensorSamples
 from fl_lightning.errors import UserError
 from fl_lightning.machine.devices import to_device
 from fl_lightning.sampling import generator
 
 
+@checked
 class Bias:
     """Base class of biases."""
 
-    def __init__(self, std: float) -> None:
-        if not (math.isfinite(std) and std >= 0):
-            raise UserError(f"{type(self).__name__}'s std is {std!r}: give a number of at least 0.")
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checked(cls)
+
+    def __init__(self, std: NonNegativeFloat) -> None:
         self.std = std
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:

@@ -9,6 +9,7 @@ from typing import Any, Literal, cast
 import numpy as np
 from torch.utils.data import ConcatDataset, Dataset, Subset
 
+from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.classes import check_classes, relabelled
 from fl_lightning.datamodules.client_tests import OwnTests, check_test_clients
@@ -57,7 +58,7 @@ class FromDatasets(FederatedDataModule):
         targets: Sequence[int] | None = None,
         clients: Sequence[Dataset] | Mapping[str, Dataset] | None = None,  # type: ignore[type-arg]
         collate: Callable[[list[Any]], Any] | None = None,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         test_clients: (
             Sequence[Dataset] | Mapping[str, Dataset] | None  # type: ignore[type-arg]
         ) = None,
@@ -205,9 +206,9 @@ class FromDataModule(FederatedDataModule):
         self,
         datamodule: pl.LightningDataModule | Any,
         targets: Sequence[int] | None = None,
-        batch_size: int | Literal["loader"] | None = "loader",
+        batch_size: PositiveInt | Literal["loader"] | None = "loader",
         drop_last: bool | Literal["loader"] = "loader",
-        num_workers: int | Literal["loader"] = "loader",
+        num_workers: NonNegativeInt | Literal["loader"] = "loader",
         collate: Callable[[Any], Any] | None = None,
         **arguments: Any,
     ) -> None:
@@ -225,8 +226,6 @@ class FromDataModule(FederatedDataModule):
             drop_last=False if drop_last == "loader" else drop_last,
             **arguments,
         )
-        if num_workers != "loader":
-            check_workers(num_workers, None)
         self.prepare_data_per_node = getattr(datamodule, "prepare_data_per_node", True)
         self._targets = targets
         self._collate = collate

@@ -8,16 +8,14 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions import Indices, Partition, check_number, need_samples
+from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
+from fl_lightning.datamodules.partitions import Indices, Partition, need_samples
 from fl_lightning.datamodules.streams import (
     Stream,
     as_arrays,
     by_class,
-    check_choice,
     check_none_empty,
     check_same,
-    check_tool_seed,
-    check_whole,
     rows,
     shuffled,
     stream,
@@ -43,18 +41,14 @@ class Shards(Partition):
 
     def __init__(
         self,
-        per_client: int | None = 2,
-        size: int | None = None,
+        per_client: PositiveInt | None = 2,
+        size: PositiveInt | None = None,
         keep_incomplete: bool = False,
         shuffle: bool = True,
-        tool_seed: int | None = None,
+        tool_seed: NonNegativeInt | None = None,
     ) -> None:
-        for name, value in (("per_client", per_client), ("size", size)):
-            if value is not None:
-                check_whole(self, name, value)
         if per_client is None and size is None:
             raise UserError("Shards: per_client and size are both None: give at least one of them.")
-        check_tool_seed(self, tool_seed)
         self.per_client = per_client
         self.size = size
         self.keep_incomplete = keep_incomplete
@@ -120,16 +114,13 @@ class Sizes(Partition):
 
     def __init__(
         self,
-        sizes: list[int] | Literal["linear", "square", "exponential"] | Callable[[Any], Any],
+        sizes: (
+            list[PositiveInt] | Literal["linear", "square", "exponential"] | Callable[[Any], Any]
+        ),
         shuffle: bool = False,
     ) -> None:
-        if isinstance(sizes, str):
-            check_choice(self, "sizes", sizes, list(GROWTH))
-        elif not callable(sizes):
-            for size in sizes:
-                check_whole(self, "sizes", size)
-            if not len(sizes):
-                raise UserError("Sizes has no sizes: give one whole number per client.")
+        if not callable(sizes) and not len(sizes):
+            raise UserError("Sizes has no sizes: give one whole number per client.")
         self.sizes = sizes
         self.shuffle = shuffle
 
@@ -191,17 +182,13 @@ class Grouped(Partition):
 
     def __init__(
         self,
-        size: int,
+        size: PositiveInt,
         mode: Literal["allow-smaller", "allow-bigger", "drop-remainder", "strict"] = (
             "allow-smaller"
         ),
         order: Literal["seen", "sorted"] = "seen",
         groups: Sequence[int] | Sequence[str] | None = None,
     ) -> None:
-        check_whole(self, "size", size)
-        modes = ["allow-smaller", "allow-bigger", "drop-remainder", "strict"]
-        check_choice(self, "mode", mode, modes)
-        check_choice(self, "order", order, ["seen", "sorted"])
         self.size = size
         self.mode = mode
         self.order = order
@@ -304,18 +291,15 @@ class ByValue(Partition):
         self,
         values: Sequence[float] | None = None,
         column: str | None = None,
-        strictness: float = 1.0,
+        strictness: UnitInterval = 1.0,
         shuffle: bool = True,
-        tool_seed: int | None = None,
+        tool_seed: NonNegativeInt | None = None,
     ) -> None:
         if (values is None) == (column is None):
             raise UserError(
                 "ByValue needs values, one number per training sample, or column, the name of a "
                 "table's column: give one of the two."
             )
-        if not 0 <= strictness <= 1:
-            raise UserError(f"ByValue's strictness is {strictness!r}: give a number from 0 to 1.")
-        check_tool_seed(self, tool_seed)
         self.values = None if values is None else np.asarray(values, np.float32)
         self.column = column
         self.strictness = strictness
@@ -395,15 +379,12 @@ class LabelBuckets(Partition):
     def __init__(
         self,
         array: list[list[float]] | str,
-        per_client: int,
-        preassigned: int = 0,
+        per_client: PositiveInt,
+        preassigned: NonNegativeInt = 0,
         rescale: bool = True,
         shuffle: bool = True,
-        tool_seed: int | None = None,
+        tool_seed: NonNegativeInt | None = None,
     ) -> None:
-        check_whole(self, "per_client", per_client)
-        check_whole(self, "preassigned", preassigned, 0)
-        check_tool_seed(self, tool_seed)
         self.array = array
         self.per_client = per_client
         self.preassigned = preassigned
@@ -500,16 +481,11 @@ class InnerDirichlet(Partition):
 
     def __init__(
         self,
-        sizes: list[int],
-        alpha: float | list[float] | list[list[float]],
+        sizes: list[PositiveInt],
+        alpha: PositiveFloat | list[PositiveFloat] | list[list[PositiveFloat]],
         shuffle: bool = True,
-        tool_seed: int | None = None,
+        tool_seed: NonNegativeInt | None = None,
     ) -> None:
-        for size in sizes:
-            check_whole(self, "sizes", size)
-        for each in np.ravel(alpha).tolist():
-            check_number(self, "alpha", each)
-        check_tool_seed(self, tool_seed)
         self.sizes = sizes
         self.alpha = alpha
         self.shuffle = shuffle

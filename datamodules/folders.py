@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 from torch.utils.data import Dataset
 
+from fl_lightning.accepted import Above, Below, PositiveInt
 from fl_lightning.datamodules.client_tests import OwnTests, stratified
 from fl_lightning.datamodules.digits5 import digits5
 from fl_lightning.datamodules.partitions import ByGroup
@@ -22,7 +23,6 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
-LAYOUTS = ["auto", "folders", "lists", "digits5"]
 # Pictures are decoded once and kept if they take at most this number of bytes.
 IN_MEMORY = 2**30
 
@@ -121,8 +121,8 @@ class FromFolders(FileDataModule):
         mode: str = "RGB",
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
-        clients_per_domain: int = 1,
-        test: float | None = None,
+        clients_per_domain: PositiveInt = 1,
+        test: Annotated[float, Above(0), Below(1)] | None = None,
         leave_out: Sequence[str] = (),
         missing: Literal["refuse", "allow"] = "refuse",
         in_memory: bool | None = None,
@@ -131,17 +131,6 @@ class FromFolders(FileDataModule):
         **arguments: Any,
     ) -> None:
         super().__init__(tests="common", **arguments)
-        if layout not in LAYOUTS:
-            raise UserError(
-                f"data.layout is {layout!r}: give one of {', '.join(LAYOUTS)}."
-                + suggest(layout, LAYOUTS)
-            )
-        if clients_per_domain < 1:
-            raise UserError(f"data.clients_per_domain is {clients_per_domain}: give at least 1.")
-        if test is not None and not 0 < test < 1:
-            raise UserError(f"data.test is {test}: give a share above 0 and below 1, or null.")
-        if missing not in ("refuse", "allow"):
-            raise UserError(f"data.missing is {missing!r}: give 'refuse' or 'allow'.")
         check_normalised(mean, std)
         self.path = Path(path).expanduser()
         self.layout = layout

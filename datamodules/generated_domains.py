@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.samples import TensorSamples
-from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
 
@@ -34,25 +34,16 @@ class GeneratedDomains(FederatedDataModule):
 
     def __init__(
         self,
-        domains: int = 5,
-        classes: int = 5,
-        samples: int = 200,
-        test: int = 100,
-        size: int = 8,
+        domains: PositiveInt = 5,
+        classes: PositiveInt = 5,
+        samples: PositiveInt = 200,
+        test: PositiveInt = 100,
+        size: PositiveInt = 8,
         noise: float = 0.5,
         shift: float = 1.0,
         data_seed: int = 0,
         **arguments: Any,
     ) -> None:
-        for name, value in (
-            ("domains", domains),
-            ("classes", classes),
-            ("samples", samples),
-            ("test", test),
-            ("size", size),
-        ):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UserError(f"data.{name} is {value!r}: give a whole number of at least 1.")
         # A config such as `base` may give a number of clients.
         if arguments.get("partition") is None:
             arguments = {**arguments, "num_clients": None}

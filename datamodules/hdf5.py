@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.file_index import Arrays, indexed, texts, texts_of
 from fl_lightning.datamodules.readers import (
     FileDataModule,
@@ -21,10 +22,9 @@ from fl_lightning.datamodules.readers import (
     ascending,
     missing_package,
 )
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import opened_in_each
 
-KINDS = ["auto", "pixels", "image", "snippets", "tokens", "arrays"]
 # The names of a client's datasets in the file, by kind.
 NAMES = {
     "pixels": ("pixels", "label"),
@@ -78,18 +78,12 @@ class FromHDF5(FileDataModule):
         group: str | None = None,
         kind: Literal["auto", "pixels", "image", "snippets", "tokens", "arrays"] = "auto",
         tests: Literal["own", "common"] | None = None,
-        length: int = 80,
+        length: PositiveInt = 80,
         **arguments: Any,
     ) -> None:
         super().__init__(tests=tests, **arguments)
-        if kind not in KINDS:
-            raise UserError(
-                f"data.kind is {kind!r}: give one of {', '.join(KINDS)}.{suggest(kind, KINDS)}"
-            )
         if (x is None) != (y is None):
             raise UserError(f"data.x is {x!r} and data.y {y!r}: give both names, or neither.")
-        if length < 1:
-            raise UserError(f"data.length is {length}: give at least 1.")
         self.paths = {"train": Path(train).expanduser()}
         for name, path in (("test", test), ("val", val)):
             if path is not None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from fl_lightning.accepted import NonNegativeInt
 from fl_lightning.datamodules.parquet_rows import ParquetRows
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
@@ -118,7 +119,7 @@ class FromHuggingFace(FileDataModule):
         std: Sequence[float] = (),
         length: int = 128,
         tokenizer: str | None = None,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         partition: Partition | None = None,
         num_clients: int | None = None,
         **arguments: Any,

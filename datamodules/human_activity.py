@@ -61,10 +61,6 @@ class HumanActivity(FederatedDataModule):
                 "HumanActivity's augment is true, but there is no augmentation of signals: give "
                 "false."
             )
-        if features not in ("signals", "features"):
-            raise UserError(
-                f"HumanActivity's features is {features!r}: give 'signals' or 'features'."
-            )
         self.root = Path(root)
         self.download = download
         self.features = features

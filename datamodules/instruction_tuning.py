@@ -6,12 +6,13 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.accepted import AtLeast
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.language_modelling import no_pixels
@@ -85,7 +86,7 @@ class InstructionTuning(FederatedDataModule):
         train: str | list[dict[str, Any]] | None = None,
         test: str | list[dict[str, Any]] | None = None,
         template: str = "alpaca",
-        length: int = 512,
+        length: Annotated[int, AtLeast(2)] = 512,
         tokenizer: str | Path | None = None,
         response_only: bool = True,
         pack: bool = False,
@@ -120,8 +121,6 @@ class InstructionTuning(FederatedDataModule):
                 "of them can be held out (val_fraction, client_test_fraction, test_clients, "
                 "pooled). Give data.test, a file of its own, or leave pack out."
             )
-        if length < 2:
-            raise UserError(f"InstructionTuning's length is {length}: give at least 2 tokens.")
         self.root = None if root is None else Path(root)
         self.train = train
         self.test = test

@@ -8,14 +8,14 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.accepted import PositiveFloat, PositiveInt
 from fl_lightning.datamodules.partitions import (
     Indices,
     LazyClients,
     Partition,
-    check_number,
     digest,
 )
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 from fl_lightning.papers import Paper
 from fl_lightning.sampling import generator
 
@@ -98,14 +98,6 @@ class _LabelSkew(Partition):
         return clients
 
 
-def _check_samples(owner: Partition, samples_per_client: int | None) -> None:
-    if samples_per_client is not None and samples_per_client < 1:
-        raise UserError(
-            f"{type(owner).__name__}'s samples_per_client is {samples_per_client}: give at least "
-            "1, or null for an equal share of the training samples."
-        )
-
-
 class Dirichlet(_LabelSkew):
     """Class proportions q_i ~ Dir(alpha · C · prior) for each client (Hsu et al., 2019).
 
@@ -124,18 +116,11 @@ class Dirichlet(_LabelSkew):
 
     def __init__(
         self,
-        alpha: float,
+        alpha: PositiveFloat,
         replacement: bool = False,
-        samples_per_client: int | None = None,
+        samples_per_client: PositiveInt | None = None,
         prior: Literal["uniform", "frequencies"] = "uniform",
     ) -> None:
-        check_number(self, "alpha", alpha)
-        _check_samples(self, samples_per_client)
-        if prior not in ("uniform", "frequencies"):
-            raise UserError(
-                f"Dirichlet's prior is {prior!r}: give 'uniform' or 'frequencies'."
-                + suggest(prior, ["uniform", "frequencies"])
-            )
         self.alpha = alpha
         self.replacement = replacement
         self.samples_per_client = samples_per_client
@@ -157,13 +142,11 @@ class Pathological(_LabelSkew):
     """
 
     def __init__(
-        self, classes: int, replacement: bool = False, samples_per_client: int | None = None
+        self,
+        classes: PositiveInt,
+        replacement: bool = False,
+        samples_per_client: PositiveInt | None = None,
     ) -> None:
-        if not (not isinstance(classes, bool | float) and classes >= 1):
-            raise UserError(
-                f"Pathological's classes is {classes!r}: give a whole number of at least 1."
-            )
-        _check_samples(self, samples_per_client)
         self.classes: int = classes
         self.replacement = replacement
         self.samples_per_client = samples_per_client

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from fl_lightning.accepted import BelowOne, PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.partitions import Contiguous
@@ -48,9 +49,9 @@ class LanguageModelling(FederatedDataModule):
         self,
         root: str | Path = "data",
         file: str = "input.txt",
-        length: int = 64,
+        length: PositiveInt = 64,
         tokenizer: str | Path | None = None,
-        test_fraction: float = 0.1,
+        test_fraction: BelowOne = 0.1,
         biases: Sequence[Bias] = (),
         batch_size: int | None = 16,
         augment: bool = False,
@@ -67,13 +68,6 @@ class LanguageModelling(FederatedDataModule):
                 "LanguageModelling's download is true, but you have to bring the text yourself: "
                 "put it in "
                 "data.root."
-            )
-        if length < 1:
-            raise UserError(f"LanguageModelling's length is {length}: give at least 1 token.")
-        if not 0 <= test_fraction < 1:
-            raise UserError(
-                f"LanguageModelling's test_fraction is {test_fraction}: give a share from 0 to "
-                "below 1."
             )
         self.path = Path(root) / file
         self.length = length

@@ -20,9 +20,8 @@ from fl_lightning.datamodules.leaf_json import User, users_of
 from fl_lightning.datamodules.pictures import Pictures
 from fl_lightning.datamodules.readers import SHOWN, FileDataModule, OfClients, Side, ascending
 from fl_lightning.datamodules.tokens import padded, tokenizer_of
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 
-KINDS = ["auto", "femnist", "shakespeare", "sent140", "celeba", "numbers"]
 ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
 WORDS = re.compile(r"[\w']+|[.,!?;]")
@@ -146,10 +145,6 @@ class FromLEAF(FileDataModule):
         **arguments: Any,
     ) -> None:
         super().__init__(tests=tests, **arguments)
-        if kind not in KINDS:
-            raise UserError(
-                f"data.kind is {kind!r}: give one of {', '.join(KINDS)}.{suggest(kind, KINDS)}"
-            )
         self.path = Path(path).expanduser()
         self.kind = kind
         self.images = None if images is None else Path(images).expanduser()

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions import Indices, Partition, check_number, need_samples
-from fl_lightning.datamodules.streams import by_class, check_same, check_whole, rows, tell_left
+from fl_lightning.accepted import PositiveInt, UnitInterval
+from fl_lightning.datamodules.partitions import Indices, Partition, need_samples
+from fl_lightning.datamodules.streams import by_class, check_same, rows, tell_left
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
@@ -26,9 +27,9 @@ class LabelShares(Partition):
         sizes: samples of each client; None: ⌊N / m⌋ each.
     """
 
-    def __init__(self, shares: list[list[float]] | str, sizes: list[int] | None = None) -> None:
-        for size in sizes or ():
-            check_whole(self, "sizes", size)
+    def __init__(
+        self, shares: list[list[float]] | str, sizes: list[PositiveInt] | None = None
+    ) -> None:
         self.shares = shares
         self.sizes = sizes
         table = rows(shares)
@@ -99,10 +100,7 @@ class Mixed(Partition):
         partition: of the rest; a client's list is the rest's first, then its even part.
     """
 
-    def __init__(self, iid: float, partition: Partition) -> None:
-        check_number(self, "iid", iid, zero=True)
-        if iid > 1:
-            raise UserError(f"Mixed's iid is {iid}: give a share from 0 to 1.")
+    def __init__(self, iid: UnitInterval, partition: Partition) -> None:
         self.iid = iid
         self.partition = partition
 

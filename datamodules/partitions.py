@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import inspect
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from numbers import Real
 from pathlib import Path
 from typing import Any, cast, overload
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fl_lightning.accepted import NonNegativeFloat, checked
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
@@ -80,6 +79,10 @@ class Partition:
 
     needs_labels = True
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checked(cls)
+
     @property
     def clients(self) -> int | None:
         """The number of clients where the partition itself fixes it, else None."""
@@ -127,14 +130,6 @@ def need_samples(num_clients: int, samples: int) -> None:
         )
 
 
-def check_number(owner: Partition, name: str, value: float, zero: bool = False) -> None:
-    """Refuse a value that is not finite and positive (or zero, where that is accepted)."""
-    is_number = isinstance(value, Real) and math.isfinite(value)
-    if not is_number or value < 0 or (value == 0 and not zero):
-        accepted = "a number of at least 0" if zero else "a number above 0"
-        raise UserError(f"{type(owner).__name__}'s {name} is {value!r}: give {accepted}.")
-
-
 class IID(Partition):
     """A shuffled equal split: sizes differ by at most one."""
 
@@ -175,8 +170,7 @@ class QuantitySkew(Partition):
 
     needs_labels = False
 
-    def __init__(self, sigma: float) -> None:
-        check_number(self, "sigma", sigma, zero=True)
+    def __init__(self, sigma: NonNegativeFloat) -> None:
         self.sigma = sigma
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:

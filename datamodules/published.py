@@ -9,17 +9,15 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.partitions import Indices, Partition, check_number, need_samples
+from fl_lightning.accepted import BelowOne, NonNegativeInt, PositiveFloat, PositiveInt
+from fl_lightning.datamodules.partitions import Indices, Partition, need_samples
 from fl_lightning.datamodules.streams import (
     Source,
     Stream,
     as_arrays,
     by_class,
-    check_choice,
     check_none_empty,
     check_share,
-    check_tool_seed,
-    check_whole,
     integers,
     shuffled,
     stream,
@@ -29,7 +27,6 @@ from fl_lightning.datamodules.streams import (
 from fl_lightning.errors import UserError
 from fl_lightning.papers import Paper
 
-SOURCES = ["flwr", "pfllib", "niid-bench", "fl-bench"]
 TRIES = 1000
 TRIES_OF_FLWR = 11
 
@@ -62,20 +59,14 @@ class DirichletByClass(Partition):
 
     def __init__(
         self,
-        alpha: float | list[float],
+        alpha: PositiveFloat | list[PositiveFloat],
         source: Source = "flwr",
-        min_samples: int | None = None,
+        min_samples: PositiveInt | None = None,
         balance: bool | None = None,
         shuffle: bool | None = None,
-        tool_seed: int | None = None,
-        test_share: float = 0.0,
+        tool_seed: NonNegativeInt | None = None,
+        test_share: BelowOne = 0.0,
     ) -> None:
-        for each in alpha if isinstance(alpha, list | tuple) else [alpha]:
-            check_number(self, "alpha", each)
-        check_choice(self, "source", source, SOURCES)
-        if min_samples is not None:
-            check_whole(self, "min_samples", min_samples)
-        check_tool_seed(self, tool_seed)
         check_share(self, test_share, source)
         self.alpha = alpha
         self.source = source
@@ -172,17 +163,13 @@ class LabelsPerClient(Partition):
 
     def __init__(
         self,
-        classes: int,
+        classes: PositiveInt,
         source: Literal["pfllib", "niid-bench", "flwr"] = "pfllib",
         balance: bool = True,
         mode: Literal["random", "deterministic", "first-deterministic"] = "random",
-        tool_seed: int | None = None,
-        test_share: float = 0.0,
+        tool_seed: NonNegativeInt | None = None,
+        test_share: BelowOne = 0.0,
     ) -> None:
-        check_whole(self, "classes", classes)
-        check_choice(self, "source", source, ["pfllib", "niid-bench", "flwr"])
-        check_choice(self, "mode", mode, ["random", "deterministic", "first-deterministic"])
-        check_tool_seed(self, tool_seed)
         check_share(self, test_share, source)
         self.classes = classes
         self.source = source

@@ -13,14 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from fl_lightning.accepted import NonNegativeInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup
-from fl_lightning.datamodules.reading import Workers, check_workers
+from fl_lightning.datamodules.reading import Workers
 from fl_lightning.datamodules.samples import DatasetSamples
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 
 # Number of clients whose samples are kept in memory.
 KEPT = 1000
@@ -119,20 +120,14 @@ class FileDataModule(FederatedDataModule):
     def __init__(
         self,
         tests: Literal["own", "common"] | None = None,
-        num_workers: int = 0,
+        num_workers: NonNegativeInt = 0,
         **arguments: Any,
     ) -> None:
-        if tests not in (None, "own", "common"):
-            raise UserError(
-                f"data.tests is {tests!r}: give 'own', 'common' or null."
-                + suggest(str(tests), ["own", "common"])
-            )
         # A config such as `base` may give a number, but the files decide how many clients there
         # are.
         if arguments.get("partition") is None:
             arguments = {**arguments, "num_clients": None}
         super().__init__(**arguments)
-        check_workers(num_workers, None)
         self.tests = tests
         self._workers = Workers(num_workers)
         self._files: list[Path] = []

@@ -220,16 +220,11 @@ def own_generator(dataset: Any) -> str:
 
 
 def check_workers(number: Any, dataset: Any) -> None:
-    """Refuse an invalid number, and datasets whose random numbers would depend on it.
+    """Refuse datasets whose random numbers would depend on the number of processes that read.
 
     Raises:
         UserError: names the setting and the way out.
     """
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise UserError(
-            f"num_workers is {number!r}: give the number of processes that read ahead, from 0 "
-            "(none)."
-        )
     if number and (where := own_generator(dataset)):
         raise UserError(
             f"num_workers is {number}, but the dataset keeps a random generator of its own "

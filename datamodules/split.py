@@ -247,27 +247,6 @@ def check_partition(partition: Partition, num_clients: int | None, labels: objec
         )
 
 
-def check_shares(val_fraction: float, client_test_fraction: float, samples: int | None) -> None:
-    """Refuse shares of the data, or of each client's, and numbers of samples that are none."""
-    if samples is not None and (
-        isinstance(samples, bool) or not isinstance(samples, int) or samples < 1
-    ):
-        raise UserError(
-            f"samples is {samples!r}: give how many training samples are used, 1 or more; None: "
-            "all."
-        )
-    for name, share, zero in (
-        ("val_fraction", val_fraction, "the training data from 0 (validate on the test set)"),
-        (
-            "client_test_fraction",
-            client_test_fraction,
-            "each client's samples from 0 (hold none out)",
-        ),
-    ):
-        if not 0 <= share < 1:
-            raise UserError(f"{name} is {share}: give a share of {zero} to below 1.")
-
-
 def without_held_out(clients: Sequence[Any], kept: Indices, total: int) -> LazyClients:
     """Each client's own list without what is held out, as positions into ``kept``.
 

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices, Partition
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.sampling import generator
 
@@ -85,33 +85,8 @@ def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: 
     return pairs
 
 
-def check_choice(owner: Partition, name: str, value: Any, accepted: list[str]) -> None:
-    if value not in accepted:
-        raise UserError(
-            f"{type(owner).__name__}'s {name} is {value!r}: give one of {', '.join(accepted)}."
-            + suggest(str(value), accepted)
-        )
-
-
-def check_whole(owner: Partition, name: str, value: Any, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise UserError(
-            f"{type(owner).__name__}'s {name} is {value!r}: give a whole number of at least "
-            f"{least}."
-        )
-
-
-def check_tool_seed(owner: Partition, tool_seed: int | None) -> None:
-    if tool_seed is not None:
-        check_whole(owner, "tool_seed", tool_seed, 0)
-
-
 def check_share(owner: Partition, share: float, source: str) -> None:
-    """Refuse an invalid share of test samples, or one that the source does not support."""
-    if not 0 <= share < 1:
-        raise UserError(
-            f"{type(owner).__name__}'s test_share is {share}: give a share from 0 to below 1."
-        )
+    """Refuse a share of test samples that the source does not support."""
     if share and source not in ("pfllib", "fl-bench"):
         raise UserError(
             f"{type(owner).__name__}'s test_share is {share:g}, which source='pfllib' and "

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.checks import number
+from fl_lightning.accepted import Above, Below, check
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.frames import located
@@ -19,7 +19,7 @@ from fl_lightning.datamodules.partitions import ByGroup, Partition
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.table_columns import (
     Encoding,
-    check_choices,
+    Kind,
     check_rule,
     held_out,
     joined_tables,
@@ -110,7 +110,7 @@ class FromTable(FederatedDataModule):
         separator: str = ",",
         classes: Sequence[str | int] | None = None,
         regression: bool = False,
-        encode: Literal["one-hot", "codes"] | dict[str, str] | None = None,
+        encode: Kind | dict[str, Kind] | None = None,
         drop_first: bool = False,
         missing: Literal["refuse", "drop"] = "refuse",
         missing_marks: Sequence[str] = ("?",),
@@ -122,7 +122,6 @@ class FromTable(FederatedDataModule):
     ) -> None:
         if isinstance(path, Mapping):
             client = client or "client"
-        check_choices(missing=missing, scale=scale)
         refuse_both(client, partition, classes, regression)
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
@@ -132,7 +131,7 @@ class FromTable(FederatedDataModule):
             partition = ByGroup()
             num_clients = None
         if isinstance(test, (int, float)):
-            number("data.test", test, above=0, below=1, beside="a file")
+            check("data.test", test, Annotated[float, Above(0), Below(1)])
         elif isinstance(test, Mapping):
             check_rule(test)
         elif test is not None:
@@ -143,7 +142,7 @@ class FromTable(FederatedDataModule):
         self._paths = {str(name): located("path", under(root, one)) for name, one in paths.items()}
         self.path = next(iter(self._paths.values()))
         self.columns = None if columns is None else list(columns)
-        self.encoding = Encoding(encode, drop_first)  # type: ignore[arg-type]
+        self.encoding = Encoding(encode, drop_first)
         self.missing = missing
         self.missing_marks = list(missing_marks)
         self.above = above

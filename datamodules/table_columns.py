@@ -12,9 +12,8 @@ from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices
 from fl_lightning.datamodules.tables import Table, is_missing, is_number, ordered, truths
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 
-KINDS = ["one-hot", "codes"]
 SMALL = 1e-9
 Kind = Literal["one-hot", "codes"]
 
@@ -85,16 +84,6 @@ class Encoding:
     given: Kind | Mapping[str, Kind] | None
     drop_first: bool = False
     categories: dict[str, list[str]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        by_column = isinstance(self.given, Mapping)
-        kinds = list(self.given.values()) if isinstance(self.given, Mapping) else [self.given]
-        for kind in kinds:
-            if kind not in KINDS and (by_column or kind is not None):
-                raise UserError(
-                    f"data.encode has {kind!r}: give 'one-hot' or 'codes', or a kind by column, "
-                    "{column: kind}." + suggest(str(kind), KINDS)
-                )
 
     def kind(self, column: str) -> str | None:
         """How a column is encoded, where it is."""
@@ -182,14 +171,6 @@ def check_rule(test: Mapping[str, Any]) -> None:
             f"data.test is of type dict, {dict(test)!r}: give a share, a file, or "
             "{'share': 0.34, 'rule': 'sklearn', 'seed': 43}, which splits as train_test_split does."
         )
-
-
-def check_choices(missing: str, scale: str | None) -> None:
-    """Refuse other words than are known."""
-    if missing not in ("refuse", "drop"):
-        raise UserError(f"data.missing is {missing!r}: give 'refuse' or 'drop'.")
-    if scale not in (None, "client", "all"):
-        raise UserError(f"data.scale is {scale!r}: give 'client', 'all' or null.")
 
 
 def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> None:

@@ -17,7 +17,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning import reading, sampling
-from fl_lightning.checks import flag, number, one_of
+from fl_lightning.accepted import (
+    Above,
+    AtLeast,
+    AtMost,
+    Below,
+    BelowOne,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    UnitInterval,
+    check,
+)
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import Given
 from fl_lightning.learner.layout import Layout
@@ -61,7 +73,12 @@ if TYPE_CHECKING:
 __all__ = [
     "CLASS_LABELS",
     "UNIFORM_OPTIMUM",
+    "Above",
+    "AtLeast",
+    "AtMost",
     "Base",
+    "Below",
+    "BelowOne",
     "Blocks",
     "ClientState",
     "Clients",
@@ -70,9 +87,13 @@ __all__ = [
     "FederatedCallback",
     "Layout",
     "Message",
+    "NonNegativeFloat",
+    "NonNegativeInt",
     "Note",
     "Paper",
     "Part",
+    "PositiveFloat",
+    "PositiveInt",
     "Refusal",
     "RunBinding",
     "RunFacts",
@@ -80,19 +101,18 @@ __all__ = [
     "Scratch",
     "Server",
     "ServerState",
+    "UnitInterval",
     "Upload",
     "UserError",
     "as_array",
     "as_tensor",
     "bits_of",
-    "flag",
+    "check",
     "generator",
     "levels_of",
     "low_rank",
     "message_of",
-    "number",
     "once",
-    "one_of",
     "ordered_norm",
     "ordered_sum",
     "packed",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
@@ -310,20 +310,6 @@ def count_participants(participation: str | int | float, num_clients: int) -> in
     return max(1, int(exact + Fraction(1, 2)))
 
 
-def rate(name: str, value: object) -> None:
-    """Refuse a decay that is neither a finite number above 0 nor a schedule.
-
-    0 is refused as well: with 0 ** t the first round would be the only one that learns.
-    """
-    if isinstance(value, Schedule):
-        return
-    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < math.inf:
-        raise UserError(
-            f"{name}={value!r} is not accepted; it has to be a number above 0, such as 0.998 (1 "
-            "is no decay), or a schedule."
-        )
-
-
 def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
     """Refuse a decay that becomes negative, or too large for single precision, within a run.
 
@@ -413,91 +399,3 @@ def check_optimizer(name: str, optimizer: Any) -> None:
                     f"{name}: {kind} has {option}={value!r}; it has to be a number that single "
                     "precision holds."
                 )
-
-
-def seed(value: object) -> None:
-    """Refuse a seed that is no integer from 0."""
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise UserError(
-            f"seed={value!r} is not accepted; it has to be an integer from 0, or None for the "
-            "run's."
-        )
-
-
-def one_of(option: str, value: object, accepted: Collection[str | bool]) -> None:
-    """Refuse a word that is not known.
-
-    >>> one_of("weighting", "sample", ["uniform", "samples"])
-    Traceback (most recent call last):
-    fl_lightning.errors.UserError: weighting='sample' is not known; accepted are 'uniform', \
-'samples'. Did you mean 'samples'?
-    """
-    if value not in accepted:
-        known = ", ".join(map(repr, accepted))
-        hint = suggest(str(value), map(str, accepted))
-        raise UserError(f"{option}={value!r} is not known; accepted are {known}.{hint}")
-
-
-def number(
-    option: str,
-    value: Any,
-    *,
-    above: float | None = None,
-    least: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    whole: bool = False,
-    finite: bool = True,
-    beside: str = "",
-) -> None:
-    """Refuse a value that is not a number, or a number out of bounds.
-
-    Args:
-        above, least, most, below: the bounds; without ``most`` and ``below`` it has to be finite.
-        whole: only integers.
-        finite: False: infinity is accepted.
-        beside: what else the option takes, for the text.
-
-    >>> number("trim", 0.7, least=0, below=0.5)
-    Traceback (most recent call last):
-    fl_lightning.errors.UserError: trim=0.7 is not accepted; it has to be a number from 0 to \
-below 0.5.
-    """
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    fits = is_number and (
-        (above is None or value > above)
-        and (least is None or value >= least)
-        and (most is None or value <= most)
-        and (below is None or value < below)
-        and (not finite or abs(value) < math.inf)
-        and (not whole or isinstance(value, Integral))
-    )
-    if fits:
-        return
-    bounds = ""
-    if above is not None:
-        bounds = f" above {above:g}"
-    if least is not None:
-        bounds = f" from {least:g}"
-    if most is not None:
-        bounds += f" up to {most:g}"
-    if below is not None:
-        bounds += f" to below {below:g}"
-    kind = "an integer" if whole else "a number"
-    also = f", or {beside}" if beside else ""
-    raise UserError(f"{option}={value!r} is not accepted; it has to be {kind}{bounds}{also}.")
-
-
-def positive(option: str, value: object, whole: bool = False, or_auto: bool = False) -> None:
-    """Refuse all but None and numbers above 0 (``or_auto``: and ``"auto"``)."""
-    if value is None or (or_auto and value == "auto"):
-        return
-    if whole and isinstance(value, float) and value.is_integer():
-        value = int(value)
-    number(option, value, above=0, whole=whole, beside="auto" if or_auto else "")
-
-
-def flag(option: str, value: object) -> None:
-    """Refuse what is neither true nor false."""
-    if not isinstance(value, bool):
-        raise UserError(f"{option}={value!r} is not accepted; it is true or false.")

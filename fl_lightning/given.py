@@ -9,6 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.accepted import checked
+
 # A longer list is data, and not a setting.
 LONGEST = 1000
 
@@ -18,9 +20,13 @@ class NotKnown(Exception):
 
 
 class Given:
-    """Notes the arguments of its subclasses' ``__init__``, for :func:`described`."""
+    """Checks arguments of its subclasses' ``__init__``, and notes them for :func:`described`."""
 
     _made_with: tuple[dict[str, Any], list[str]]
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checked(cls)
 
     def __new__(cls, /, *arguments: Any, **named: Any) -> Any:
         made = super().__new__(cls)

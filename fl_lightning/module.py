@@ -6,18 +6,20 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, checks, description
+from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import pretrained
+from fl_lightning.learner.buffers import BufferWord
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
 from fl_lightning.learner.modules import TRANSFER
@@ -33,7 +35,7 @@ from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.settings import AUTO, OptimizerFactory, Settings
+from fl_lightning.round.settings import AUTO, EngineName, OptimizerFactory, Settings
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.checkpoint_io import check_readable
@@ -109,30 +111,34 @@ class FederatedModule(LearnerHooks):
         learner: nn.Module,
         *,
         participation: int | float | str = 0.1,
-        sampling: str = "uniform",
-        local_epochs: float | None = None,
-        local_steps: int | None = None,
+        sampling: Literal["uniform", "bernoulli", "poisson"] = "uniform",
+        local_epochs: PositiveFloat | None = None,
+        local_steps: PositiveInt | None = None,
         client_optimizer: OptimizerFactory | None = None,
-        client_scheduler: str = "ignore",
-        lr_decay: float | Schedule = 1.0,
-        clip_norm: float | None = None,
-        accumulate: int = 1,
+        client_scheduler: Literal["ignore", "rounds", "local_steps"] = "ignore",
+        lr_decay: PositiveFloat | Schedule = 1.0,
+        clip_norm: PositiveFloat | None = None,
+        accumulate: PositiveInt = 1,
         keep_optimizer_state: bool = False,
         server_optimizer: OptimizerFactory | None = None,
-        server_lr_decay: float | Schedule = 1.0,
-        weighting: str = "uniform",
-        buffers: str | Mapping[str, str] = "average",
-        on_nonfinite: str = "stop",
+        server_lr_decay: PositiveFloat | Schedule = 1.0,
+        weighting: Literal["uniform", "samples"] = "uniform",
+        buffers: BufferWord | Mapping[str, BufferWord] = "average",
+        on_nonfinite: Literal["stop", "skip"] = "stop",
         init_from: str | None = None,
-        engine: str = AUTO,
-        clients_at_once: int | float | str = "auto",
-        workers: int | float | str = "auto",
-        capture: bool | str = "auto",
-        seed: int | None = None,
+        engine: EngineName = AUTO,
+        clients_at_once: PositiveInt | Literal["auto"] = "auto",
+        workers: PositiveInt | Literal["auto"] = "auto",
+        capture: bool | Literal["auto"] = "auto",
+        seed: NonNegativeInt | None = None,
         strict_resume: bool = True,
         asynchronous: Buffered | None = None,
     ) -> None:
         given = locals()
+        for name in ("local_steps", "clients_at_once", "workers"):
+            if isinstance(given[name], float) and given[name].is_integer():
+                given[name] = int(given[name])
+        check_arguments(FederatedModule.__init__, given)
         super().__init__()
         self.automatic_optimization = False
         explain_to_other_trainers(FederatedModule)

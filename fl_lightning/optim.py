@@ -8,17 +8,17 @@ correction.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from math import inf
 from typing import overload
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.errors import UserError
+from fl_lightning.accepted import BelowOne, NonNegativeFloat, PositiveFloat, checked
 from fl_lightning.papers import Paper
 
 
+@checked
 class _Adaptive(Optimizer):
     """m ← β1 m + (1 - β1) d; v as each class has it; w ← w + η m / (√v + τ).
 
@@ -28,23 +28,12 @@ class _Adaptive(Optimizer):
     def __init__(
         self,
         params: Iterable[nn.Parameter],
-        lr: float,
-        beta1: float,
-        beta2: float,
-        tau: float,
+        lr: NonNegativeFloat,
+        beta1: BelowOne,
+        beta2: BelowOne,
+        tau: PositiveFloat,
         bias_correction: bool,
     ) -> None:
-        name = type(self).__name__
-        for option, value, fine, accepted in (
-            ("lr", lr, 0 <= lr < inf, "from 0"),
-            ("beta1", beta1, 0 <= beta1 < 1, "from 0, below 1"),
-            ("beta2", beta2, 0 <= beta2 < 1, "from 0, below 1"),
-            ("tau", tau, 0 < tau < inf, "above 0"),
-        ):
-            if not fine:
-                raise UserError(
-                    f"{name}: {option}={value!r} is not accepted; it has to be a number {accepted}."
-                )
         defaults = {
             "lr": lr,
             "beta1": beta1,

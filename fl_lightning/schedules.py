@@ -5,9 +5,12 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
+from typing import Annotated, Any
 
-from fl_lightning.errors import UserError
+from fl_lightning.accepted import AtLeast, FiniteFloat, checked
 
+# A number of rounds that is no integer is no mistake.
+Rounds = Annotated[int | float, AtLeast(1)]
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest number in single precision
 
 
@@ -17,6 +20,10 @@ class Schedule(ABC):
     >>> [Exponential(0.5)(t) for t in range(3)]
     [1.0, 0.5, 0.25]
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checked(cls)
 
     @abstractmethod
     def __call__(self, round: int) -> float: ...
@@ -35,9 +42,9 @@ class Exponential(Schedule):
     [0.1, 0.05, 0.025]
     """
 
-    def __init__(self, gamma: float, scale: float = 1.0) -> None:
-        self.gamma = _finite("Exponential: gamma", gamma)
-        self.scale = _finite("Exponential: scale", scale)
+    def __init__(self, gamma: FiniteFloat, scale: FiniteFloat = 1.0) -> None:
+        self.gamma = gamma
+        self.scale = scale
 
     def __call__(self, round: int) -> float:
         try:
@@ -53,10 +60,10 @@ class Cosine(Schedule):
     [0.1, 0.075, 0.05, 0.05]
     """
 
-    def __init__(self, rounds: int, end: float = 0.0, scale: float = 1.0) -> None:
-        self.rounds = _rounds("Cosine", rounds)
-        self.end = _finite("Cosine: end", end)
-        self.scale = _finite("Cosine: scale", scale)
+    def __init__(self, rounds: Rounds, end: FiniteFloat = 0.0, scale: FiniteFloat = 1.0) -> None:
+        self.rounds = rounds
+        self.end = end
+        self.scale = scale
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
@@ -72,10 +79,10 @@ class Linear(Schedule):
     [0.0, 0.25, 0.5, 1.0, 1.0]
     """
 
-    def __init__(self, start: float, end: float, rounds: int) -> None:
-        self.start = _finite("Linear: start", start)
-        self.end = _finite("Linear: end", end)
-        self.rounds = _rounds("Linear", rounds)
+    def __init__(self, start: FiniteFloat, end: FiniteFloat, rounds: Rounds) -> None:
+        self.start = start
+        self.end = end
+        self.rounds = rounds
 
     def __call__(self, round: int) -> float:
         if round >= self.rounds:
@@ -90,10 +97,10 @@ class Steps(Schedule):
     [1.0, 1.0, 0.1, 0.1]
     """
 
-    def __init__(self, values: dict[int, float]) -> None:
+    def __init__(self, values: dict[int, FiniteFloat]) -> None:
         self.values: dict[int, float] = {}
         for t, value in values.items():
-            self.values[int(t)] = float(_finite(f"Steps: the value of round {t}", value))
+            self.values[int(t)] = float(value)
 
     def __call__(self, round: int) -> float:
         past = [t for t in self.values if t <= round]
@@ -114,19 +121,6 @@ def decay_text(decay: float | Schedule) -> str:
     if decay == 1.0:
         return ""
     return f" × {decay!r}" if isinstance(decay, Schedule) else f" × {decay:g}^t"
-
-
-def _rounds(what: str, value: int) -> int:
-    # Said so that NaN is refused, too; a number of rounds that is no integer is no mistake.
-    if not (isinstance(value, int | float) and value >= 1):
-        raise UserError(f"{what}: rounds={value!r} is not accepted; it has to be at least 1.")
-    return value
-
-
-def _finite(what: str, value: float) -> float:
-    if not isinstance(value, int | float) or not math.isfinite(value):
-        raise UserError(f"{what}={value!r} is not accepted; it has to be a finite number.")
-    return value
 
 
 def arguments(of: object) -> str:

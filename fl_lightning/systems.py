@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from torch import Tensor
 
 from fl_lightning.aggregation import traffic
-from fl_lightning.callback import FederatedCallback, number
+from fl_lightning.callback import Above, AtLeast, AtMost, BelowOne, FederatedCallback, PositiveFloat
 from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods
 from fl_lightning.round.cohort import Cohort
@@ -84,13 +84,11 @@ class SystemHeterogeneity(FederatedCallback):
 
     def __init__(
         self,
-        dropout: float = 0.0,
-        min_work: float = 1.0,
+        dropout: BelowOne = 0.0,
+        min_work: Annotated[float, Above(0), AtMost(1)] = 1.0,
         availability: float | Sequence[float] | None = None,
     ) -> None:
         super().__init__()
-        number("SystemHeterogeneity: dropout", dropout, least=0, below=1)
-        number("SystemHeterogeneity: min_work", min_work, above=0, most=1)
         self.dropout = dropout
         self.min_work = min_work
         self.availability = availability
@@ -142,7 +140,10 @@ class VirtualClock(FederatedCallback):
     cannot_run_with = {"select": "the clock has to know beforehand who is drawn"}
 
     def __init__(
-        self, devices: Devices, deadline: float | None = None, over_selection: float = 1.0
+        self,
+        devices: Devices,
+        deadline: PositiveFloat | None = None,
+        over_selection: Annotated[float, AtLeast(1)] = 1.0,
     ) -> None:
         super().__init__()
         if not isinstance(devices, Devices):
@@ -150,9 +151,6 @@ class VirtualClock(FederatedCallback):
                 f"VirtualClock: devices={devices!r} is not accepted: give "
                 "fl_lightning.systems.Devices(compute=…)."
             )
-        if deadline is not None:
-            number("VirtualClock: deadline", deadline, above=0)
-        number("VirtualClock: over_selection", over_selection, least=1)
         self.devices = devices
         self.deadline = deadline
         self.over_selection = over_selection

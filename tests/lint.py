@@ -32,7 +32,9 @@ TRIALS = ("tests", "benchmarks")
 # Three storeys: the core runs any method, parts are what a run is made of, the workbench is
 # around runs.
 CORE = """
-errors lightning given papers reading notes
+errors lightning papers reading notes
+accepted
+given
 machine sampling schedules metrics storage
 optim learner
 checks
@@ -248,7 +250,7 @@ def breaches_of_methods() -> Iterator[str]:
     A logger that measures after a round may import what measuring needs.
     """
     shown = ("progress_bar", "run_card", "__init__")  # what is drawn for a reader
-    measures = {"checks", "errors", "metrics", "machine.processes", "sampling", "round.sums"}
+    measures = {"accepted", "errors", "metrics", "machine.processes", "sampling", "round.sums"}
     measures.add("storage.files")
     for name, others in graph().items():
         if not name.startswith("callbacks.") or name.split(".")[-1] in shown:

@@ -58,7 +58,7 @@ def test_a_number_decays_geometrically_and_a_schedule_is_its_value() -> None:
         (lambda: Linear(0.0, 1.0, rounds=math.nan), "Linear: rounds=nan"),  # type: ignore[arg-type]
         (lambda: Linear("0", 1.0, rounds=3), "Linear: start='0'"),  # type: ignore[arg-type]
         (lambda: Exponential(math.inf), "Exponential: gamma=inf"),
-        (lambda: Steps({2: math.nan}), "Steps: the value of round 2=nan"),
+        (lambda: Steps({2: math.nan}), "Steps: values={2: nan}"),
     ],
 )
 def test_what_is_no_schedule_is_refused(make: Any, words: str) -> None:

@@ -10,6 +10,7 @@ import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
 
+from fl_lightning.accepted import declared, words_of
 from fl_lightning.errors import UserError, suggest
 
 FIT = """\
@@ -267,11 +268,14 @@ def _kinds(cls: type) -> Iterator[tuple[str, str]]:
     for base in reversed(cls.__mro__):
         if base is object or "__init__" not in vars(base):
             continue
+        accepted = declared(vars(base)["__init__"])
         for name, parameter in inspect.signature(vars(base)["__init__"]).parameters.items():
             kind = parameter.annotation
             words = [kind] if isinstance(kind, str) else []
             if isinstance(kind, type):
                 words = [kind.__name__]
+            if name in accepted:
+                words = [words_of(accepted[name])]
             if parameter.default is parameter.empty:
                 words.append("to be given")
             else:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from jsonargparse import ArgumentParser
 
+from fl_lightning.accepted import PLAIN, declared, suggested
 from fl_lightning.cli.compose import class_name, plain_yaml
 from fl_lightning.cli.dataset_errors import fault_of_datasets
 from fl_lightning.errors import UserError, suggest
@@ -66,17 +67,6 @@ def listed(names: Iterable[str]) -> str:
     """The names in one line, as many as a paragraph can take."""
     line = ", ".join(names)
     return line if len(line) <= 300 else line[:300].rsplit(", ", 1)[0] + ", …"
-
-
-_PLAIN = {
-    "NoneType": "null",
-    "str": "text",
-    "bool": "true or false",
-    "int": "a whole number",
-    "float": "a number",
-    "list": "a list",
-    "Sequence": "a list",
-}
 
 
 def _class_at(path: str, config: dict[str, Any], options: list[str]) -> str:
@@ -208,7 +198,7 @@ class Refusal:
         for pattern, say in of_options.items():
             if match := re.match(pattern, self.message):
                 return say(*match.groups())
-        if text := fault_of_datasets(self.option, self.config):
+        if text := fault_of_datasets(self.option, self.config) or self._not_as_declared():
             return text
         for pattern, say in of_values.items():
             match = re.match(pattern, self.leaf)
@@ -281,6 +271,25 @@ class Refusal:
 
     # --------------------------------------------------------------------- of their values
 
+    def _not_as_declared(self) -> str:
+        """The paragraph for an argument whose class declares what it accepts."""
+        owner, _, name = self.option.rpartition(".")
+        given = re.search(r"Got value: (.*)", self.leaf)
+        value = given[1] if given else self.innermost
+        listed_there = self.config.get(owner)
+        names = [_class_at(owner, self.config, self.options)]
+        if owner == "model":
+            names = ["FederatedModule"]
+        elif isinstance(listed_there, list):
+            names = [class_name(item) for item in listed_there]
+        for cls in [self.known[each] for each in names if each in self.known]:
+            for init in [vars(base).get("__init__") for base in cls.__mro__]:
+                hint = declared(init).get(name) if inspect.isfunction(init) else None
+                if hint is not None and value and "class_path" not in value:
+                    accepted = suggested(value, hint)
+                    return f"{self.option}: {value!r} is not accepted; it has to be {accepted}"
+        return ""
+
     def _not_in_init_args(self) -> str:
         """Report keys on the same level as a class_path, at the option or below it."""
         nodes = list(self.config.items())
@@ -348,12 +357,12 @@ class Refusal:
         types = []
         for path in re.findall(r"<class '([\w.]+)'>", line or self.leaf):
             name = class_name(path)
-            words = _PLAIN.get(name, name)
-            if name in self.known and name not in _PLAIN:
+            words = PLAIN.get(name, name)
+            if name in self.known and name not in PLAIN:
                 words = f"a {name} ({listed(_choices(self.known[name]))})"
             types.append(words)
         if re.search(r"\b(Sequence|[Ll]ist)\[", line):
-            types.insert(0, _PLAIN["list"])
+            types.insert(0, PLAIN["list"])
         for option, typed in _given(self.options):
             spaced = re.sub(r"([{,]\s*\w+):(?=[^\s/])", r"\1: ", typed)
             if option == self.option and typed.startswith("{") and spaced != typed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.checks import positive
 from fl_lightning.evaluation.averages import has_base
 from fl_lightning.machine.processes import gathered
 
@@ -23,9 +23,8 @@ class Measurement(FederatedCallback):
     role = "measurement"
     of_samples = True  # the logged values are computed from clients' samples
 
-    def __init__(self, every_n_rounds: int | None = 10) -> None:
+    def __init__(self, every_n_rounds: PositiveInt | None = 10) -> None:
         super().__init__()
-        positive(f"{type(self).__name__}: every_n_rounds", every_n_rounds, whole=True)
         self.every_n_rounds = None if every_n_rounds is None else int(every_n_rounds)
         self._ended = self._measured = self._validated = -1  # rounds
 

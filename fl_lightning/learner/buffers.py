@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
+from typing import Literal
 
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.learner.modules import lightning_base
 
-WORDS = ("average", "keep", "own")
+BufferWord = Literal["average", "keep", "own"]
 # The end of its class name identifies a normalisation layer, torch's and users' alike.
 NORM = re.compile(r"norm(base|\dd)?$", re.IGNORECASE)
 STATISTIC = re.compile(r"^(running|moving)_(mean|var|variance|std)$")

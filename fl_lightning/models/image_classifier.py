@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
+from fl_lightning.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 
@@ -34,22 +34,12 @@ class ImageClassifier(pl.LightningModule):
     def __init__(
         self,
         network: nn.Module,
-        num_classes: int,
-        lr: float = 0.1,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
+        num_classes: Annotated[int, AtLeast(2)],
+        lr: FiniteFloat = 0.1,
+        weight_decay: FiniteFloat = 0.0,
+        momentum: FiniteFloat = 0.0,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-            if not math.isfinite(value):
-                raise UserError(
-                    f"ImageClassifier: {name}={value!r} is not accepted; it has to be a finite "
-                    "number."
-                )
-        if num_classes < 2:
-            raise UserError(
-                f"ImageClassifier: num_classes={num_classes!r} is not accepted; it has to be 2 at "
-                "least."
-            )
+        check_arguments(ImageClassifier.__init__, locals())
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = built_network(network, "ImageClassifier")

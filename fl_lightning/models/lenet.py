@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import max_pool2d
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.errors import UserError
 from fl_lightning.given import Given
 
@@ -29,7 +30,11 @@ class LeNet(Given, nn.Module):
     smallest_input = 16
 
     def __init__(
-        self, num_classes: int, in_channels: int = 3, input_size: int = 32, channels: int = 64
+        self,
+        num_classes: int,
+        in_channels: int = 3,
+        input_size: int = 32,
+        channels: PositiveInt = 64,
     ) -> None:
         super().__init__()
         # Each convolution removes four pixels per side, and each pooling halves the rest.
@@ -39,8 +44,6 @@ class LeNet(Given, nn.Module):
                 f"LeNet's input_size is {input_size}: give at least {self.smallest_input}, or use "
                 "MLP for smaller images."
             )
-        if channels < 1:
-            raise UserError(f"LeNet's channels is {channels}: give at least 1, such as 16 or 64.")
         self.conv1 = nn.Conv2d(in_channels, channels, 5)
         self.conv2 = nn.Conv2d(channels, channels, 5)
         self.fc1 = nn.Linear(channels * side * side, 384)

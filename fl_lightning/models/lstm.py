@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fl_lightning.accepted import FiniteFloat, PositiveInt, check_arguments
 from fl_lightning.errors import UserError
 from fl_lightning.given import Given
 from fl_lightning.models.image_classifier import built_network
@@ -35,23 +35,14 @@ class LSTM(Given, nn.Module):
 
     def __init__(
         self,
-        tokens: int,
-        num_classes: int | None = None,
-        embedding: int = 8,
-        hidden: int = 256,
-        layers: int = 2,
-        projection: int | None = None,
+        tokens: PositiveInt,
+        num_classes: PositiveInt | None = None,
+        embedding: PositiveInt = 8,
+        hidden: PositiveInt = 256,
+        layers: PositiveInt = 2,
+        projection: PositiveInt | None = None,
         outputs: Literal["last", "each"] = "last",
     ) -> None:
-        sizes = {"tokens": tokens, "embedding": embedding, "hidden": hidden, "layers": layers}
-        optional = {"num_classes": num_classes, "projection": projection}
-        for name, size in {**sizes, **optional}.items():
-            if name in optional and size is None:
-                continue
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise UserError(f"LSTM's {name} is {size!r}: give a whole number from 1.")
-        if outputs not in ("last", "each"):
-            raise UserError(f"LSTM's outputs is {outputs!r}: give 'last' or 'each'.")
         super().__init__()
         self.tokens = tokens
         self.outputs = outputs
@@ -96,15 +87,11 @@ class NextToken(Predictions):
     def __init__(
         self,
         network: nn.Module,
-        lr: float = 1.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
+        lr: FiniteFloat = 1.0,
+        weight_decay: FiniteFloat = 0.0,
+        momentum: FiniteFloat = 0.0,
     ) -> None:
-        for name, value in (("lr", lr), ("weight_decay", weight_decay), ("momentum", momentum)):
-            if not math.isfinite(value):
-                raise UserError(
-                    f"NextToken: {name}={value!r} is not accepted; it has to be a finite number."
-                )
+        check_arguments(NextToken.__init__, locals())
         super().__init__()
         self.save_hyperparameters(ignore=["network"])
         self.network = built_network(network, "NextToken")

@@ -6,12 +6,13 @@ ResNet-20 with BatchNorm is as in FedALS; the others are its relatives.
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError
 from fl_lightning.given import Given
 
 # Number of groups in group normalisation, as in ResNet18GN.
@@ -68,15 +69,10 @@ class ResNet20(Given, nn.Module):
         self,
         num_classes: int,
         in_channels: int = 3,
-        norm: str = "batch",
+        norm: Literal["batch", "group"] = "batch",
         depth: int = 20,
         width: int = 16,
     ) -> None:
-        if norm not in ("batch", "group"):
-            raise UserError(
-                f"ResNet20's norm is {norm!r}: give 'batch' or 'group'."
-                f"{suggest(norm, ['batch', 'group'])}"
-            )
         if depth < 8 or depth % 6 != 2:
             raise UserError(f"ResNet20's depth is {depth}: give 6 k + 2, such as 20, 32, 44, 56.")
         if width < 2 or width % 2:

@@ -6,7 +6,6 @@ modules give it.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
+from fl_lightning.accepted import FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import pl
 from fl_lightning.models import pretrained
@@ -85,19 +85,15 @@ class TextLearner(Predictions):
         config: dict[str, Any] | None,
         trainable: Sequence[str] | None,
         lora: dict[str, Any] | None,
-        lr: float,
-        weight_decay: float,
+        lr: FiniteFloat,
+        weight_decay: FiniteFloat,
         base_dtype: str = "float32",
         quantize: int | None = None,
         gradient_checkpointing: bool = False,
         **fixed: Any,
     ) -> None:
+        check_arguments(TextLearner.__init__, locals())
         name = type(self).__name__
-        for option, value in (("lr", lr), ("weight_decay", weight_decay)):
-            if not math.isfinite(value):
-                raise UserError(
-                    f"{name}: {option}={value!r} is not accepted; it has to be a finite number."
-                )
         super().__init__()
         base = (base_dtype, quantize, gradient_checkpointing)
         self.network: Any = pretrained.network(

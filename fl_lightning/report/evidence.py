@@ -10,7 +10,7 @@ import numpy as np
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.report.claims import Claim
-from fl_lightning.report.runs import Column, Found, ReportedRun
+from fl_lightning.report.runs import Found, ReportedRun
 from fl_lightning.report.scores import has_lost, over_time, reached, score_of
 from fl_lightning.report.verdicts import Evidence
 
@@ -316,20 +316,9 @@ def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
     >>> spearman([1, 2, 3], [1.0, 4.0, 9.0]), spearman([1, 2], [3.0, 3.0])
     (1.0, None)
     """
-    if len(x) < 2:
+    if len(set(x)) < 2 or len(set(y)) < 2:
         return None
-    a = _ranks(np.asarray(x, dtype=float))
-    b = _ranks(np.asarray(y, dtype=float))
-    a = a - a.mean()
-    b = b - b.mean()
-    size = math.sqrt(float(a @ a) * float(b @ b))
-    # Rounding may make the product larger than 1 by the last bit.
-    return max(-1.0, min(1.0, float(a @ b) / size)) if size else None
+    # A second of imports, which only claims of a trend need.
+    from scipy.stats import spearmanr
 
-
-def _ranks(values: Column) -> Column:
-    """From 1 on; equal values have the mean of their places."""
-    _, where, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    ranks: Column = (last - (counts - 1) / 2)[where]
-    return ranks
+    return float(spearmanr(x, y).statistic)

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, Final, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
 from fl_lightning import checks
-from fl_lightning.checks import one_of, positive
 from fl_lightning.errors import UserError
-from fl_lightning.learner.buffers import WORDS as BUFFER_WORDS
 from fl_lightning.schedules import Schedule
 from fl_lightning.virtual.buffered import Buffered
 
@@ -25,7 +23,8 @@ STACKED = "stacked"
 PLANNED = (SEQUENTIAL, CONCURRENT, STACKED)
 # It trains as the sequential engine, which its plan names; "auto" is a choice between engines.
 DEBUG = "debug"
-AUTO = "auto"
+AUTO: Final = "auto"
+EngineName = Literal["auto", "sequential", "concurrent", "stacked", "debug"]
 
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -69,35 +68,16 @@ class Settings:
         if isinstance(self.participation, Real):
             number = int if isinstance(self.participation, Integral) else float
             object.__setattr__(self, "participation", number(self.participation))
-        one_of("sampling", self.sampling, ("uniform", "bernoulli", "poisson"))
         for name in ("client_optimizer", "server_optimizer"):
             check_factory(name, getattr(self, name))
-        positive("local_epochs", self.local_epochs)
-        positive("local_steps", self.local_steps, whole=True)
-        positive("clip_norm", self.clip_norm)
-        checks.number("accumulate", self.accumulate, least=1, whole=True)
-        object.__setattr__(self, "accumulate", int(self.accumulate))
-        checks.rate("lr_decay", self.lr_decay)
-        checks.rate("server_lr_decay", self.server_lr_decay)
-        checks.seed(self.seed)
-        one_of("client_scheduler", self.client_scheduler, ("ignore", "rounds", "local_steps"))
-        one_of("weighting", self.weighting, ("uniform", "samples"))
         if isinstance(self.buffers, Mapping):
             words = {str(pattern): word for pattern, word in self.buffers.items()}
             object.__setattr__(self, "buffers", words)
-            for pattern, word in words.items():
-                one_of(f"buffers[{pattern!r}]", word, BUFFER_WORDS)
-        else:
-            one_of("buffers", self.buffers, BUFFER_WORDS)
-        one_of("on_nonfinite", self.on_nonfinite, ("stop", "skip"))
-        one_of("engine", self.engine, (AUTO, *PLANNED, DEBUG))
-        one_of("capture", self.capture, ("auto", True, False))
-        for name in ("clients_at_once", "workers"):
+        # Numbers of NumPy become Python's.
+        for name in ("accumulate", "local_steps", "clients_at_once", "workers", "seed"):
             value = getattr(self, name)
-            positive(name, value, whole=True, or_auto=True)
-            object.__setattr__(self, name, value if isinstance(value, str) else int(value))
-        if self.local_steps is not None:
-            object.__setattr__(self, "local_steps", int(self.local_steps))
+            if isinstance(value, Integral):
+                object.__setattr__(self, name, int(value))
         self._check_asynchronous()
 
     def _check_asynchronous(self) -> None:

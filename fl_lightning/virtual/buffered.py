@@ -11,11 +11,18 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
 
 import numpy as np
 
-from fl_lightning.checks import number, one_of
+from fl_lightning.accepted import (
+    Above,
+    AtMost,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    checked,
+)
 from fl_lightning.errors import UserError
 from fl_lightning.papers import Paper
 from fl_lightning.sampling import generator
@@ -29,29 +36,24 @@ class Staleness(Protocol):
     def weight(self, staleness: int) -> float: ...
 
 
+@checked
 @dataclass(frozen=True)
 class Polynomial:
     """σ(τ) = (1 + τ)^-a."""
 
-    a: float
-
-    def __post_init__(self) -> None:
-        number("Polynomial: a", self.a, least=0)
+    a: NonNegativeFloat
 
     def weight(self, staleness: int) -> float:
         return float((1 + staleness) ** -self.a)
 
 
+@checked
 @dataclass(frozen=True)
 class Hinge:
     """σ(τ) = 1 up to τ = b, then 1 / (a (τ - b) + 1)."""
 
-    a: float
-    b: float
-
-    def __post_init__(self) -> None:
-        number("Hinge: a", self.a, least=0)
-        number("Hinge: b", self.b, least=0)
+    a: NonNegativeFloat
+    b: NonNegativeFloat
 
     def weight(self, staleness: int) -> float:
         return 1.0 if staleness <= self.b else 1 / (self.a * (staleness - self.b) + 1)
@@ -60,6 +62,7 @@ class Hinge:
 WORDS: dict[str, Staleness] = {"inverse_sqrt": Polynomial(0.5), "constant": Polynomial(0.0)}
 
 
+@checked
 @dataclass(frozen=True)
 class Buffered:
     """Clients train all the time, and the server steps when ``size`` of them have delivered.
@@ -86,38 +89,23 @@ class Buffered:
     )
 
     devices: Devices
-    size: int | None = None
-    concurrency: int = 100
-    staleness: str | Polynomial | Hinge = "inverse_sqrt"
-    mixing: float | None = None
+    size: PositiveInt | None = None
+    concurrency: PositiveInt = 100
+    staleness: Literal["inverse_sqrt", "constant"] | Polynomial | Hinge = "inverse_sqrt"
+    mixing: Annotated[float, Above(0), AtMost(1)] | None = None
     normalise: bool = False
-    max_staleness: int | None = None
+    max_staleness: NonNegativeInt | None = None
 
     def __post_init__(self) -> None:
         name = "asynchronous=Buffered: "
         if not isinstance(self.devices, Devices):
             raise UserError(
                 f"{name}devices={self.devices!r} is not accepted: give "
-                "fl_lightning.systems.Devices("
-                "compute=…)."
+                "fl_lightning.systems.Devices(compute=…)."
             )
         if self.size is None:
             object.__setattr__(self, "size", 10 if self.mixing is None else 1)
-        number(name + "size", self.size, above=0, whole=True)
-        number(name + "concurrency", self.concurrency, above=0, whole=True)
-        if isinstance(self.staleness, str):
-            one_of(name + "staleness", self.staleness, tuple(WORDS))
-        elif not isinstance(self.staleness, Polynomial | Hinge):
-            raise UserError(
-                f"{name}staleness={self.staleness!r}. Accepted: inverse_sqrt, constant, "
-                "Polynomial(a), Hinge(a, b)."
-            )
-        if self.max_staleness is not None:
-            number(name + "max_staleness", self.max_staleness, least=0, whole=True)
-        if self.mixing is None:
-            return
-        number(name + "mixing", self.mixing, above=0, most=1)
-        if self.size != 1 or self.normalise:
+        if self.mixing is not None and (self.size != 1 or self.normalise):
             raise UserError(
                 f"{name}mixing={self.mixing:g} is FedAsync, whose server steps at each delivery: "
                 "leave size and normalise out."

@@ -13,14 +13,16 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.checks import number
+from fl_lightning.accepted import Above, AtMost, NonNegativeFloat, PositiveFloat, check, checked
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
+Speed = Annotated[float, Above(0), AtMost(math.inf)]
 Speeds = NDArray[np.float64]  # (m,), of every client
 TICKS = 1_000_000  # a second
 
@@ -33,6 +35,7 @@ class Distribution(ABC):
         """The numbers ``(m,)``; ``purpose``: "" for computing, "up", "down"."""
 
 
+@checked
 @dataclass(frozen=True)
 class Constant(Distribution):
     """The same for all.
@@ -41,15 +44,13 @@ class Constant(Distribution):
         seconds_per_step: of a local step; as a bandwidth, bytes a second.
     """
 
-    seconds_per_step: float
-
-    def __post_init__(self) -> None:
-        number("Constant: seconds_per_step", self.seconds_per_step, above=0)
+    seconds_per_step: PositiveFloat
 
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
         return np.full(m, float(self.seconds_per_step))
 
 
+@checked
 @dataclass(frozen=True)
 class LogNormal(Distribution):
     """median · exp(σ z_i), z_i ~ N(0, 1).
@@ -59,12 +60,8 @@ class LogNormal(Distribution):
         sigma: σ; 0 is the same for all.
     """
 
-    median: float
-    sigma: float
-
-    def __post_init__(self) -> None:
-        number("LogNormal: median", self.median, above=0)
-        number("LogNormal: sigma", self.sigma, least=0)
+    median: PositiveFloat
+    sigma: NonNegativeFloat
 
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
         z = generator(seed, purpose or "speed").standard_normal(m)
@@ -97,8 +94,8 @@ class Tiers(Distribution):
                 "(0.1, 1.0)]."
             )
         for share, speed in pairs:
-            number("Tiers: a share", share, least=0)
-            number("Tiers: a tier's number", speed, above=0)
+            check("Tiers: a share", share, NonNegativeFloat)
+            check("Tiers: a tier's number", speed, PositiveFloat)
         total = sum((Fraction(str(share)) for share, _ in pairs), Fraction(0))
         if abs(total - 1) > Fraction(1, 10**9):
             raise UserError(f"Tiers: the shares sum to {float(total):g}. They have to sum to 1.")
@@ -177,19 +174,18 @@ class HalfNormal:
         return abs(z)
 
 
+@checked
 @dataclass(frozen=True)
 class LogNormalJitter:
     """A factor exp(σ z) for each job, z ~ N(0, 1)."""
 
-    sigma: float
-
-    def __post_init__(self) -> None:
-        number("LogNormalJitter: sigma", self.sigma, least=0)
+    sigma: NonNegativeFloat
 
     def factor(self, z: float) -> float:
         return math.exp(self.sigma * z)
 
 
+@checked
 @dataclass(frozen=True)
 class Devices:
     """What the clients run on.
@@ -206,9 +202,9 @@ class Devices:
 
     compute: Distribution
     jitter: HalfNormal | LogNormalJitter | None = None
-    up: float | Distribution = math.inf
-    down: float | Distribution = math.inf
-    latency: float = 0.0
+    up: Speed | Distribution = math.inf
+    down: Speed | Distribution = math.inf
+    latency: NonNegativeFloat = 0.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.compute, Distribution):
@@ -221,10 +217,6 @@ class Devices:
                 f"Devices: jitter={self.jitter!r}. Accepted: None, HalfNormal(), "
                 "LogNormalJitter(sigma)."
             )
-        for name in ("up", "down"):
-            if not isinstance(getattr(self, name), Distribution):
-                number(f"Devices: {name}", getattr(self, name), above=0, finite=False)
-        number("Devices: latency", self.latency, least=0)
 
 
 @dataclass(frozen=True)

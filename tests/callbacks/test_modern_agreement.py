@@ -469,7 +469,7 @@ def test_neutral_settings_are_fedavg_to_the_last_bit() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        (lambda: c.AdamDirection(betas=(1.0, 0.9)), None, "betas=1.0"),
+        (lambda: c.AdamDirection(betas=(1.0, 0.9)), None, r"betas=\(1.0"),
         (lambda: c.AdamDirection(epsilon=0.0), None, "epsilon=0.0"),
         (lambda: c.AdamDirection(share="heads"), None, "share='heads'"),  # type: ignore[arg-type]
         (lambda: c.MuonDirection(variates=True), None, "start='own' and"),

@@ -17,9 +17,12 @@ from fl_lightning.errors import Diverged
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: c.MuonDirection(betas=(0.9,)), r"betas=\(0.9,\) has to be two numbers"),
-        (lambda: c.MuonDirection(betas=(0.9, 0.95, 0.99)), "has to be two numbers"),
-        (lambda: c.AdamDirection(betas=0.9), "betas=0.9 has to be two numbers"),
+        (
+            lambda: c.MuonDirection(betas=(0.9,)),
+            r"betas=\(0.9,\) is not accepted; it has to be 2 values",
+        ),
+        (lambda: c.MuonDirection(betas=(0.9, 0.95, 0.99)), "it has to be 2 values"),
+        (lambda: c.AdamDirection(betas=0.9), "betas=0.9 is not accepted; it has to be 2 values"),
         (lambda: c.MuonDirection(exclude=0.5), "exclude=0.5 has to be patterns"),
         (lambda: c.MuonDirection(exclude="haed.*"), "exclude: no parameter is called 'haed"),
         (lambda: c.GlobalDirection(1.5, "mix"), "alpha=1.5 is not accepted"),

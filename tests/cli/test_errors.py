@@ -123,7 +123,7 @@ OPTIONS = {
     "text for clients": (
         "--data.num_clients",
         "many",
-        ["data.num_clients", "'many'", "a whole number"],
+        ["data.num_clients", "'many'", "an integer from 1"],
     ),
     "no such participation": ("--model.participation", "some", ["participation", "some", "all"]),
     "participation 0": ("--model.participation", 0, ["participation", "0", "fraction"]),
@@ -160,11 +160,11 @@ OPTIONS = {
     "two processes": ("--trainer.devices", 2, ["devices", "2", "federated"]),
     "no checkpoint": ("--ckpt_path", "no.ckpt", ["--ckpt_path", "no.ckpt", "last"]),
     "no value": ("--method.beta", "", ["--method.beta"]),
-    "batch_size 0": ("--data.batch_size", 0, ["batch_size is 0", "at least 1"]),
+    "batch_size 0": ("--data.batch_size", 0, ["batch_size=0", "an integer from 1"]),
     "alpha 0": (
         "--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}",
         "",
-        ["alpha is 0.0", "above 0"],
+        ["alpha=0.0", "above 0"],
     ),
     "alpha beside the class": (
         "--data.partition={class_path: Dirichlet, alpha: 0.1}",
@@ -186,12 +186,12 @@ OPTIONS = {
     "a part of a worker": (
         "--model.workers",
         "1.5",
-        ["workers=1.5", "an integer above 0, or auto"],
+        ["model.workers: '1.5'", "an integer from 1, or 'auto'"],
     ),
     "workers in words": (
         "--model.workers",
         "many",
-        ["workers='many'", "an integer above 0, or auto"],
+        ["model.workers: 'many'", "an integer from 1, or 'auto'"],
     ),
 }
 

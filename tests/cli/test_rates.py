@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from fl_lightning import checks
+from fl_lightning.accepted import PositiveFloat, check
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
@@ -93,7 +94,7 @@ def test_refused(cli: Cli, case: str) -> None:
     ],
 )
 def test_what_stays_finite_is_taken(decay: float | Schedule) -> None:
-    checks.rate("lr_decay", decay)
+    check("lr_decay", decay, PositiveFloat | Schedule)
     checks.rates_over("lr_decay", decay, 500)
 
 

@@ -139,9 +139,18 @@ def test_rounds_clients_and_steps_draw_differently() -> None:
             r"'crops', which is not an augmentation; there are crop, .*Did you mean 'crop'",
         ),
         ([{"crop": {"pad": 2}}], "crop has no argument 'pad'; it has padding, probability"),
-        ([{"flip": {"probability": 2}}], "flip's probability is 2; give a number from 0 to 1"),
-        ([{"randaugment": {"magnitude": 1.5}}], "magnitude is 1.5; give a whole number from 0"),
-        ([{"mixup": {"alpha": 0}}], "mixup's alpha is 0; give a number above 0"),
+        (
+            [{"flip": {"probability": 2}}],
+            "flip's probability=2 is not accepted; it has to be a number from 0 up to 1",
+        ),
+        (
+            [{"randaugment": {"magnitude": 1.5}}],
+            "magnitude=1.5 is .* an integer from 0 up to 30",
+        ),
+        (
+            [{"mixup": {"alpha": 0}}],
+            "mixup's alpha=0 is not accepted; it has to be a number above 0",
+        ),
         ([{"crop": {}, "flip": {}}], "give one name per item"),
     ],
 )

@@ -206,10 +206,13 @@ def test_draws_of_every_accepted_seed_are_what_they_were_and_differ():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"drop_last": "yes"}, "drop_last is 'yes'"),
-        ({"eval_batch_size": 0}, "eval_batch_size is 0: give at least 1"),
-        ({"batch_size": 2.5}, r"batch_size is 2\.5"),
-        ({"batch_size": True}, "batch_size is True"),
+        ({"drop_last": "yes"}, "drop_last='yes' is not accepted; it has to be true or false"),
+        (
+            {"eval_batch_size": 0},
+            "eval_batch_size=0 is not accepted; it has to be an integer from 1",
+        ),
+        ({"batch_size": 2.5}, r"batch_size=2\.5"),
+        ({"batch_size": True}, "batch_size=True"),
     ],
 )
 def test_refusals(options, words):

@@ -104,7 +104,7 @@ def test_without_labels():
 
 def test_what_is_no_share_is_refused():
     for fraction in (-0.1, 1.0, 1.5, float("nan")):
-        with pytest.raises(UserError, match="client_test_fraction is"):
+        with pytest.raises(UserError, match="client_test_fraction="):
             data([[0, 1]], fraction)
 
 

@@ -116,12 +116,12 @@ def test_sizes_are_an_equal_share_or_those_asked_for(given: Any, sizes: list[int
             "Dirichlet's samples_per_client.$",
         ),
         (lambda: Dirichlet(1.0, samples_per_client=26).split(LABELS, 4, 0), "Give at most 25"),
-        (lambda: Dirichlet(1.0, samples_per_client=0), "samples_per_client is 0"),
-        (lambda: Dirichlet(-1.0), "alpha is -1"),
-        (lambda: Pathological(2, samples_per_client=0), "samples_per_client is 0"),
-        (lambda: Pathological(0), "classes is 0"),
-        (lambda: Pathological(1.0), "classes is 1.0"),  # type: ignore[arg-type]  # a YAML's 1.0
-        (lambda: Pathological(True), "classes is True"),
+        (lambda: Dirichlet(1.0, samples_per_client=0), "samples_per_client=0"),
+        (lambda: Dirichlet(-1.0), "alpha=-1"),
+        (lambda: Pathological(2, samples_per_client=0), "samples_per_client=0"),
+        (lambda: Pathological(0), "classes=0"),
+        (lambda: Pathological(1.0), "classes=1.0"),  # type: ignore[arg-type]  # a YAML's 1.0
+        (lambda: Pathological(True), "classes=True"),
         (
             lambda: Pathological(4, replacement=True).split(LABELS, 2, 0),
             "classes is 4, but the training data have 3",

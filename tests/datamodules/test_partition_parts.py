@@ -14,13 +14,14 @@ from fl_lightning.datamodules import (
     IID,
     ByGroup,
     Contiguous,
+    Dirichlet,
     InMemoryDataModule,
     Partition,
     QuantitySkew,
     Saved,
     SortedShards,
 )
-from fl_lightning.datamodules.partitions import LazyClients, check_client, check_number
+from fl_lightning.datamodules.partitions import LazyClients, check_client
 from fl_lightning.datamodules.split import partition_hash
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
@@ -89,12 +90,11 @@ def test_sizes_that_differ_beyond_all_bounds_are_still_sizes() -> None:
 
 
 def test_a_number_that_has_to_be_positive_is_not_zero() -> None:
-    check_number(IID(), "alpha", 1e-300)
-    check_number(IID(), "alpha", 0, zero=True)
+    assert Dirichlet(1e-300).alpha == 1e-300
     value: Any
     for value in (0, -1.0, float("nan"), float("inf"), "1"):
-        with pytest.raises(UserError, match="give a number above 0"):
-            check_number(IID(), "alpha", value)
+        with pytest.raises(UserError, match="it has to be a number above 0"):
+            Dirichlet(value)
 
 
 def test_groups_are_clients_in_ascending_order() -> None:
@@ -161,7 +161,7 @@ def test_what_is_no_index_of_a_sample_is_refused(indices: Any, words: str) -> No
 
 @pytest.mark.parametrize("sigma", [-0.1, float("inf"), float("nan"), "1"])
 def test_a_sigma_is_a_finite_number_of_at_least_zero(sigma: Any) -> None:
-    with pytest.raises(UserError, match=r"QuantitySkew's sigma is .*: give a number of at least 0"):
+    with pytest.raises(UserError, match=r"QuantitySkew: sigma=.*; it has to be a number from 0"):
         QuantitySkew(sigma)
 
 

@@ -247,7 +247,7 @@ def test_a_generator_of_the_datasets_own_cannot_be_shared():
         pids = {int(pid) for batch in data.client_batches(0, 0, 4) for pid in batch[2]}
     assert pids == {os.getpid()}
     for number in (-1, 1.5, True, "two"):
-        with pytest.raises(UserError, match="num_workers is"):
+        with pytest.raises(UserError, match="num_workers="):
             FromDatasets(Samples(), num_clients=2, num_workers=number)
 
 

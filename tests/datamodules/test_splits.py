@@ -261,10 +261,10 @@ def test_what_is_held_out_leaves_imported_lists(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (lambda: DirichletByClass(0.0), "alpha is 0.0"),
-        (lambda: DirichletByClass(1, ANY("pfllibs")), "source is 'pfllibs'.*mean 'pfllib'"),
+        (lambda: DirichletByClass(0.0), "alpha=0.0"),
+        (lambda: DirichletByClass(1, ANY("pfllibs")), "source='pfllibs'.*mean 'pfllib'"),
         (lambda: DirichletByClass(1, test_share=0.2), "client_test_fraction=0.2"),
-        (lambda: DirichletByClass(1, tool_seed=-1), "tool_seed is -1"),
+        (lambda: DirichletByClass(1, tool_seed=-1), "tool_seed=-1"),
         (lambda: DirichletByClass(0.01).split(Y, 40, 0), "in 11 tries with alpha=0.01"),
         (lambda: DirichletByClass([1, 2]).split(Y, 3, 0), "alpha has 2 numbers"),
         (lambda: LabelsPerClient(9).split(Y, 3, 0), "classes is 9, but .* have 4"),
@@ -283,7 +283,7 @@ def test_what_is_held_out_leaves_imported_lists(tmp_path: Path) -> None:
         (lambda: LabelBuckets([[1.0] * 3] * 4, 2).split(Y, 4, 0), r"need \(4, 2\)"),
         (lambda: InnerDirichlet([200, 100], 1.0).split(Y, 2, 0), "the sizes are 300"),
         (lambda: InnerDirichlet([20], [1.0]).split(Y, 1, 0), r"alpha has the shape \(1,\)"),
-        (lambda: Mixed(1.5, IID()), "iid is 1.5"),
+        (lambda: Mixed(1.5, IID()), "iid=1.5"),
         (lambda: Grouped(2).split(Y, 2, 0), "brings no groups"),
     ],
 )

@@ -64,7 +64,7 @@ def test_given_clients_keep_those_of_theirs_that_were_drawn() -> None:
 
 @pytest.mark.parametrize(
     "samples, words",
-    [(201, "there are 200 training samples"), (0, "1 or more"), (1.5, "1 or more")],
+    [(201, "there are 200 training samples"), (0, "an integer from 1"), (1.5, "an integer from 1")],
 )
 def test_more_than_there_are_or_no_number_is_refused(samples: Any, words: str) -> None:
     with pytest.raises(UserError, match=words):

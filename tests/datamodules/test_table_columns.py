@@ -77,7 +77,7 @@ def test_gaps_are_refused_unless_dropped(tmp_path: Path) -> None:
         FromTable(
             table(tmp_path), "sick", missing="drop", num_clients=1, features=["colour"]
         ).setup()
-    with pytest.raises(UserError, match=r"data\.encode has 'onehot'.*Did you mean 'one-hot'"):
+    with pytest.raises(UserError, match=r"FromTable: encode='onehot' .*Did you mean 'one-hot'"):
         FromTable("t.csv", "sick", encode="onehot")  # type: ignore[arg-type]
 
 

@@ -200,8 +200,8 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     ("arguments", "says"),
     [
         ({"length": 10**6}, r"fewer than a window of data\.length 1000000"),
-        ({"length": 0}, "length is 0"),
-        ({"test_fraction": 1.0}, "test_fraction is 1.0"),
+        ({"length": 0}, "length=0"),
+        ({"test_fraction": 1.0}, "test_fraction=1.0"),
         ({"file": "other.txt"}, r"other\.txt', which is not there"),
         ({"file": "latin.txt"}, "cannot be read as UTF-8"),
         ({"download": True}, "you have to bring the text yourself"),

@@ -178,8 +178,11 @@ def test_own_buffers_resume_to_the_same_bits(tmp_path: Any) -> None:
             {"*memry": "own"},
             "no buffer of Remembering is called '\\*memry'; there are embedding_memory",
         ),
-        ({"*": "averaged"}, "buffers\\['\\*'\\]='averaged' is not known; accepted are 'average'"),
-        ("averge", "buffers='averge' is not known"),
+        (
+            {"*": "averaged"},
+            "buffers={'\\*': 'averaged'} is not accepted; it has to be 'average', 'keep' or 'own'",
+        ),
+        ("averge", "buffers='averge' is not accepted"),
     ],
 )
 def test_what_is_refused(given: Any, said: str) -> None:

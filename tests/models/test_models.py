@@ -60,9 +60,7 @@ def test_groups_and_shortcuts():
     ],
 )
 def test_refusals(make):
-    with pytest.raises(
-        UserError, match=r"(input_size is 8|channels is 0|sizes is \[3|num_classes=1)"
-    ):
+    with pytest.raises(UserError, match=r"(input_size is 8|channels=0|sizes is \[3|num_classes=1)"):
         make()
 
 
