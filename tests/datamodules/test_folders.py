@@ -61,6 +61,11 @@ def test_a_domain_is_a_client_and_pictures_are_read_back(domains: Path) -> None:
     assert samples(small, 0)[0][0].shape == (1, 3, 4)
 
 
+def test_the_picture_of_the_partition_names_the_classes(domains: Path) -> None:
+    axes = FromFolders(domains).plot_partition().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["cat", "dog"]
+
+
 def test_classes_and_domains_may_be_named(domains: Path) -> None:
     data = FromFolders(domains, domains=["webcam"], classes=["dog", "cat"])
     assert data.num_clients == 1 and list(data.class_names) == ["dog", "cat"]
