@@ -43,6 +43,7 @@ from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
+from fl_lightning.round.resting import notes_of_restarts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
@@ -344,6 +345,7 @@ class FederatedRun:
         of_clock = systems.notes(settings.asynchronous, self.methods)
         of_learner = accumulation_notes(self.model.learner, settings.accumulate)
         of_learner += scale_notes(self.model.layout, self.methods)
+        of_learner += notes_of_restarts(self.methods.callbacks)
         for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_learner]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:

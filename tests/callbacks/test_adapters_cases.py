@@ -259,3 +259,15 @@ def test_an_adapter_that_does_not_say_its_scale_is_told(method: Any) -> None:
     assert len(says) == 1 and method.__name__ in says[0]
     plain = ours([method()], TRAININGS["sgd"], 1)
     assert not any("has no number called scaling" in text for text in plain.module.run.notes)
+
+
+@pytest.mark.parametrize("method", [c.StackedAdapters, c.TruncatedProduct])
+def test_distances_between_rounds_are_told_to_say_nothing_where_adapters_restart(
+    method: Any,
+) -> None:
+    says = "DivergenceLogger: it compares models of different rounds"
+    run = ours([method(), c.DivergenceLogger()], TRAININGS["sgd"], 1)
+    assert sum(says in text for text in run.module.run.notes) == 1
+    for others in ([method()], [c.FactorSchedule(["B"]), c.DivergenceLogger()]):
+        run = ours(others, TRAININGS["sgd"], 1)
+        assert not any(says in text for text in run.module.run.notes)
