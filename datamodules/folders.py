@@ -242,7 +242,13 @@ class FromFolders(FileDataModule):
             one.x, one.y = listed(self.path, folder / f"{domain}_train.txt")
             if (folder / f"{domain}_test.txt").is_file():
                 one.test_x, one.test_y = listed(self.path, folder / f"{domain}_test.txt")
+            if both := len(set(one.x) & set(one.test_x)):
+                self.tell(
+                    f"{both} pictures of the domain {domain!r} are in its training list and in its "
+                    "test list: its test accuracy is too high"
+                )
             made.append(one)
+        check_labels_agree(made)
         labels = sorted(set().union(*(one.y + one.test_y for one in made)))
         if self.classes is not None and labels and labels[-1] >= len(self.classes):
             raise UserError(
@@ -437,3 +443,28 @@ def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
         files.append(where)
         labels.append(int(label))
     return files, labels
+
+
+def check_labels_agree(domains: Sequence[Domain]) -> None:
+    """Refuse lists in which a folder of one name has different labels.
+
+    Lists whose folders are not classes say nothing: there a folder has several labels, or a label
+    several folders.
+
+    Raises:
+        UserError: with the folder, both domains and both labels.
+    """
+    first: dict[str, tuple[int, str]] = {}
+    for domain in domains:
+        for x, y in ((domain.x, domain.y), (domain.test_x, domain.test_y)):
+            pairs = {(file.parent.name, label) for file, label in zip(x, y, strict=True)}
+            if not len(pairs) == len({name for name, _ in pairs}) == len({y for _, y in pairs}):
+                continue
+            for name, label in sorted(pairs):
+                (other, where) = first.setdefault(name, (label, domain.name))
+                if other != label:
+                    raise UserError(
+                        f"The lists of {domain.name!r} give the folder {name!r} the label {label}, "
+                        f"and those of {where!r} the label {other}. One class needs one label in "
+                        "all domains: number the classes alike in every list."
+                    )

@@ -64,8 +64,8 @@ class FromHDF5(FileDataModule):
         length: of ``snippets``, characters of a window less one.
 
     Raises:
-        UserError: by file and group: numbers of rows that differ, another shape than the first
-            client's, a negative label, a file that is cut off.
+        UserError: by file and group: numbers of rows that differ, another shape or kind of number
+            than the first client's, a negative label, a file that is cut off.
     """
 
     def __init__(
@@ -213,6 +213,14 @@ class FromHDF5(FileDataModule):
             return np.full(len(rows), -1, np.int64)
         if rows.dtype.kind not in "iufb":
             raise UserError(f"{where}: {x!r} holds {rows.dtype}, but x has to be numbers.")
+        first = like.setdefault("type", rows.dtype)
+        like.setdefault("stored", rows.id.get_type())
+        # Bytes may be pictures, which are scaled.
+        if first.kind != rows.dtype.kind or (first == np.uint8) != (rows.dtype == np.uint8):
+            raise UserError(
+                f"{where}: {x!r} holds {rows.dtype}, and {first} in the first client. All need the "
+                "same, since the type says how x is scaled."
+            )
         labels = np.asarray(client[y][()])
         labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
         whole = labels.dtype.kind in "iub"
@@ -266,9 +274,12 @@ def _labels_like_first(clients: Any, name: str, like: dict[str, Any]) -> NDArray
 
     (x, y, kind) = like["names"]
     try:
-        (count, *shape) = h5d.open(clients, f"{name}/{x}".encode()).shape
+        rows = h5d.open(clients, f"{name}/{x}".encode())
+        (count, *shape) = rows.shape
         labels = h5d.open(clients, f"{name}/{y}".encode())
         if tuple(shape) != like["shape"] or labels.shape != (count,):
+            return None
+        if "stored" in like and not rows.get_type().equal(like["stored"]):
             return None
         if kind in UNLABELLED:
             return np.full(count, -1, np.int64)

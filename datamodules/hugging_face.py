@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from fl_lightning.datamodules.readers import FileDataModule, Side, ascending, mi
 from fl_lightning.datamodules.tokens import padded, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 
-SPLITS = ("train", "test", "validation", "val")
+SPLITS = ("train", "test", "validation", "valid", "val", "dev")
+# A file belongs to the split with which its name begins: "test-0", "test.parquet", "test00".
+OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(?![A-Za-z])")
 
 
 class Rows(Dataset[Any]):
@@ -84,13 +87,15 @@ class FromHuggingFace(FileDataModule):
 
     Args:
         data: a ``Dataset`` or ``DatasetDict``, a folder of ``save_to_disk``, or a file or folder
-            of Parquet or Arrow files, whose names begin with their split (``train-….parquet``).
+            of Parquet or Arrow files, whose names begin with their split (``train-….parquet``,
+            ``test.parquet``); files of other names are of the split ``train``.
         x: a column of pictures, numbers, sequences of numbers or texts; or several columns of
             numbers, side by side.
         y: the column to predict: class labels, whole numbers, or texts, which are numbered in
             ascending order of the training rows' values. Numbers with fractions stay float32.
         client: the column that names the clients; None: ``partition`` splits the rows.
-        train, test, val: names of splits.
+        train: the name of a split.
+        test, val: likewise; or other data, in the forms that ``data`` has.
         classes: the values of y in the order of their numbers.
         mode: PIL's, to which pictures are converted; None: as they are.
         image_size: pixels, or ``[height, width]``.
@@ -110,8 +115,8 @@ class FromHuggingFace(FileDataModule):
         y: str,
         client: str | None = None,
         train: str = "train",
-        test: str | None = None,
-        val: str | None = None,
+        test: Any = None,
+        val: Any = None,
         classes: Sequence[str] | None = None,
         mode: str | None = None,
         image_size: int | list[int] | None = None,
@@ -157,20 +162,39 @@ class FromHuggingFace(FileDataModule):
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
             path = Path(self.data).expanduser()
-            found_files = [*sorted(path.rglob("*.arrow")), *sorted(path.rglob("*.parquet"))]
-            self._files = [path] if path.is_file() else found_files
+            self._files = [path] if path.is_file() else files_of_rows(path)
         self.tokens = tokenizer_of(self.tokenizer)
         sides: dict[str, Side | None] = {}
         for side, name in self.splits.items():
-            if name is not None and name not in found:
-                raise UserError(
-                    f"data.{side} is {name!r}, and the data have the splits {', '.join(found)}."
-                    + suggest(name, list(found))
-                )
-            sides[side] = None if name is None else self._side(found[name], name)
+            if name is None:
+                sides[side] = None
+            elif isinstance(name, str) and name in found:
+                sides[side] = self._side(found[name], name)
+            else:
+                sides[side] = self._side(self._other(side, name, list(found)), side)
         train = sides["train"]
         assert train is not None
         return train, sides["test"], sides["val"]
+
+    def _other(self, side: str, given: Any, splits: list[str]) -> Any:
+        """The rows of data that are given in place of a split's name."""
+        if isinstance(given, str | Path):
+            path = Path(given).expanduser()
+            files = [path] if path.is_file() else files_of_rows(path)
+            if not files:
+                raise UserError(
+                    f"data.{side} is {str(given)!r}, and the data have the splits "
+                    f"{', '.join(splits)}.{suggest(str(given), splits)} It may also be the path of "
+                    "other data."
+                )
+            self._files += files
+        found = splits_of(given, side)
+        if len(found) > 1 and side not in found:
+            raise UserError(
+                f"data.{side} has the splits {', '.join(found)}: give data with one split, or "
+                f"with a split {side!r}."
+            )
+        return found[side] if side in found else next(iter(found.values()))
 
     def _side(self, rows: Any, split: str) -> Side:
         name = f"the split {split!r}"
@@ -313,7 +337,11 @@ def package() -> Any:
     return datasets
 
 
-def splits_of(data: Any) -> dict[str, Any]:
+def files_of_rows(path: Path) -> list[Path]:
+    return [*sorted(path.rglob("*.arrow")), *sorted(path.rglob("*.parquet"))]
+
+
+def splits_of(data: Any, option: str = "data") -> dict[str, Any]:
     """The splits of a data set, by name.
 
     Raises:
@@ -321,7 +349,7 @@ def splits_of(data: Any) -> dict[str, Any]:
     """
     datasets = package()
     if isinstance(data, str | Path):
-        data = opened(Path(data).expanduser())
+        data = opened(Path(data).expanduser(), option)
     if isinstance(data, datasets.DatasetDict):
         return dict(data)
     if isinstance(data, datasets.Dataset):
@@ -329,29 +357,36 @@ def splits_of(data: Any) -> dict[str, Any]:
     if isinstance(data, dict):
         return data
     raise UserError(
-        f"data.data is of type {type(data).__name__}: give a Dataset or DatasetDict of the library "
-        "datasets, or the path of a folder or file."
+        f"data.{option} is of type {type(data).__name__}: give a Dataset or DatasetDict of the "
+        "library datasets, or the path of a folder or file."
     )
 
 
-def opened(path: Path) -> Any:
+def opened(path: Path, option: str = "data") -> Any:
     """A folder of save_to_disk, or Parquet or Arrow files by split."""
     datasets = package()
     files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*.arrow")])
     saved = path.is_dir() and any((path / name).exists() for name in STATE)
+    if not saved and not files:
+        folders = sorted(one.name for one in path.iterdir() if one.is_dir())
+        raise UserError(
+            f"{str(path)!r} is not a folder of save_to_disk, and it has no Parquet or Arrow files; "
+            f"its folders are {', '.join(folders)[:200] or 'none'}. Give a folder that has them."
+        )
     try:
         if saved:
             return datasets.load_from_disk(str(path))
         parts: dict[str, list[Path]] = {}
         for file in files:
-            split = next((one for one in SPLITS if file.name.startswith(f"{one}-")), "train")
+            of = OF_SPLIT.match(file.name)
+            split = of.group() if of else "train"
             parts.setdefault(split, []).append(file)
         return {split: rows_of(datasets, own) for split, own in parts.items()}
     except UserError:
         raise
     except Exception as error:  # the library and pyarrow raise many kinds of errors
         raise UserError(
-            f"data.data is {str(path)!r}, which cannot be read ({type(error).__name__}: "
+            f"data.{option} is {str(path)!r}, which cannot be read ({type(error).__name__}: "
             f"{str(error)[:160]}): copy it again."
         ) from None
 

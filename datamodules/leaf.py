@@ -87,7 +87,10 @@ class Kind:
     def _check_finite(self, user: User) -> None:
         for place, x in enumerate(user.x):
             try:
-                finite = bool(np.isfinite(np.asarray(x, np.float32)).all())
+                found = np.asarray(x)
+                # NumPy makes numbers of texts such as "1", and tensors are not made of them.
+                number = found.dtype.kind not in "US"
+                finite = number and bool(np.isfinite(found.astype(np.float32)).all())
             except (TypeError, ValueError, OverflowError):
                 finite = False
             if not finite:

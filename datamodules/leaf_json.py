@@ -153,6 +153,11 @@ def users_of(file: Path, notes: list[str]) -> Iterator[User]:
                 f"The file {str(file)!r} lists the user {name!r}, and user_data has no data of "
                 "this user. Mend the file, or make it again with LEAF's scripts."
             )
+    if listed is not None and (unlisted := sorted(set(found) - set(listed))):
+        notes.append(
+            f"{file.name}: {len(unlisted)} users have data and are not listed in users "
+            f"({', '.join(unlisted[:5])}); they are clients, too"
+        )
     pairs = zip(listed or [], numbers, strict=False)
     differ = [name for name, number in pairs if found[name] != number]
     if differ:

@@ -210,7 +210,7 @@ class Imported(Partition):
         if own.ndim != 1 or not whole:
             raise self._wrong(name, f"has positions of type {own.dtype} and shape {own.shape}")
         own = own.astype(np.int64)
-        if places is None and (own.min() < 0 or own.max() >= total):
+        if own.min() < 0 or (places is None and own.max() >= total):
             place = int(own.min() if own.min() < 0 else own.max())
             raise self._wrong(name, f"has position {place}, and there are {total} samples")
         values, counts = np.unique(own, return_counts=True)
@@ -219,7 +219,7 @@ class Imported(Partition):
         if places is None:
             return own
         # Remove the samples that are held out for validation from the lists.
-        inside = own[(own >= 0) & (own < len(places))]
+        inside = own[own < len(places)]
         left: NDArray[np.int64] = places[inside]
         return left[left >= 0]
 
@@ -257,17 +257,18 @@ def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
         )
     if not path.exists():
         raise UserError(f"The index lists {str(path)!r} are not there: give a file or a folder.")
-    found: Any
-    if path.is_dir():
-        accepted = (".npy", ".json", ".txt")
-        files = [f for f in path.iterdir() if f.suffix in accepted and f.name[0] != "."]
-        found = {file.stem: _one(file) for file in files}
-    else:
-        found = _one(path)
+    found: Any = _of_folder(path) if path.is_dir() else _one(path)
     if isinstance(found, Mapping) and set(found) == {"train", "test"}:
         train, test = found["train"], found["test"]
         pairs = train if isinstance(train, Mapping) else dict(enumerate(train))
         tests = test if isinstance(test, Mapping) else dict(enumerate(test))
+        both_lists = not isinstance(train, Mapping) and len(pairs) != len(tests)
+        if both_lists or set(tests) - set(pairs):
+            raise UserError(
+                f"The index lists {str(path)!r} have {len(pairs)} clients in train and "
+                f"{len(tests)} in test, which do not belong together: give a test list per client "
+                "in the same order or by the same names; it may be empty."
+            )
         found = {k: {"train": own, "test": tests.get(k, [])} for k, own in pairs.items()}
     elif isinstance(found, list):
         found = dict(enumerate(found))
@@ -277,6 +278,11 @@ def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
             "{client: list}."
         )
     named = {_plain(str(name)): own for name, own in found.items()}
+    if len(named) < len(found):
+        raise UserError(
+            f"The index lists {str(path)!r} have clients with one name, such as 'arr_0' and '0': "
+            "rename them."
+        )
     names = list(named)
     numbers = all(name.isdecimal() for name in names)
     names.sort(key=int if numbers else str)
@@ -287,7 +293,23 @@ def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
         pair = own if isinstance(own, Mapping) else {"train": own, "test": None}
         lists.append(pair.get("train", []))
         tests_of.append(pair.get("test"))
+    if any(test is not None for test in tests_of):
+        tests_of = [[] if test is None else test for test in tests_of]
     return names, lists, tests_of
+
+
+def _of_folder(path: Path) -> dict[str, Any]:
+    """The lists of a folder with one file per client."""
+    accepted = (".npy", ".json", ".txt")
+    found: dict[str, Any] = {}
+    for file in sorted(f for f in path.iterdir() if f.suffix in accepted and f.name[0] != "."):
+        if file.stem in found:
+            raise UserError(
+                f"The index lists {str(path)!r} have two files of client {file.stem}: remove one "
+                f"of them, such as {file.name}."
+            )
+        found[file.stem] = _one(file)
+    return found
 
 
 def _plain(name: str) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 SHOWN_IN_TABLE = 20
 SHOWN_IN_FIGURE = 200
 SHOWN_NAMES = 40
+SHOWN_CLASSES = 10
 WIDE_TITLE = 55
 MANY_CLIENTS = 100_000  # with more clients, computing totals takes too long
 
@@ -217,7 +218,7 @@ def partition_figure(data: Partitioned) -> Figure:
     beside.tick_params(labelleft=False, labelsize="x-small")
     beside.set_xlabel("size", fontsize="small")
     _named(axes, data, len(counts))
-    axes.set_xlabel("class" if has_classes else "all samples")
+    _classes_named(axes, data, counts.shape[1] if has_classes else 0)
     axes.set_ylabel("client")
     shown = f"{clients}"
     if len(counts) < clients:
@@ -249,6 +250,16 @@ def _named(axes: Any, data: Partitioned, shown: int) -> None:
         axes.set_yticks(range(0, shown, 1 + shown // 20))
     elif shown <= SHOWN_NAMES:
         axes.set_yticks(range(shown), [str(name)[:12] for name in names], fontsize="x-small")
+
+
+def _classes_named(axes: Any, data: Partitioned, classes: int) -> None:
+    """Write the classes below the picture: their names, or numbers where these are too many."""
+    axes.set_xlabel("class" if classes else "all samples")
+    names = [str(name)[:12] for name in getattr(data, "class_names", ())]
+    if 0 < classes <= SHOWN_CLASSES and len(names) == classes:
+        axes.set_xticks(range(classes), names, fontsize="x-small")
+    else:
+        axes.set_xticks(range(0, classes, 1 + classes // 20))
 
 
 def save_partition(path: Path, split: Split, labels: Indices | None) -> None:

@@ -30,6 +30,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
+from fl_lightning.learner.adapters import scale_notes
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import is_foreign, rank_zero_warn
@@ -42,6 +43,7 @@ from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
+from fl_lightning.round.resting import notes_of_restarts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
@@ -341,8 +343,10 @@ class FederatedRun:
             keeps_optimizer=settings.keep_optimizer_state,
         )
         of_clock = systems.notes(settings.asynchronous, self.methods)
-        of_batches = accumulation_notes(self.model.learner, settings.accumulate)
-        for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_batches]:
+        of_learner = accumulation_notes(self.model.learner, settings.accumulate)
+        of_learner += scale_notes(self.model.layout, self.methods)
+        of_learner += notes_of_restarts(self.methods.callbacks)
+        for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_learner]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:
             whose = "was drawn" if self.resumed_from is None else "is the checkpoint's"

@@ -30,6 +30,7 @@ class Adapter:
         shared_with: path of another module that uses the same frozen weight; empty: none does.
         shapes: of the parameters A and B.
         places: of A and B in a vector ``(D,)``.
+        says_scale: whether the module that holds the pair has a number called ``scaling``.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Adapter:
     shared_with: str
     shapes: tuple[torch.Size, torch.Size]
     places: tuple[slice, slice]
+    says_scale: bool = True
 
     def matrices(self, vector: Tensor) -> tuple[Tensor, Tensor]:
         """A ``(rank, in)`` and B ``(out, rank)``, views into a vector ``(D,)``."""
@@ -103,6 +105,7 @@ def adapters_of(
                 shared_with=others[0] if others else "",
                 shapes=(layout[a][1], layout[b][1]),
                 places=(layout[a][0], layout[b][0]),
+                says_scale=scale_said(holder, own) is not None,
             )
         )
     return adapters
@@ -120,13 +123,32 @@ def beside(path: str, parameters: Mapping[str, nn.Parameter], pair: tuple[str, s
 
 def scale_in(holder: nn.Module | None, adapter: str) -> float:
     """What the module that holds a pair multiplies B·A with; 1 if it does not say."""
-    scaling: Any = getattr(holder, "scaling", 1)
+    said = scale_said(holder, adapter)
+    return 1.0 if said is None else said
+
+
+def scale_said(holder: nn.Module | None, adapter: str) -> float | None:
+    """The number ``scaling`` of the module that holds a pair; None: it has none."""
+    scaling: Any = getattr(holder, "scaling", None)
     if isinstance(scaling, Mapping):
-        scaling = scaling.get(adapter, 1)
+        scaling = scaling.get(adapter)
     if isinstance(scaling, Tensor) and scaling.numel() == 1:
         return float(scaling)
     is_number = isinstance(scaling, (int, float)) and not isinstance(scaling, bool)
-    return float(scaling) if is_number else 1.0
+    return float(scaling) if is_number else None
+
+
+def scale_notes(layout: Any, methods: Any) -> list[str]:
+    """The note about adapters that do not say their scale, where a method computes with it."""
+    asking = [type(each).__name__ for each in methods.callbacks if each.needs_products]
+    silent = [adapter.name for adapter in layout.adapters if not adapter.says_scale]
+    if not asking or not silent:
+        return []
+    return [
+        f"{' and '.join(asking)}: the adapter {silent[0]} has no number called scaling, so its "
+        "product counts as B·A, times 1. If its module multiplies B·A with another number, let "
+        "the module have it as the attribute scaling"
+    ]
 
 
 def users_of_parameters(learner: nn.Module) -> dict[int, list[str]]:
@@ -152,6 +174,9 @@ def why_no_product(layout: Any) -> str:
     for adapter in layout.adapters:
         if any(len(shape) != 2 for shape in adapter.shapes):
             return f"{adapter.a} is an adapter of a convolution"
+        scaling = adapter.a.rpartition(A)[0] + "scaling"
+        if scaling in layout:
+            return f"{scaling}, which multiplies the product, is trained"
         bias = adapter.b.removesuffix("weight") + "bias"
         if bias != adapter.b and bias in layout:
             return f"{bias} is a bias within the adapter (lora_bias)"

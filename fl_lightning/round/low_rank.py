@@ -137,7 +137,8 @@ class Received:
     Args:
         ranks: ``(n,)``: how many rows and columns each client sent.
 
-    ``x`` ``(n, D)``: the clients' models, 0 where they did not train.
+    ``x`` ``(n, D)``: w^t and the clients' updates, 0 where they did not train. Their mean is w^t
+    and the mean update, also under a ``broadcast``, where clients began at another model than w^t.
     """
 
     def __init__(self, server: Server, ranks: Tensor) -> None:
@@ -145,7 +146,7 @@ class Received:
         self.layout = server.layout
         self.held = mask(self.layout, ranks)
         self.ranks = ranks
-        self.x = torch.where(self.held, server.given + server.updates, 0.0).double()
+        self.x = torch.where(self.held, server.w + server.updates, 0.0).double()
         self.weights = server.weights.double()
 
     def stacked(self, adapter: Adapter) -> tuple[Tensor, Tensor]:

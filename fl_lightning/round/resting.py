@@ -233,6 +233,18 @@ def _beside_restarts(other: Any) -> str:
     return ""
 
 
+def notes_of_restarts(callbacks: Sequence[Any]) -> list[str]:
+    """The notes about measurements that compare models of different rounds beside a restart."""
+    restarting = [type(each).__name__ for each in callbacks if each.restarts]
+    measuring = [each for each in callbacks if each.role == "measurement"]
+    comparing = [type(each).__name__ for each in measuring if Resting.kept_vector(each)]
+    return [
+        f"{name}: it compares models of different rounds, and coordinates mean something else "
+        f"after each round of {restarting[0]}. Its numbers do not say how far clients are apart"
+        for name in comparing[: len(comparing) if restarting else 0]
+    ]
+
+
 def why_not_with(callback: Any, facts: Any) -> str:
     """The setting that a method cannot run with; empty if there is none."""
     if callback.restarts and facts.keeps_optimizer:

@@ -112,6 +112,55 @@ def test_dense_weights_move_by_the_mean_of_the_products(how: Training) -> None:
         assert np.abs(dense - frozen - layer.scale * b @ a).max() < 1e-9
 
 
+class Updates(FederatedCallback):
+    """Keeps what the server received: weights and updates of each round."""
+
+    role = "measurement"
+    gathers = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounds: list[Any] = []
+
+    def on_server_update(self, server: Any) -> None:
+        self.rounds.append((server.weights.numpy().copy(), server.updates.numpy().copy()))
+
+
+@pytest.mark.parametrize(
+    "beside", [None, c.QuantizedBroadcast(1), c.LookaheadMomentum(), c.ServerAscent()]
+)
+def test_the_residual_is_the_spread_of_the_updates_whatever_clients_begin_at(beside: Any) -> None:
+    updates = Updates()
+    method = c.ResidualMerge()
+    callbacks = [method, updates, *([beside] if beside else [])]
+    run = ours(callbacks, TRAININGS["adamw"], rounds=3)
+    expected = base_of(Adapted())
+    for p, rows in updates.rounds:
+        for k, layer in enumerate(NET.layers):
+            pairs = [layer.factors(row - p @ rows) for row in rows]
+            spread = sum(weight * b @ a for weight, (a, b) in zip(p, pairs, strict=True))
+            expected[k] = expected[k] + layer.scale * spread
+    for own, theirs in zip(base_of(run.module.learner), expected, strict=True):
+        assert np.abs(own - theirs).max() < 1e-9
+
+
+def test_the_correction_is_of_what_the_server_received_whatever_clients_begin_at() -> None:
+    updates = Updates()
+    callbacks = [c.CorrectedFactor(0.1), updates, c.QuantizedBroadcast(1)]
+    run = ours(callbacks, TRAININGS["adamw"], rounds=3)
+    w = run.start
+    for t, (p, rows) in enumerate(updates.rounds):
+        mean = w + p @ rows
+        for layer in NET.layers:
+            pairs = [layer.factors(w + row) for row in rows]
+            a, b = layer.factors(mean)
+            rest = sum(weight * b_i @ a_i for weight, (a_i, b_i) in zip(p, pairs, strict=True))
+            ridge = a @ a.T + 0.1 * np.eye(layer.rank)
+            mean[layer.b] = (b + (rest - b @ a) @ a.T @ np.linalg.inv(ridge)).ravel()
+        w = run.record.w[t]
+        assert np.abs(w - mean).max() < 1e-9, f"in round {t}"
+
+
 # --------------------------------------------------------------------------- a user's own base
 
 

@@ -25,7 +25,7 @@ from tests.callbacks.test_adapters import (
     ours,
 )
 from tests.helpers.federation import fit
-from tests.helpers.low_rank import Adapted
+from tests.helpers.low_rank import Adapted, LowRank
 from tests.oracles import adapters as oracle
 
 A_NUMBERS = sum(layer.rank * layer.d_in for layer in NET.layers)
@@ -235,3 +235,39 @@ def test_products_of_two_adapters_on_one_weight_are_both_added() -> None:
 def test_tied_weights_of_peft_are_refused_before_round_0(method: Any) -> None:
     with pytest.raises(UserError, match=rf"{method.__name__} changes.*inner.*tied weights"):
         trained(tied, [method()])
+
+
+class OtherName(LowRank):
+    """Its number is called ``scale``."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4, 2, 1.5)
+        self.scale = 3.0
+        del self.scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = nn.functional.linear(x, self.weight, self.bias)
+        return out + self.scale * (x @ self.lora_A.T) @ self.lora_B.T
+
+
+@pytest.mark.parametrize("method", [c.StackedAdapters, c.ResidualMerge, c.PaddedRanks])
+def test_an_adapter_that_does_not_say_its_scale_is_told(method: Any) -> None:
+    learner = Adapted()
+    learner.head = OtherName().double()
+    run = ours([method()], TRAININGS["sgd"], 1, learner)
+    says = [text for text in run.module.run.notes if "the adapter head has no number" in text]
+    assert len(says) == 1 and method.__name__ in says[0]
+    plain = ours([method()], TRAININGS["sgd"], 1)
+    assert not any("has no number called scaling" in text for text in plain.module.run.notes)
+
+
+@pytest.mark.parametrize("method", [c.StackedAdapters, c.TruncatedProduct])
+def test_distances_between_rounds_are_told_to_say_nothing_where_adapters_restart(
+    method: Any,
+) -> None:
+    says = "DivergenceLogger: it compares models of different rounds"
+    run = ours([method(), c.DivergenceLogger()], TRAININGS["sgd"], 1)
+    assert sum(says in text for text in run.module.run.notes) == 1
+    for others in ([method()], [c.FactorSchedule(["B"]), c.DivergenceLogger()]):
+        run = ours(others, TRAININGS["sgd"], 1)
+        assert not any(says in text for text in run.module.run.notes)

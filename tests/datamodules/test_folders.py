@@ -61,6 +61,11 @@ def test_a_domain_is_a_client_and_pictures_are_read_back(domains: Path) -> None:
     assert samples(small, 0)[0][0].shape == (1, 3, 4)
 
 
+def test_the_picture_of_the_partition_names_the_classes(domains: Path) -> None:
+    axes = FromFolders(domains).plot_partition().axes[0]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["cat", "dog"]
+
+
 def test_classes_and_domains_may_be_named(domains: Path) -> None:
     data = FromFolders(domains, domains=["webcam"], classes=["dog", "cat"])
     assert data.num_clients == 1 and list(data.class_names) == ["dog", "cat"]
@@ -116,6 +121,34 @@ def test_lists_name_files_and_labels(domains: Path) -> None:
     (domains / "splits" / "art_train.txt").write_text("art/cat/1.png cat\n")
     with pytest.raises(UserError, match=r"art_train\.txt' has .* in line 1"):
         FromFolders(domains).setup()
+
+
+def test_lists_that_number_classes_otherwise_are_refused(domains: Path) -> None:
+    def lists(domain: str, cat: int, dog: int, test: str = "") -> None:
+        rows = [f"{domain}/cat/{i}.png {cat}\n{domain}/dog/{i}.png {dog}" for i in (1, 2)]
+        (domains / f"{domain}_train.txt").write_text("\n".join(rows))
+        (domains / f"{domain}_test.txt").write_text(test)
+
+    lists("art", 0, 1)
+    lists("webcam", 1, 0)
+    says = r"'webcam' give the folder 'cat' the label 1, and those of 'art' the label 0"
+    with pytest.raises(UserError, match=says):
+        FromFolders(domains, layout="lists").setup()
+    lists("webcam", 0, 1, "webcam/dog/4.png 0")
+    with pytest.raises(UserError, match="'webcam' give the folder 'dog' the label 0"):
+        FromFolders(domains, layout="lists").setup()
+    lists("webcam", 0, 1, "webcam/dog/4.png 1")
+    assert FromFolders(domains, layout="lists").num_clients == 2
+    # Folders that are not classes: one label in two of them.
+    lists("webcam", 1, 1)
+    assert FromFolders(domains, layout="lists", missing="allow").num_clients == 2
+
+
+def test_pictures_that_are_trained_and_tested_on_are_told(domains: Path) -> None:
+    (domains / "art_train.txt").write_text("art/cat/1.png 0\nart/dog/1.png 1\n")
+    (domains / "art_test.txt").write_text("art/cat/1.png 0\nart/dog/2.png 1\n")
+    with pytest.warns(UserWarning, match="1 pictures of the domain 'art' are in its training list"):
+        FromFolders(domains, layout="lists").setup()
 
 
 def test_what_is_damaged_is_refused_by_file(domains: Path) -> None:

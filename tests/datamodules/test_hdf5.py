@@ -116,6 +116,10 @@ def test_other_names_are_given(tmp_path: Path) -> None:
         ({"pixels": np.zeros((2, 28, 28)), "label": np.zeros(3)}, "has 2 rows of .* and 3 of"),
         ({"pixels": np.zeros((2, 28, 28))}, "has no dataset 'label'; it has pixels"),
         ({"pixels": np.zeros((1, 14, 28)), "label": np.zeros(1)}, r"the shape \(14, 28\), and"),
+        (
+            {"pixels": np.zeros((1, 28, 28), np.uint8), "label": np.zeros(1)},
+            "uint8, and float32 in",
+        ),
         ({"pixels": np.zeros((1, 28, 28)), "label": np.array([-1])}, "whole numbers from 0"),
         ({"pixels": np.zeros((1, 28, 28)), "label": np.array([0.5])}, "whole numbers from 0"),
     ],
@@ -124,6 +128,33 @@ def test_damaged_clients_are_refused_by_group(client: Any, what: str, tmp_path: 
     path = written(tmp_path / "a.h5", {"f0": pixels(2), "f1": client})
     with pytest.raises(UserError, match=rf"a\.h5', group 'examples/f1'.*{what}"):
         FromHDF5(path).setup()
+
+
+@pytest.mark.parametrize("names", [{}, {"x": "image", "y": "label"}])
+def test_pictures_as_bytes_and_as_numbers_are_not_mixed(
+    names: dict[str, str], tmp_path: Path
+) -> None:
+    # Bytes become numbers from 0 to 1, channels first; other numbers stay as they are.
+    kinds = [np.uint8, np.float32, np.int64]
+    for i, kind in enumerate(kinds):
+        others = [np.uint8, kind] if i else [kind, kind]
+        own = {
+            f"f{k}": {"image": np.full((2, 4, 4, 3), 9, one), "label": np.zeros(2, np.int64)}
+            for k, one in enumerate(others)
+        }
+        path = written(tmp_path / f"{i}.h5", own)
+        if not i:
+            assert FromHDF5(path, **names).num_clients == 2
+            continue
+        with pytest.raises(UserError, match=rf"examples/f1'.*'image' holds {np.dtype(kind)}, and"):
+            FromHDF5(path, **names).setup()
+
+
+def test_widths_of_numbers_may_differ(tmp_path: Path) -> None:
+    kinds = {"f0": np.float32, "f1": np.float64, "f2": np.float16}
+    own = {name: {"a": np.ones((1, 2), kind), "b": [0]} for name, kind in kinds.items()}
+    data = FromHDF5(written(tmp_path / "a.h5", own), x="a", y="b")
+    assert [read(data, i)[0][0].tolist() for i in range(3)] == [[1, 1]] * 3
 
 
 def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:

@@ -153,6 +153,44 @@ def test_rows_without_a_label_are_refused() -> None:
         FromHuggingFace(made, "a", "y", num_clients=1).setup()
 
 
+@pytest.mark.parametrize(
+    "name", ["test.parquet", "test_0.parquet", "test00.parquet", "test-0.arrow"]
+)
+def test_files_named_by_their_split_are_no_training_rows(name: str, tmp_path: Path) -> None:
+    for file, rows in (("train.parquet", [0, 1, 2]), (name, [3])):
+        part = table().select(rows)
+        if file.endswith("arrow"):
+            part.save_to_disk(tmp_path / "saved")
+            next((tmp_path / "saved").glob("*.arrow")).rename(tmp_path / file)
+            continue
+        part.to_parquet(tmp_path / file)
+    data = FromHuggingFace(tmp_path, "a", "kind", test="test", num_clients=1)
+    assert data.client_sizes().tolist() == [3] and len(data.test_set or ()) == 1
+
+
+def test_a_folder_without_files_of_rows_is_named(tmp_path: Path) -> None:
+    table().save_to_disk(tmp_path / "one")
+    with pytest.raises(UserError, match="has no Parquet or Arrow files; its folders are one"):
+        FromHuggingFace(tmp_path, "a", "kind", num_clients=1).setup()
+
+
+@pytest.mark.parametrize("form", ["rows", "splits", "folder", "file"])
+def test_other_data_are_the_test_rows(form: str, tmp_path: Path) -> None:
+    other = table().select([3])
+    other.save_to_disk(tmp_path / "other")
+    other.to_parquet(tmp_path / "other.parquet")
+    test = {
+        "rows": other,
+        "splits": datasets.DatasetDict(test=other, train=table()),
+        "folder": str(tmp_path / "other"),
+        "file": tmp_path / "other.parquet",
+    }[form]
+    data = FromHuggingFace(table(), "a", "kind", test=test, num_clients=1)
+    assert data.client_sizes().tolist() == [6] and len(data.test_set or ()) == 1
+    batch = next(iter((data.test_set or []).batches(np.array([0]), 1)))  # type: ignore[union-attr]
+    assert float(batch[0][0]) == other[0]["a"]
+
+
 def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
     table().to_parquet(tmp_path / "a.parquet")
     table().remove_columns("b").to_parquet(tmp_path / "b.parquet")

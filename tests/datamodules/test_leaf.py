@@ -197,6 +197,10 @@ def damaged(kind: str, path: Path) -> None:
         "NaN": lambda: written(file, {"a": {"x": [[1.0], [float("nan")]], "y": [1, 0]}}),
         "shape": lambda: written(file, {"a": {"x": [[1.0], [2.0, 3.0]], "y": [1, 0]}}),
         "kind": lambda: written(file, {"a": {"x": [[1.0], "text"], "y": [1, 0]}}),
+        "texts": lambda: (
+            written(file, {"a": {"x": [[1.0], [2.0]], "y": [1, 0]}})
+            and file.write_text(file.read_text().replace("2.0", '"2.0"'))
+        ),
         "negative": lambda: written(file, {"a": {"x": [[1.0]], "y": [-1]}}),
         "fraction": lambda: written(file, {"a": {"x": [[1.0]], "y": [0.5]}}),
         "no x": lambda: (
@@ -220,6 +224,7 @@ def damaged(kind: str, path: Path) -> None:
         ("twice", r"b\.json.*user 'b' .*occurs in .*a\.json"),
         ("lengths", "user 'a' .*has 2 x and 1 y"),
         ("NaN", "user 'a' .*sample 1 with an x that is no finite number"),
+        ("texts", "user 'a' .*sample 1 with an x that is no finite number"),
         ("shape", "user 'a' .*sample 1 whose x is of another kind or length"),
         ("kind", "user 'a' .*sample 1 whose x is of another kind"),
         ("negative", "sample 0 whose y is -1"),
@@ -242,3 +247,13 @@ def test_wrong_numbers_of_samples_are_told(
     with pytest.warns(UserWarning) as told:
         assert data.client_sizes().tolist() == [2]
     assert any("num_samples differs" in str(one.message) for one in told)
+
+
+def test_users_with_data_that_are_not_listed_are_told(tmp_path: Path) -> None:
+    file = tmp_path / "train" / "a.json"
+    written(file, {"a": numbers(2), "b": numbers(1), "c": numbers(1)})
+    file.write_text(file.read_text().replace('["a", "b", "c"]', '["a", "c"]'))
+    data = FromLEAF(tmp_path)
+    with pytest.warns(UserWarning) as told:
+        assert data.client_sizes().tolist() == [2, 1, 1]
+    assert any("1 users have data and are not listed in users (b)" in str(o.message) for o in told)

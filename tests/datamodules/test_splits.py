@@ -221,6 +221,10 @@ def test_lists_of_another_tool_are_read(form: str, tmp_path: Path) -> None:
         ([[0], []], "client 1 has no training samples"),
         ({"a": {"train": [1, 2], "test": [2]}}, "client a trains on position 2 and is tested"),
         ({"a": [[1, 2], [3, 4]]}, "client a has positions of type int64 and shape"),
+        ({"train": [[0], [1]], "test": [[2]]}, "have 2 clients in train and 1 in test"),
+        ({"train": [[0]], "test": [[2], [3]]}, "have 1 clients in train and 2 in test"),
+        ({"train": {"a": [0]}, "test": {"b": [3]}}, "have 1 clients in train and 1 in test"),
+        ({"arr_0": [0], "0": [1]}, "have clients with one name"),
         (7, "have no clients"),
         ({}, "have no clients"),
     ],
@@ -232,6 +236,34 @@ def test_lists_that_cannot_be_are_refused_by_file_and_client(
     path.write_text(json.dumps(lists))
     with pytest.raises(UserError, match=rf"lists\.json.*{what}"):
         data(Imported(path)).setup()
+
+
+@pytest.mark.filterwarnings("ignore:.*are of no client")
+def test_a_client_may_have_no_test_list(tmp_path: Path) -> None:
+    path = tmp_path / "lists.json"
+    forms: list[Any] = [
+        {"a": {"train": [0], "test": [2]}, "b": {"train": [1]}, "c": [3]},
+        {"train": {"a": [0], "b": [1], "c": [3]}, "test": {"a": [2]}},
+    ]
+    for lists in forms:
+        path.write_text(json.dumps(lists))
+        made = data(Imported(path))
+        assert [made.client_indices(i).tolist() for i in range(3)] == [[0], [1], [3]]
+        assert [made.client_test_indices(i).tolist() for i in range(3)] == [[2], [], []]
+
+
+def test_two_files_of_one_client_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "0.txt").write_text("1")
+    np.save(tmp_path / "0.npy", [2])
+    with pytest.raises(UserError, match="have two files of client 0"):
+        Imported(tmp_path)
+
+
+def test_a_position_below_0_is_refused_beside_held_out_samples(tmp_path: Path) -> None:
+    path = tmp_path / "lists.json"
+    path.write_text(json.dumps([[0, 1, 2, -1], list(range(3, 240))]))
+    with pytest.raises(UserError, match="client 0 has position -1"):
+        data(Imported(path), val_fraction=0.25).setup()
 
 
 def test_files_that_hold_no_lists_are_refused(tmp_path: Path) -> None:

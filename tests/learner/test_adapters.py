@@ -166,6 +166,14 @@ def test_what_adds_something_else_is_refused_by_name(peft: Any, given: Any, says
         check_products(layout, "Flex")
 
 
+def test_a_scale_that_is_trained_is_refused_by_name() -> None:
+    learner = Adapted()
+    del learner.first.scaling
+    learner.first.scaling = nn.Parameter(torch.tensor(0.7).double())
+    with pytest.raises(UserError, match=r"Flex computes with B·A.*first\.scaling, .*is trained"):
+        check_products(Layout(learner), "Flex")
+
+
 def test_the_scaling_of_the_module_above_is_another_one() -> None:
     learner = Adapted()
     learner.scaling = 9.0
