@@ -1,4 +1,6 @@
-"""Methods and loggers of a federated run, one a file: ``fl_lightning.callbacks``."""
+"""Methods and loggers of a federated run, one per file; import them from
+``fl_lightning.callbacks``.
+"""
 
 if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")

@@ -6,7 +6,7 @@ Communication-Efficient Optimizer with Convergence and Generalization Guarantees
 Models (AAAI 2026), arXiv:2510.27486.
 Y. Sun, L. Shen, H. Sun, L. Ding, D. Tao: Efficient Federated Learning via Local Adaptive Amended
 Optimizer with Linear Speedup (IEEE TPAMI 2023), arXiv:2308.00522. The client optimizer is plain
-SGD, whose weight decay is then decoupled, as AdamW's is.
+SGD, so weight decay is decoupled, as in AdamW.
 """
 
 from __future__ import annotations
@@ -35,32 +35,33 @@ Share = Literal["rows", "tensor", "full"]
 
 
 class AdamDirection(FederatedCallback):
-    """Each local step k follows m̂/(√v̂ + ε), of the gradient g that clipping left.
+    """Each local step k follows m̂/(√v̂ + ε), computed from the gradient g after clipping.
 
     m ← β1 m + (1 - β1) g, v ← β2 v + (1 - β2) g², m̂ = m/(1 - q β1^k), v̂ = v/(1 - r β2^k).
-    A moment that is ``"fresh"`` starts each round at 0, and its q or r is 1: that is
-    torch.optim.AdamW with ``keep_optimizer_state=False``. One that is ``"averaged"`` starts at the
-    server's mean. Clients send m, and the means of v over blocks; every coordinate of a block
-    starts at the block's mean. The server keeps q^{t+1} = q^t mean β1^{K_i} and r likewise: the
-    share of the zeros with which the averages began, exact for unequal K_i.
-    The weights p_i play no part in the moments. A round in which no client finishes changes none.
-    Sent: averaged moments and a number each down; the moments up. Kept: they, by the server.
+    A ``"fresh"`` moment starts each round at 0, and its q or r is 1, as in torch.optim.AdamW with
+    ``keep_optimizer_state=False``. An ``"averaged"`` moment starts at the server's mean. Clients
+    send m, and the means of v over blocks; every coordinate of a block starts at the block's mean.
+    The server keeps q^{t+1} = q^t mean β1^{K_i}, and r likewise. They are the weights that the
+    first zeros still have in the averages, and are exact for unequal K_i. The weights p_i play no
+    part in the moments. A round in which no client finishes changes no moment.
+    Sent: averaged moments and one number per moment down; the moments up. Kept: the averaged
+    moments, by the server.
 
     Args:
         betas: β1, β2, from 0 to below 1.
         epsilon: ε, above 0.
         first, second: how m and v start.
-        share: blocks of v: ``"rows"``: each slice along the first dimension of a tensor of two or
-            more dimensions, and each vector; ``"tensor"``: each parameter tensor; ``"full"``: each
-            number.
-        bias_correction: false: m̂ = m and v̂ = v.
+        share: blocks of v. ``"rows"``: a block is each vector, and each slice along the first
+            dimension of a tensor of two or more dimensions; ``"tensor"``: each parameter tensor;
+            ``"full"``: each number.
+        bias_correction: if false, m̂ = m and v̂ = v.
 
     Raises:
-        UserError: other values; a client optimizer other than plain SGD; an averaged moment beside
-            partial averaging.
+        UserError: a value is not accepted; the client optimizer is not plain SGD; or an averaged
+            moment is combined with partial averaging.
 
     Example:
-        Local AdamW: fresh moments are those of torch's optimizer.
+        Local AdamW, whose fresh moments equal those of torch's optimizer.
 
         >>> import torch
         >>> from fl_lightning.callbacks import AdamDirection
@@ -121,7 +122,7 @@ class AdamDirection(FederatedCallback):
             self._average("second", ("B",))
 
     def _average(self, moment: str, shape: tuple[int | str, ...] | None) -> None:
-        """Declare what averaging a moment needs."""
+        """Declare the states and uploads that averaging a moment needs."""
         self.declare(f"{moment}_mean", ServerState(shape=shape, sent=True, synchronised=False))
         self.declare(f"{moment}_sent", Upload(shape=shape))
         if not self.bias_correction:
@@ -143,7 +144,7 @@ class AdamDirection(FederatedCallback):
         self.block = torch.arange(self.B).repeat_interleave(of_blocks)
 
     def _blocks(self, shape: torch.Size) -> tuple[int, int]:
-        """How many blocks a parameter has, and of how many numbers each is."""
+        """Return the number of blocks of a parameter, and how many numbers each block has."""
         if self.share == "full":
             return shape.numel(), 1
         number = shape[0] if self.share == "rows" and len(shape) >= 2 else 1
@@ -179,7 +180,7 @@ class AdamDirection(FederatedCallback):
 
     @staticmethod
     def _power(beta: float, clients: Clients) -> Tensor:
-        """β^k of the present step k = 1, 2, …, a scalar tensor in float64."""
+        """Return β^k of the present step k = 1, 2, …, a scalar tensor in float64."""
         power: Tensor = beta ** (clients.step + 1).double()
         return power
 
@@ -194,7 +195,7 @@ class AdamDirection(FederatedCallback):
                 getattr(self, f"{moment}_faded")[clients] = beta**steps
 
     def _means(self, v: Tensor) -> Tensor:
-        """The means over blocks ``(n, B)``."""
+        """Return the means over blocks ``(n, B)``."""
         means = []
         start = 0
         for blocks, size in self.sizes:

@@ -1,8 +1,8 @@
 """FedALA: a client starts between its own last model and the server's, coordinate by coordinate.
 
 J. Zhang, Y. Hua, H. Wang, T. Song, Z. Xue, R. Ma, H. Guan: FedALA: Adaptive Local Aggregation for
-Personalized Federated Learning (AAAI 2023), arXiv:2212.01197. How much of the server's model a
-client takes is learned by its own loss before the round.
+Personalized Federated Learning (AAAI 2023), arXiv:2212.01197. Before the round the client's own
+loss decides how much of the server's model it takes.
 """
 
 from __future__ import annotations
@@ -28,23 +28,25 @@ class AdaptiveLocalAggregation(FederatedCallback):
     """x_0 = θ = last + (w - last) ⊙ W on ``parts``, w elsewhere; W is trained before the round.
 
     ``steps`` times W ← clip(W - η_W G ⊙ (w - last), 0, 1), G = ∇f_i(θ) over all training samples,
-    without weight decay. W is 1 at first; last is the client's x_K, w before it ever took part: so
-    its first round is FedAvg's. The client uses θ itself, of the new w.
-    Sent: nothing more than by FedAvg. Kept by each client: last and W. ``steps`` passes over its
-    samples more a round.
+    without weight decay. W is 1 at first. last is the client's latest x_K, and w before it ever
+    took part, so a client's first round is FedAvg's. The client itself uses θ, computed with the
+    new w.
+    Sent: nothing that FedAvg does not send. Kept by each client: last and W. Each round costs
+    ``steps`` more passes over the client's samples.
 
     Args:
-        parts: ``"last"`` (layer), or a pattern of parameter names (``fnmatch``), or several.
+        parts: ``"last"`` (layer), one pattern of parameter names (``fnmatch``), or several
+            patterns.
         learning_rate: η_W.
-        steps: how often W moves; 0 is FedAvg.
+        steps: number of updates of W per round; 0 is FedAvg.
 
     Raises:
-        UserError: learning_rate is negative, or neither a finite number nor a schedule; steps is no
-            integer from 0; a pattern matches nothing; another callback moves where clients start,
-            or says what a client uses itself.
+        UserError: learning_rate is negative, or neither a finite number nor a schedule; steps is
+            not an integer of at least 0; a pattern matches nothing; or another callback moves where
+            clients start, or decides which model a client uses itself.
 
     Example:
-        without steps W stays 1, and it is FedAvg to the last bit.
+        Without steps W stays 1, which is FedAvg to the last bit.
 
         >>> from fl_lightning.callbacks import AdaptiveLocalAggregation
         >>> from fl_lightning.testing import tiny_run
@@ -73,7 +75,8 @@ class AdaptiveLocalAggregation(FederatedCallback):
         steps: NonNegativeInt = 5,
     ) -> None:
         super().__init__()
-        self.parts_ = parts  # `parts` and `steps` are hooks, so the attributes need other names
+        # `parts` and `steps` are names of hooks, so the attributes need other names.
+        self.parts_ = parts
         self.learning_rate = learning_rate
         self.steps_ = steps
 

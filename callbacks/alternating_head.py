@@ -1,4 +1,4 @@
-"""FedRep: clients share a representation, and each trains a head of its own before it.
+"""FedRep: clients share a body, and each client trains its own head before the body.
 
 L. Collins, H. Hassani, A. Mokhtari, S. Shakkottai: Exploiting Shared Representations for
 Personalized Federated Learning (ICML 2021), Algorithm 1, arXiv:2102.07078. In each round a client
@@ -28,24 +28,24 @@ from fl_lightning.callback import (
 class AlternatingHead(FederatedCallback):
     """The first K_h of K_i local steps train only the head (never averaged), the others the body.
 
-    K_h are the steps of ``head_epochs`` local epochs, at most K_i. What rests does not move at all:
-    its gradient is 0 before clipping, and after the optimizer's step (weight decay, momentum) it is
-    put back.
+    K_h is the number of steps of ``head_epochs`` local epochs, at most K_i. The part that rests
+    does not move at all: its gradient is 0 before clipping, and its value is put back after the
+    optimizer's step (weight decay, momentum).
     Sent: the body down, and the head to clients that have none yet; the body up. Kept by each
-    client: its head, and where that began.
+    client: its head, and the head's start.
 
     Args:
-        head_epochs: local epochs of the head, may be fractional; ``local_epochs`` counts both
+        head_epochs: local epochs of the head, which may be a fraction; ``local_epochs`` counts both
             phases.
-        head: ``"last"`` (layer), or a pattern of parameter names (``fnmatch``: ``"head.*"``), or
-            several.
+        head: ``"last"`` (layer), one pattern of parameter names (``fnmatch``: ``"head.*"``), or
+            several patterns.
 
     Raises:
-        UserError: head_epochs is not above 0, or a pattern matches nothing; there is no
-            PartialAveraging beside it.
+        UserError: head_epochs is not above 0; a pattern matches nothing; or the run also has
+            PartialAveraging.
 
     Example:
-        where the head takes all of a client's steps, the server's model never moves.
+        If the head takes all of a client's steps, the server's body never moves.
 
         >>> from fl_lightning.callbacks import AlternatingHead
         >>> from fl_lightning.testing import tiny_run

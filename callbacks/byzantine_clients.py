@@ -1,4 +1,4 @@
-"""Byzantine clients: participants that attack, to see what a run stands.
+"""Byzantine clients: participants that attack, to test how much a run withstands.
 
 L. Lamport, R. Shostak, M. Pease: The Byzantine Generals Problem (TOPLAS 1982), for the name. P.
 Blanchard et al.: Machine Learning with Adversaries (NeurIPS 2017), arXiv:1703.02757 (flipped signs,
@@ -28,33 +28,33 @@ from fl_lightning.callback import (
 
 
 class ByzantineClients(FederatedCallback):
-    """⌊fraction · m⌋ clients, fixed by the run's seed, change what they transmitted.
+    """⌊fraction · m⌋ clients, chosen by the run's seed, change the update that they transmit.
 
-    They count as participants.
+    The clients that do so count as participants.
 
-    ``"sign_flip"``: u ← -scale · u. ``"noise"``: u ← N(0, scale² I). ``"alie"``: u ← μ - z σ, mean
-    and deviation of each coordinate over the round's honest participants (an attack that knows
-    them), z = scale.
-    ``"label_flip"``: they train on y ← C - 1 - y, C classes, and send what comes of it.
-    This comes after every honest method and before the server's. What else they upload stays
-    honest. Sent and kept: nothing more.
+    ``"sign_flip"``: u ← -scale · u. ``"noise"``: u ← N(0, scale² I). ``"alie"``: u ← μ - z σ. μ and
+    σ are the mean and deviation of each coordinate over the round's honest participants, which this
+    attack knows; z = scale. ``"label_flip"``: attackers train on y ← C - 1 - y with C classes, and
+    send the resulting update. Attacks change updates after every honest method and before the
+    server's rule. Other uploads of attackers stay honest.
+    Sent and kept: nothing more.
 
     Args:
-        attack: one of those.
-        fraction: share of all registered clients, from 0 to below 1, taken exactly from its decimal
-            form; 0: nobody.
+        attack: one of the attacks above.
+        fraction: share of all registered clients, from 0 to below 1, computed exactly from its
+            decimal form; 0: no client.
         scale: above 0; None: 1, and with alie the z that hides among n participants, a of them
-            attackers: Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips have none.
+            attackers: Φ⁻¹((n - ⌊n/2 + 1⌋)/(n - a)), from 0 to 3. Label flips have no scale.
 
     Attributes:
         attackers: the clients that attack, ascending; from the start of a fit on.
 
     Raises:
-        UserError: another attack, fraction or scale; labels are to be flipped, and the data have no
-            classes, or batches are no pairs of samples and labels.
+        UserError: attack, fraction or scale is not accepted; or labels are to be flipped, but the
+            data have no classes, or batches are not pairs of samples and labels.
 
     Example:
-        who attacks is a function of the seed.
+        The seed decides which clients attack.
 
         >>> from fl_lightning.callbacks import ByzantineClients
         >>> from fl_lightning.testing import tiny_run
@@ -116,7 +116,7 @@ class ByzantineClients(FederatedCallback):
         server.log("byzantine/participants", len(set(self.attackers) & set(server.ids.tolist())))
 
     def attacked(self, server: Server) -> None:
-        """The hook ``on_updates`` of all attacks but the one on labels."""
+        """The hook ``on_updates`` of all attacks except the one on labels."""
         ids = server.ids.tolist()
         u = server.updates
         bad = torch.tensor([client in self.attackers for client in ids], device=u.device)
@@ -152,6 +152,8 @@ class ByzantineClients(FederatedCallback):
 
 
 def hiding(n: int, attackers: int) -> float:
-    """The z of alie: so far from the mean, that many of n still pass for honest ones."""
+    """Return the z of alie: the distance from the mean at which so many of n clients still pass as
+    honest.
+    """
     share = min(1.0, (n - (n // 2 + 1)) / (n - attackers))
     return float(torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).clamp(0, 3))

@@ -22,10 +22,11 @@ from fl_lightning.callback import (
 
 
 class ClientMomentum(FederatedCallback):
-    """g ← α g + (1 - α) Δ; after the round, Δ ← mean over S_t of (x_{i,0} - x_{i,K}) / (η K_i).
+    """g ← α g + (1 - α) Δ. After the round Δ ← mean over S_t of (x_{i,0} - x_{i,K}) / (η K_i).
 
     The optimizer adds weight decay after the mixing, so Δ contains it. Δ = 0 in the first round.
-    Sent: Δ down; nothing more up, unless clients start elsewhere than at w. Kept: Δ by the server.
+    Sent: Δ down; nothing more up, unless clients start from a point other than w. Kept: Δ by the
+    server.
 
     Args:
         alpha: α; 1 is FedAvg.
@@ -34,8 +35,8 @@ class ClientMomentum(FederatedCallback):
         UserError: alpha is neither a finite number nor a schedule.
 
     Example:
-        Δ is the direction in which the last round moved w, where all clients take K = 4 steps at η
-        = 0.2.
+        Δ is the direction in which the last round moved w, if all clients take K = 4 steps at η =
+        0.2.
 
         >>> from fl_lightning.callbacks import ClientMomentum
         >>> from fl_lightning.testing import tiny_run

@@ -1,8 +1,9 @@
-"""IFCA: several models, of which each client trains the one that fits it best.
+"""IFCA: several models; each client trains the one that fits its data best.
 
 A. Ghosh, J. Chung, D. Yin, K. Ramchandran: An Efficient Framework for Clustered Federated Learning
 (NeurIPS 2020), Algorithm 1 with option II (averaged models), arXiv:2006.04088. The server keeps k
-centres and sends them all; a client takes the one of least loss on its own samples.
+models, the centres, and sends all of them; a client takes the centre with the least loss on its own
+samples.
 """
 
 from __future__ import annotations
@@ -50,26 +51,27 @@ _READERS = (
 class ClusteredModels(FederatedCallback):
     """j_i = argmin_j f_i(θ_j), x_{i,0} = θ_{j_i}; then θ_j ← Σ p_i x_{i,K} / Σ p_i over j_i = j.
 
-    f_i is the mean loss of the client's training samples, in evaluation mode; of equal ones the
-    lowest j. A centre that no client took does not change. The client's own model is the centre of
-    least loss
-    after the round, also where it never took part. All θ_j begin as w^0, and are told apart by
-    ``warmup`` rounds in which client i takes centre π[i] mod k, π a permutation by the seed. w is Σ
-    p_i x_{i,K}, there for validation alone: with k > 1 it means nothing. ``clusters/share_<j>`` is
-    the share of the participants, by p_i, that took centre j.
-    Sent: the k centres down, w itself is not. Kept: the centres by the server.
+    f_i is the mean loss of the client's training samples, in evaluation mode. If losses are equal,
+    the lowest j counts. A centre that no client took does not change. The client itself uses the
+    centre with the least loss after the round, even if it never took part. All θ_j begin as w^0. In
+    the first ``warmup`` rounds client i takes centre π[i] mod k, which makes the centres differ; π
+    is a permutation drawn from the seed. w is Σ p_i x_{i,K} and serves only validation: with k > 1
+    it has no meaning. ``clusters/share_<j>`` is the share of the participants, by p_i, that took
+    centre j.
+    Sent: the k centres down, without w. Kept: the centres by the server.
 
     Args:
-        k: how many centres; 1 is FedAvg.
-        warmup: rounds with drawn centres; with 0 all clients begin in centre 0, and leave it only
-            where w^0, which the others stay, fits them better.
+        k: number of centres; 1 is FedAvg.
+        warmup: rounds in which a permutation assigns the centres. With 0 all clients begin in
+            centre 0, and leave it only if w^0, which the other centres stay, fits their data
+            better.
 
     Raises:
-        UserError: k below 1, warmup below 0; and with k > 1 a server optimizer other than SGD at
-            rate 1, and callbacks that go by w, or decide what is sent, combined or evaluated.
+        UserError: k is below 1, or warmup below 0; with k > 1, the server optimizer is not SGD at
+            rate 1, or another callback uses w, or decides what is sent, combined or evaluated.
 
     Example:
-        after a round by drawn centres the two models differ.
+        After a round with assigned centres the two models differ.
 
         >>> from fl_lightning.callbacks import ClusteredModels
         >>> from fl_lightning.testing import tiny_run
@@ -106,7 +108,7 @@ class ClusteredModels(FederatedCallback):
         self.k = k
         self.warmup = warmup
         if k == 1:
-            # If clients make no choice, all of them get w and start from it.
+            # If clients do not choose a centre, all of them get w and start from it.
             self.declare("centres", ServerState(**_CENTRES))
             self.moves_start = False  # type: ignore[misc]
         else:
@@ -120,7 +122,7 @@ class ClusteredModels(FederatedCallback):
             }
 
     def centres_alone(self, server: Server) -> Tensor:
-        """What clients get as w, which is not sent."""
+        """Return w unchanged, and count nothing: only the centres are sent."""
         server.sent(parameters=0, bytes=0)
         return server.w
 
@@ -137,7 +139,7 @@ class ClusteredModels(FederatedCallback):
         clients.x = self.centres[self.which[clients]]
 
     def fitting(self, clients: Clients) -> Tensor:
-        """The centre of least loss ``(n,)``; a loss that is not finite is none."""
+        """Return the centre of least loss ``(n,)``; a loss that is not finite does not count."""
         losses = [clients.evaluate(centre)["loss"] for centre in self.centres]
         return torch.cat(losses, dim=1).nan_to_num(torch.inf).argmin(dim=1)
 
@@ -165,6 +167,6 @@ class ClusteredModels(FederatedCallback):
             server.log("clusters/share_0", 1.0)
 
     def best_centre(self, clients: Clients) -> Tensor:
-        """What a client uses itself, whether it ever took part or not."""
+        """Return the centre that a client uses itself, whether it ever took part or not."""
         own: Tensor = self.centres[self.fitting(clients)]
         return own

@@ -1,6 +1,7 @@
 """The communication of a run, counted from methods' declarations and not from copies made here.
 
-The count follows the algorithms as published: docs/methods.md has it as a table, method by method.
+The count follows the algorithms as published; the table in docs/methods.md has the count of each
+method.
 """
 
 from __future__ import annotations
@@ -23,23 +24,24 @@ COUNTS = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers
 class CommunicationLogger(FederatedCallback):
     """Logs ``communication/{up,down,total}_parameters`` and ``_bytes`` of all rounds so far.
 
-    A participant is sent the model (the parts of which it has no valid copy) and the server states
-    declared ``sent``; it sends its update (the parts averaged this round) and its uploads. Buffers
-    are sent in both directions, and counted only in ``communication/buffers_bytes``.
-    ``cost/kept_vectors`` is what a participant keeps until its next round, in vectors of D numbers:
-    its rows of methods' states, its copies of parts, its optimizer where that is kept.
-    Sent: nothing more. Kept: five totals by the server.
+    A participant is sent the model (only parts of which it has no valid copy) and the server states
+    declared as ``sent``. A participant sends its update (only parts averaged this round) and its
+    uploads. Buffers are sent in both directions, and counted only in
+    ``communication/buffers_bytes``. ``cost/kept_vectors`` is what a participant keeps until its
+    next round, in vectors of D numbers: its rows of methods' states, its copies of parts, and its
+    optimizer's state if the run keeps it.
+    Sent: nothing more. Kept: five totals, by the server.
 
     Args:
-        budget: the run ends after the first round whose ``communication/total_bytes`` reach it: a
+        budget: the run ends after the first round whose ``communication/total_bytes`` reach it. A
             number of bytes, or a decimal with a unit, ``"0.2 GB"`` (MB is 10⁶ bytes, MiB 2²⁰). A
-            resumed run stays ended, unless it is given a larger budget. None: no end.
+            resumed run does not go on, unless it gets a larger budget. None: no end.
 
     Raises:
-        UserError: a budget that is no such number.
+        UserError: budget is not such a number.
 
     Example:
-        SCAFFOLD communicates two vectors each way where FedAvg communicates one.
+        SCAFFOLD sends two vectors in each direction, and FedAvg one.
 
         >>> from fl_lightning.callbacks import CommunicationLogger, ControlVariates
         >>> from fl_lightning.testing import tiny_run
@@ -99,13 +101,13 @@ class CommunicationLogger(FederatedCallback):
 
 
 def bytes_of(budget: int | float | str) -> int:
-    """A number of bytes, rounded up.
+    """Return a number of bytes, rounded up.
 
     >>> [bytes_of(budget) for budget in (2000, "0.2 GB", "1.5MiB", "200 B")]
     [2000, 200000000, 1572864, 200]
 
     Raises:
-        UserError: it is no such number.
+        UserError: it is not such a number.
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e\+?[0-9]+)?)\s*([a-z]*)\s*", str(budget).lower())
     try:

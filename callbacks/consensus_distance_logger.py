@@ -1,4 +1,4 @@
-"""How far the participants are from each other: the consensus distance.
+"""The consensus distance: how far the participants' models are from each other.
 
 P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated
 Learning (2024), arXiv:2404.11754, Fig. 1: the first layers of a network agree more than the last
@@ -13,16 +13,18 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Up
 
 
 class ConsensusDistanceLogger(FederatedCallback):
-    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖², x̄ their mean, and it by layer.
+    """Logs ``consensus/total`` = mean over S_t of ‖x_{i,K} - x̄‖² with their mean x̄, and the same
+    per layer.
 
     ``consensus/<layer>``: the sum over the layer's coordinates, as in FedALS;
-    ``consensus_per_coordinate/<layer>``: divided by their number; ``consensus_relative/<layer>``:
-    divided by ‖x̄‖² on the layer (left out where that is 0). They can rank layers differently. A
-    layer is called by its module's path; a norm belongs to the layer before it. Sent and kept:
-    nothing; what the clients hand over to be measured is not counted.
+    ``consensus_per_coordinate/<layer>``: this sum divided by the number of coordinates;
+    ``consensus_relative/<layer>``: the sum divided by ‖x̄‖² on the layer (not logged if that is 0).
+    The three measures can rank layers differently. A layer has the name of its module's path; a
+    norm belongs to the layer before it.
+    Sent and kept: nothing; vectors that clients send only for this measurement are not counted.
 
     Args:
-        per_layer: whether to log each layer too, which costs one more sum of D numbers per round.
+        per_layer: whether to log each layer, too, which costs one more sum of D numbers per round.
 
     Example:
         the layers add up to the total.
@@ -72,9 +74,9 @@ class ConsensusDistanceLogger(FederatedCallback):
 
 
 def layers(layout: Layout) -> dict[str, list[slice]]:
-    """Coordinates of each layer by the path of its module.
+    """Return the coordinates of each layer, by the path of its module.
 
-    In a learner without layers they are by the module that owns them.
+    In a learner without layers they are grouped by the module that owns them.
     """
     slices: dict[str, list[slice]] = {}
     if layout.layers.get(""):

@@ -32,17 +32,17 @@ class ControlVariates(FederatedCallback):
 
     At the server c ← c + (n/m) mean(c_i⁺ - c_i). With ``momentum`` γ instead (FedMoSWA)
     c ← (1 - γ) c + γ mean c_i⁺, which is no longer the mean of all c_i.
-    Sent: c down, c_i⁺ - c_i up; with ``momentum`` c_i⁺ - c. Kept: c_i by each client, c by
+    Sent: c down and c_i⁺ - c_i up; with ``momentum`` c_i⁺ - c up. Kept: c_i by each client, c by
     the server.
 
     Args:
         estimate: ``"displacement"`` (Option II, above) or ``"gradient"`` (Option I: c_i⁺ =
-            ∇f_i(w^t), weight decay included, at the cost of one pass over the client's samples a
+            ∇f_i(w^t), including weight decay, which costs one pass over the client's samples per
             round).
         momentum: γ, above 0, at most 1; None: the rule above.
 
     Raises:
-        UserError: another estimate or momentum.
+        UserError: estimate or momentum is not accepted.
 
     Example:
         c is the mean of all c_i, after every round.
@@ -95,7 +95,8 @@ class ControlVariates(FederatedCallback):
         if self.estimate == "gradient":
             change = clients.full_gradient(clients.w) - self.c_i[clients]
         else:
-            # At rate 0 a client has no displacement to estimate from, and c_i stays.
+            # At rate 0 a client has no displacement from which to estimate, and c_i does not
+            # change.
             change = (clients.mean_gradient - self.c) * (clients.elapsed > 0)
         self.c_i[clients] += change
         if self.momentum is not None:

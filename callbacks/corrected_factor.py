@@ -1,8 +1,9 @@
-"""LoRA-FAIR: the server corrects the mean of B, so that its product is nearer to the clients'.
+"""LoRA-FAIR: the server corrects the mean of B, so that its product with A is closer to the
+clients' products.
 
 J. Bian, L. Wang, L. Zhang, J. Xu: LoRA-FAIR: Federated LoRA Fine-Tuning with Aggregation and
 Initialization Refinement (ICCV 2025), arXiv:2411.14961. The paper corrects B by gradient steps;
-here it is the closed form of a ridge regression.
+this class uses the closed form of a ridge regression.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ class CorrectedFactor(FederatedCallback):
     Sent and kept: as by FedAvg.
 
     Args:
-        penalty: λ, from 0; infinite, it is FedAvg.
+        penalty: λ, at least 0; with infinity it is FedAvg.
 
     Raises:
-        UserError: a negative penalty; a learner without adapters, or with some of which there are
-            no products.
+        UserError: penalty is negative; or the learner has no adapters, or adapters that have no
+            products.
 
     Example:
-        an infinite penalty leaves the mean, to the bit.
+        With an infinite penalty the mean stays, to the bit.
 
         >>> from fl_lightning.callbacks import CorrectedFactor
         >>> from fl_lightning.testing import tiny_run

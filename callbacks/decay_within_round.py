@@ -2,7 +2,7 @@
 
 J. Liu, Y. Liu, F. Shang, H. Liu, J. Liu, W. Feng: Improving Generalization in Federated Learning
 with Highly Heterogeneous Data via Momentum-Based Stochastic Controlled Weight Averaging (ICML
-2025), arXiv:2507.20016. The server's moving average of models is the server optimizer's rate.
+2025), arXiv:2507.20016. The server's moving average of models is the rate of the server optimizer.
 Together with ``ControlVariates(momentum=γ)`` it is FedMoSWA.
 """
 
@@ -16,18 +16,18 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper
 class DecayWithinRound(FederatedCallback):
     """Local step k = 0, …, K_i - 1 has the learning rate η (1 - (1 - ρ) k/K_i).
 
-    Weight decay has that rate, too. ``clients.elapsed`` is Σ η over these steps, and so
+    Weight decay uses that rate, too. ``clients.elapsed`` is Σ η over these steps, and so
     ``clients.mean_gradient`` (SCAFFOLD, FedCM) counts the steps by their rates. ``clients.lr``
     stays the round's rate.
     Sent and kept: nothing more than by FedAvg. One gradient per step.
 
     Args:
-        end: ρ, which the factor tends to at the end of a round; 1 is FedAvg.
+        end: ρ, the factor that is approached at the end of a round; 1 is FedAvg.
 
     Raises:
         UserError: end is negative, or neither a finite number nor a schedule; the learner's
-            scheduler changes the rate within a round, too; a step of the client optimizer is not
-            its rate times something.
+            scheduler also changes the rate within a round; or a step of the client optimizer is not
+            proportional to its rate.
 
     Example:
         with ρ = 1 it is FedAvg, to the last bit.

@@ -44,48 +44,50 @@ class DifferentialPrivacy(FederatedCallback):
     """u_i ← u_i min(1, C/‖u_i‖); the server adds d = (Σ u_i + σ C N(0, I))/(q m).
 
     C is ``clip``, q the participation.
-    Each round every one of the m clients takes part by its own coin (``sampling="poisson"``); a
-    round without anybody adds its noise all the same. ε(δ) of the rounds so far is logged as
-    ``privacy/epsilon`` (0.1 s a round; seconds with little noise), and the run stops before a round
-    would exceed ``target_epsilon``. The weights p_i play no part. What clients send besides u_i
-    would have to be clipped too, so methods with uploads, methods that look at single updates,
-    averaged buffers and parts that are not averaged are refused, and your own code that reads
-    ``server.mean_change``, clients' rows at the server, or what a logger sums. The guarantee does
-    not cover the list of participants and the logged training metrics.
+    In each round every one of the m clients takes part independently with probability q
+    (``sampling="poisson"``); a round without participants still adds its noise. ``privacy/epsilon``
+    is ε(δ) of the rounds so far (computing it takes 0.1 s per round, and seconds with little
+    noise). The run stops before a round that would exceed ``target_epsilon``. The weights p_i play
+    no part. Everything else that clients send would have to be clipped, too. So the run refuses
+    methods with uploads, methods that read single updates, averaged buffers and parts that are not
+    averaged. It also refuses your own code if it reads ``server.mean_change``, clients' rows at the
+    server, or a logger's sum. The guarantee does not cover the list of participants and the logged
+    training metrics.
 
     With ``target_quantile`` γ the bound follows the updates' norms: C^{t+1} = C^t exp(-η_C (b̃ -
-    γ)), b̃ = ½ + (Σ (b_i - ½) + σ_b N(0, 1))/(q m), b_i is 1 where ‖u_i‖ ≤ C^t. The round's noise
-    is σ in all: the sum gets noise (σ⁻² - (2 σ_b)⁻²)^{-1/2} C^t, so that ε is that of σ alone.
+    γ)), b̃ = ½ + (Σ (b_i - ½) + σ_b N(0, 1))/(q m); b_i is 1 if ‖u_i‖ ≤ C^t. The round's total
+    noise is σ: the sum gets noise (σ⁻² - (2 σ_b)⁻²)^{-1/2} C^t, so ε is computed from σ only.
     ``privacy/clip`` logs C^t.
 
-    Noise and coins come from 32 bytes of the operating system, the run's secret, which lies in its
-    ``state/`` alone. A round's noise is keyed by (secret, round, digest of the sum and of its
-    scale), so that a resumed run has the same bits, and what goes on otherwise from a copy of the
-    folder never has the same noise. Without the file a resumed run draws another secret, and says
-    so. With σ = 0 the coins are the seed's.
-    Sent: nothing more; with ``target_quantile`` a number each way. Kept: σ, q and C by the server.
+    Noise and participants are drawn from the run's secret, 32 bytes from the operating system,
+    which lie only in the run's ``state/``. A round's noise is keyed by (secret, round, digest of
+    the sum and of its scale). So a resumed run has the same bits, and a copy of the folder that
+    continues differently never has the same noise. Without the file a resumed run draws another
+    secret, and says so. With σ = 0 the participants are drawn from the seed.
+    Sent: nothing more; with ``target_quantile`` one number in each direction. Kept: σ, q and C by
+    the server.
 
     Args:
-        clip: C above 0; infinite without noise.
-        noise_multiplier: σ, from 0; None: the least that keeps ``max_epochs`` rounds within
+        clip: C, above 0; may be infinite without noise.
+        noise_multiplier: σ, at least 0; None: the least that keeps ``max_epochs`` rounds within
             ``target_epsilon``.
-        target_epsilon: above 0; None: none, the run ends with its last round.
+        target_epsilon: above 0; None: no target, and the run ends with its last round.
         delta: above 0, below 1; less than 1/m is usual.
         target_quantile: γ, the share of updates that should not be clipped, from 0 to 1; None:
-            ``clip`` is fixed. With it ``clip`` is C^0.
+            ``clip`` is fixed. With a target quantile ``clip`` is C^0.
         clip_learning_rate: η_C above 0.
         count_stddev: σ_b of the noise on the count; None: q m/20, and 0 without noise.
-        noise_seed: for tests: noise and coins are functions of (this seed, round), and ε does not
-            hold.
+        noise_seed: for tests only. Noise and participants are functions of (this seed, round), and
+            ε does not hold.
 
     Raises:
-        UserError: other values; neither σ nor a target; a run that is not sampled by coins, or has
-            something that would reveal clients; a target that the first round exceeds, or that is
-            spent.
+        UserError: a value is not accepted; neither σ nor a target is given; participants are not
+            drawn independently; a part of the run would reveal clients; or the first round exceeds
+            the target, or earlier rounds have used it up.
 
     Example:
-        without noise, and with C as large as can be, it is FedAvg over q m clients, however many
-        there were.
+        Without noise and with a C that never clips, it is FedAvg that divides by q m, for any
+        number of participants.
 
         >>> from fl_lightning.callbacks import DifferentialPrivacy
         >>> from fl_lightning.testing import tiny_run
@@ -127,7 +129,7 @@ class DifferentialPrivacy(FederatedCallback):
         ),
     )
     sigma = ServerState(shape=(), dtype=torch.float64, synchronised=False)
-    # σ and q of the rounds so far. ε is composed of equal rounds, so they must not change.
+    # σ and q of the rounds so far. ε is composed of equal rounds, so σ and q must not change.
     spent_at = ServerState(
         initial=lambda w: -1.0, shape=(2,), dtype=torch.float64, synchronised=False
     )
@@ -171,7 +173,7 @@ class DifferentialPrivacy(FederatedCallback):
     count_stddev: float | None = None
 
     def _adapt(self, quantile: float | None, rate: float, deviation: float | None) -> None:
-        """Let C follow a quantile of the updates' norms."""
+        """Make C follow a quantile of the updates' norms."""
         if quantile is None:
             return
         self.target_quantile = quantile
@@ -190,16 +192,16 @@ class DifferentialPrivacy(FederatedCallback):
         return limit
 
     def _deviation(self, expected: float) -> float:
-        """σ_b of the noise on the count, where ``expected`` clients take part."""
+        """Return σ_b, the noise on the count, if ``expected`` clients take part."""
         if self.count_stddev is not None:
             return self.count_stddev
         return expected / 20 if self._noise() > 0 else 0.0
 
     def _noise_of_sum(self, expected: float) -> float:
-        """The noise on the sum of updates, over C, so that sum and count together have σ.
+        """Return the noise on the sum of updates, over C, so that sum and count together have σ.
 
         Raises:
-            UserError: the count has so little noise that it takes the privacy of all.
+            UserError: the count has so little noise that nothing is left for the sum.
         """
         sigma = self._noise()
         if self.target_quantile is None or sigma == 0:
@@ -258,7 +260,9 @@ class DifferentialPrivacy(FederatedCallback):
                 )
 
     def _look_at(self, others: list[FederatedCallback]) -> None:
-        """Refuse methods that would reveal clients, and clip substituted updates again."""
+        """Refuse methods that would reveal clients; if another callback replaces updates, clip
+        again afterwards.
+        """
         measuring = []
         for other in others:
             name = type(other).__name__
@@ -275,7 +279,7 @@ class DifferentialPrivacy(FederatedCallback):
                     f"method: DifferentialPrivacy and {name} cannot run together: {leak}, and that "
                     "is neither clipped nor noised. Keep one of them."
                 )
-            # These loggers publish values of clients' samples without noise.
+            # The loggers listed here publish values of clients' samples without noise.
             if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)
             # An attacker does not clip, so the update that it substitutes is clipped afterwards.
@@ -293,7 +297,7 @@ class DifferentialPrivacy(FederatedCallback):
             self._noise_of_sum(self._share * int(trainer.datamodule.num_clients))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuse buffers that are known only now."""
+        """Refuse buffers that are known only when training starts."""
         # `configure_model` may have made some, and frozen parameters that steps write count as
         # well.
         self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
@@ -349,7 +353,7 @@ class DifferentialPrivacy(FederatedCallback):
         server.updates = self.clipped(server.updates)
 
     def clipped(self, update: Tensor) -> Tensor:
-        """Rows ``(n, D)`` of norm at most C, after rounding too."""
+        """Return rows ``(n, D)`` of norm at most C, also after rounding."""
         limit = self._limit()
         # The computed norm is rounded, so scale rows to slightly less than C.
         c = limit * (1 - 64 * torch.finfo(torch.float64).eps)
@@ -361,8 +365,9 @@ class DifferentialPrivacy(FederatedCallback):
 
     @staticmethod
     def _norm(update: Tensor) -> Tensor:
-        """The norms ``(n, 1)`` of rows in float64."""
-        # This sums in pairs; the rounding error of `vector_norm` grows with D.
+        """Return the norms ``(n, 1)`` of rows in float64."""
+        # The scales are part of the noise's key: if the same noise were added to one sum at two
+        # scales, their difference would reveal the sum.
         return update.square().sum(1, keepdim=True).sqrt_()
 
     def aggregate(self, server: Server) -> Tensor:
@@ -397,7 +402,7 @@ class DifferentialPrivacy(FederatedCallback):
             self._follow(server, self.target_quantile)
 
     def _follow(self, server: Server, quantile: float) -> None:
-        """C^{t+1}, by the noised share of updates that were not clipped."""
+        """Compute C^{t+1} from the share of updates that were not clipped, with noise."""
         expected = self._share * server.num_clients
         count = self.inside.sum().double() - server.n / 2
         deviation = self._deviation(expected)
@@ -416,11 +421,11 @@ class DifferentialPrivacy(FederatedCallback):
 
 
 def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """``values``, which are lost, rounded so that no magnitude grows."""
+    """Round ``values`` so that no magnitude grows; this overwrites ``values``."""
     rounded = values.to(dtype, copy=True)
     grown = rounded.abs() > values.abs_()
-    # The bits of a float minus 1, as an integer, give the next smaller magnitude. This also works
-    # for the smallest numbers of a short type, for which a factor below 1 would round back.
+    # The bits of a float minus 1, as an integer, give the next smaller magnitude. The integer also
+    # works for the smallest numbers of a short type, for which a factor below 1 would round back.
     whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[rounded.element_size()]
     rounded.view(whole).sub_(grown.view(torch.int8))
     return rounded
@@ -428,7 +433,7 @@ def _towards_zero(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @lru_cache
 def _one_round(sigma: float, share: float, grid: float) -> Any:
-    """The privacy loss distribution of one round."""
+    """Return the privacy loss distribution of one round."""
     try:
         from dp_accounting.pld import privacy_loss_distribution
     except ImportError:
@@ -446,10 +451,11 @@ def _one_round(sigma: float, share: float, grid: float) -> Any:
 
 @lru_cache(1024)
 def epsilon(sigma: float, share: float, rounds: int, delta: float, grid: float = 1e-4) -> float:
-    """ε(δ) of so many rounds with noise multiplier σ, each client by a coin of this share.
+    """Return ε(δ) after so many rounds with noise multiplier σ, if each client takes part with this
+    probability.
 
-    Infinite where σ is below 0.001: of one round it is above 10⁵ there. ``grid``: how finely
-    losses are told apart; a wider one gives a slightly greater ε, sooner.
+    The returned ε is infinite if σ is below 0.001, because one such round already has more than
+    10⁵. ``grid`` is the step between losses; a wider grid gives a slightly greater ε in less time.
     """
     # An ε above 10⁵ per round is no privacy, and its distribution would not fit into memory.
     if sigma < 1e-3:
@@ -459,12 +465,14 @@ def epsilon(sigma: float, share: float, rounds: int, delta: float, grid: float =
 
 
 def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
-    """The least σ, to 1 part in 10⁴, whose ε(δ) of so many rounds is within the target."""
+    """Return the least σ, to 1 part in 10⁴, whose ε(δ) after these rounds is within the target."""
     too_little = 0.0
     enough = math.inf
 
     def within(sigma: float) -> bool:
-        """Compute ε between what was tried; elsewhere the answer is known, as ε falls with σ."""
+        """Compute ε only between values that were tried; elsewhere the answer is known, because ε
+        falls with σ.
+        """
         nonlocal too_little, enough
         if too_little < sigma < enough:
             if epsilon(sigma, share, rounds, delta) <= target:
@@ -492,7 +500,9 @@ def calibrated(target: float, share: float, rounds: int, delta: float) -> float:
 
 
 def _secants(ratio: Callable[[float], float], start: float) -> float:
-    """About where ``ratio`` is 1; its logarithm falls with σ's, at first by 1, then faster."""
+    """Find a σ at which ``ratio`` is about 1; log(ratio) falls with log(σ), first with slope 1,
+    then faster.
+    """
     sigma = start
     slope = -1.5
     height = math.log(max(ratio(sigma), 1e-9))

@@ -1,4 +1,4 @@
-"""How far clients are from the server: the divergence.
+"""The divergence: how far clients' models are from the server's.
 
 Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise
 Relaxed Initialization (NeurIPS 2023), arXiv:2306.05706, Δ^t, over all clients. Y. Sun, L. Shen, S.
@@ -28,22 +28,23 @@ class DivergenceLogger(FederatedCallback):
 
     - participants: the mean over S_t of ‖x_{i,K} - w⁺‖² (FedSMOO).
     - all: (1/m) Σ_i ‖last_i - w⁺‖², where last_i is the client's latest x_{i,K}, or w^0 before its
-      first (FedInit). It is computed from running sums, so that a round reads only the rows of its
+      first (FedInit). It is computed from running sums, so a round reads only the rows of its
       participants.
     - update: ‖w⁺ - w‖².
 
-    Where a method evaluates another model than w^{t+1} (partial averaging, FedExP), w⁺ is that one
-    in the first two. Averages of Lightning's ``WeightAveraging`` have no part in any of the three.
-    Over sites the clients' displacements travel to the server for it. If parts of the model stay at
-    the sites, divergence/all is not logged, nor participants in a round after which some do.
-    Sent: nothing that is counted. Kept: last_i by each client and two sums by the server, for
-    ``divergence/all``.
+    If a method evaluates another model than w^{t+1} (partial averaging, FedExP), the first two use
+    that model as w⁺. Averages of Lightning's ``WeightAveraging`` play no part in any of the three.
+    Over sites the clients' displacements are sent to the server for this logger. If parts of the
+    model stay at the sites, divergence/all is not logged, and divergence/participants is not logged
+    in a round after which parts stay there.
+    Sent: nothing that counts as communication. Kept: last_i by each client and two sums by the
+    server, for ``divergence/all``.
 
     Args:
         all_clients: whether to log ``divergence/all``; None: with up to 1,000 clients.
 
     Example:
-        where everyone takes part, the participants are all clients.
+        If all clients take part, the participants are all clients.
 
         >>> from fl_lightning.callbacks import DivergenceLogger
         >>> from fl_lightning.testing import tiny_run

@@ -1,4 +1,4 @@
-"""How far clients drift in a round, and whether in one direction."""
+"""How far clients drift in a round, and whether they drift in one direction."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class DriftLogger(FederatedCallback):
     """Logs ``drift/norm``, the mean of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs.
 
     u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A
-    client that did not move is in no pair, and without a pair no cosine is logged. Sent and kept:
-    nothing; what the clients hand over to be measured is not counted.
+    client that did not move is left out of the pairs; without pairs no cosine is logged.
+    Sent and kept: nothing; vectors that clients send only for this measurement are not counted.
 
     Example:
         FedProx's pull keeps clients closer to the server.

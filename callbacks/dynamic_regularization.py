@@ -30,8 +30,8 @@ class DynamicRegularization(FederatedCallback):
 
     The server adds -λ/a to its update: d ← d - λ/a. The pull is towards w^t under relaxed
     initialization too. While a is constant, λ is the mean of all λ_i.
-    Sent: nothing more, as the server knows λ from x_{i,K} and w. Kept: λ_i by each client, λ by the
-    server.
+    Sent: nothing more, because the server computes λ from x_{i,K} and w. Kept: λ_i by each client,
+    λ by the server.
 
     Args:
         penalty: a > 0.

@@ -1,4 +1,4 @@
-"""EF21: compression of what changed since the last message.
+"""EF21: each client compresses the change of its update since its last message.
 
 P. Richtárik, I. Sokolov, I. Fatkhullin: EF21, A New, Simpler, Theoretically Better, and Practically
 Faster Error Feedback (NeurIPS 2021), Algorithm 2, arXiv:2106.05203, with rounds in place of steps
@@ -31,21 +31,22 @@ from fl_lightning.callback import (
 class ErrorFeedback21(FederatedCallback):
     """c_i = C(u_i - h_i), u_i = x_{i,K} - w, travels; h_i ← h_i + c_i stands for u_i.
 
-    With ``average="participants"`` the server's update is Σ p_i h_i over those that take part; with
-    ``"all"``, as printed, the mean of h_i over all clients, where those who are absent keep theirs.
-    Refused together with partial averaging: what is not averaged would be lost.
+    With ``average="participants"`` the server's update is Σ p_i h_i over the participants. With
+    ``"all"``, as printed, the update is the mean of h_i over all clients, and absent clients keep
+    their h_i. EF21 is refused together with partial averaging, because a part that is not averaged
+    would be lost.
     Sent: C(u_i - h_i) in place of D numbers. Kept: h_i by each client (and by the server, which
-    knows what was sent); with ``"all"`` their mean by the server.
+    knows the messages); with ``"all"`` only their mean by the server.
 
     Args:
-        compressor: C, of which its map and its count are used: a ``TopKCompression``, a
-            ``SignUpdate`` or a ``RandomK(memory=True)``; None: all is sent.
-        average: whose h_i are averaged, ``"participants"`` or ``"all"``.
+        compressor: C, a ``TopKCompression``, a ``SignUpdate`` or a ``RandomK(memory=True)``, of
+            which EF21 uses only the map and the count; None: everything is sent.
+        average: ``"participants"`` or ``"all"``, the clients whose h_i are averaged.
 
     Raises:
-        UserError: another compressor, or another value; another callback of the run decides what
-            clients send, or with ``"all"`` how updates are combined, or the run averages parts of
-            the model.
+        UserError: compressor or average is not accepted; another callback also decides what clients
+            send, or with ``"all"`` how updates are combined; or the run averages parts of the
+            model.
 
     Example:
         the first message is C(u_i): one client changes 4 of the server's 31 parameters.
@@ -81,7 +82,7 @@ class ErrorFeedback21(FederatedCallback):
         self.average = average
         # With "all" the server's mean is over all clients, with equal weights.
         vars(self)["tolerates_staleness"] = average == "participants"
-        # As its compressor does.
+        # If the compressor draws by client, so does this class.
         vars(self)["draws_by_client"] = getattr(compressor, "draws_by_client", False)
         if average == "all":
             self.declare("mean", ServerState(synchronised=False))
@@ -128,7 +129,7 @@ class ErrorFeedback21(FederatedCallback):
 
 
 def refuse_no_contraction(compressor: Any) -> None:
-    """Refuse a compressor that may send more than there is, or that needs a state of its own."""
+    """Refuse a compressor that may send more than its input, or that needs its own state."""
     if compressor is None or getattr(compressor, "contraction", False):
         return
     raise UserError(

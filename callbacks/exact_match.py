@@ -16,20 +16,20 @@ class ExactMatch(LanguageMeasurement):
     """Logs ``generation/exact_match``: the share of records whose answer is written exactly.
 
     Rows are records of instructions, ``{"instruction", "input", "output"}``. After the prompt the
-    likeliest token is taken again and again, up to the end. Special tokens are left out, bytes that
-    are not UTF-8 are replaced, and both texts are stripped of blanks around them. It is measured
-    after the round, and changes no bit of the training.
+    model takes the likeliest token again and again, up to the end of the text. Special tokens are
+    left out, bytes that are not UTF-8 are replaced, and blanks around both texts are removed. The
+    measurement comes after the round, and changes no bit of the training.
     Sent and kept: nothing.
 
     Args:
         path: JSON lines, or one JSON list.
-        max_new_tokens: tokens of an answer at most.
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
-            round only.
+        max_new_tokens: the largest number of tokens of an answer.
+        every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
+            the last round.
         template: as ``InstructionTuning`` has it.
 
     Raises:
-        UserError: a row that is no such record; a learner without ``generate``; data without a
+        UserError: a row is not such a record; the learner has no ``generate``; or the data have no
             tokenizer.
 
     Example:

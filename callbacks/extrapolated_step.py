@@ -1,8 +1,9 @@
-"""FedExP: the server steps further where the clients' updates point different ways.
+"""FedExP: the server makes a longer step if the clients' updates point in different directions.
 
 D. Jhunjhunwala, S. Wang, G. Joshi: FedExP: Speeding Up Federated Averaging via Extrapolation (ICLR
-2023), Algorithm 1, arXiv:2301.09604. As with projections onto convex sets, the mean of the updates
-may be followed beyond its end: by half of the mean squared norm over the squared norm of the mean.
+2023), Algorithm 1, arXiv:2301.09604. As with projections onto convex sets, the server may follow
+the mean of the updates beyond its end: by half of the mean squared norm over the squared norm of
+the mean.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ from fl_lightning.callback import (
 class ExtrapolatedStep(FederatedCallback):
     """d ← η_g d with η_g = max(1, Σ p_i ‖x_{i,K} - w‖² / (2 (‖d‖² + ε))).
 
-    What is evaluated and exported is (w^{t+1} + w^t)/2, w^1 after round 0; training goes on from
-    w^{t+1}. d is the weighted mean of what was transmitted; what other methods add to the update
-    comes after, unscaled. ``fedexp/rate`` is η_g.
-    Sent: one number up, ‖x_{i,K} - w‖², counted where x_{i,K} itself does not travel. Kept:
+    The run evaluates and exports (w^{t+1} + w^t)/2, and w^1 after round 0; training goes on from
+    w^{t+1}. d is the weighted mean of the transmitted updates; terms of other methods are added
+    afterwards, unscaled. ``fedexp/rate`` is η_g.
+    Sent: one number up, ‖x_{i,K} - w‖², which counts only if x_{i,K} itself is not sent. Kept:
     nothing.
 
     Args:
         epsilon: ε > 0; inf is rate 1.
-        average: whether the mean of the latest two models is evaluated, else w.
+        average: whether to evaluate the mean of the latest two models, and otherwise w.
 
     Raises:
-        UserError: epsilon is not above 0; a server optimizer other than SGD without momentum;
-            another callback that aggregates, or that says what is evaluated; a run that averages
-            parts of the model.
+        UserError: epsilon is not above 0; the server optimizer is not SGD without momentum; another
+            callback aggregates, or decides what is evaluated; or the run averages parts of the
+            model.
 
     Example:
-        one client's update is its own mean, so nothing is extrapolated.
+        A single client's update equals its mean, so nothing is extrapolated.
 
         >>> from fl_lightning.callbacks import ExtrapolatedStep
         >>> from fl_lightning.testing import tiny_run
@@ -85,5 +86,5 @@ class ExtrapolatedStep(FederatedCallback):
         return extrapolated
 
     def mean_of_two(self, server: Server) -> Tensor:
-        """What is evaluated after a round."""
+        """Return the model that is evaluated after a round."""
         return server.w if server.round == 0 else (server.w + server.w_before) / 2

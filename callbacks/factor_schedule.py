@@ -1,4 +1,4 @@
-"""FFA-LoRA, RoLoRA: adapters of which one factor is trained in a round.
+"""FFA-LoRA, RoLoRA: each round trains only one factor of the adapters.
 
 Y. Sun, Z. Li, Y. Li, B. Ding: Improving LoRA in Privacy-preserving Federated Learning (ICLR 2024),
 arXiv:2403.12313: B is trained, A keeps its initial draw. S. Chen, Y. Guo, Y. Ju, H. Dalal, Z. Zhu,
@@ -21,21 +21,23 @@ NAMES = {"B": "FFA-LoRA", "AB": "FedIT", "A": "FactorSchedule"}
 
 
 class FactorSchedule(FederatedCallback):
-    """Round t trains the factors of entry t mod length; what else is trainable is trained, too.
+    """Round t trains the factors in entry t mod length; other trainable parameters are always
+    trained.
 
-    The other factor keeps its bits, whatever the optimizer. Sent: up, what the round trains; down,
-    what changed since the client was sent the model last. A factor that no entry names is never
-    sent: it follows from the seed. Kept: nothing.
+    The factor that is not trained keeps its bits, whatever the optimizer is.
+    Sent: up, the coordinates that the round trains; down, the coordinates that have changed since
+    the client was last sent the model. A factor that no entry names is never sent: it follows from
+    the seed. Kept: nothing.
 
     Args:
-        factors: ``"A"``, ``"B"`` or ``"AB"`` for each round of a cycle. ``["B"]`` is FFA-LoRA,
-            ``["B", "A"]`` RoLoRA, ``["AB"]`` FedAvg.
+        factors: ``"A"``, ``"B"`` or ``"AB"``, one entry per round of a cycle. ``["B"]`` is
+            FFA-LoRA, ``["B", "A"]`` RoLoRA, ``["AB"]`` FedAvg.
 
     Raises:
-        UserError: an empty list, or another entry; the learner has no adapters.
+        UserError: the list is empty or has another entry; or the learner has no adapters.
 
     Example:
-        after B's round A is still as it was.
+        After a round that trains B, A has not changed.
 
         >>> from fl_lightning.callbacks import FactorSchedule
         >>> from fl_lightning.testing import tiny_run
@@ -93,7 +95,7 @@ class FactorSchedule(FederatedCallback):
         return True
 
     def in_round(self, layout: Layout, t: int) -> Tensor:
-        """``(D,)`` bool: what round t trains."""
+        """Return ``(D,)`` bool: the coordinates that round t trains."""
         return self._of(layout, self.factors[t % len(self.factors)])
 
     def not_beside(self, other: FederatedCallback) -> str:

@@ -25,18 +25,18 @@ LEAST = 1e-10
 class FairAggregation(FederatedCallback):
     """d = Σ F_i^q u_i / Σ (q F_i^{q-1} ‖u_i‖²/η + F_i^q).
 
-    F_i is the client's loss over its training samples at the w that it gets (evaluation mode,
-    before it trains; at least 10⁻¹⁰), u_i what it transmitted. The weights p_i play no part. d = 0
-    where η = 0. A pass over its samples per client and round; the server holds all updates of a
-    round at once.
+    F_i is the client's loss over its training samples at the w that it gets (in evaluation mode,
+    before it trains; at least 10⁻¹⁰), and u_i is the update that it transmitted. The weights p_i
+    play no part. d = 0 where η = 0. This method costs one pass over each participant's samples per
+    round, and the server holds all updates of a round at once.
     Sent: F_i, a number, up. Kept by each client: that number.
 
     Args:
-        q: from 0; 0 is FedAvg with uniform weights.
+        q: at least 0; 0 is FedAvg with uniform weights.
 
     Raises:
         UserError: q is negative, or neither a finite number nor a schedule; another callback
-            combines updates, or parts of the model are not averaged.
+            combines updates; or parts of the model are not averaged.
 
     Example:
         with q = 0 it is FedAvg.

@@ -18,17 +18,18 @@ from fl_lightning.callback import Clients, FederatedCallback, Layout, Paper, Par
 class FixedHead(FederatedCallback):
     """The head is w^0's at every client: neither trained nor averaged.
 
-    Its gradient is 0 before clipping, so that it has no share in the norm, and it is put back after
-    each step: weight decay, momentum and directions move what has no gradient.
+    Its gradient is 0 before clipping, so it does not count in the norm, and its value is put back
+    after each step, because weight decay, momentum and directions can move a parameter without
+    gradient.
     Sent: the body down, and the head once to each client; the body up. Kept by each client: the
     head.
 
     Args:
-        head: ``"last"`` (layer), or a pattern of parameter names (``fnmatch``: ``"head.*"``), or
-            several.
+        head: ``"last"`` (layer), one pattern of parameter names (``fnmatch``: ``"head.*"``), or
+            several patterns.
 
     Raises:
-        UserError: a pattern matches nothing; there is a PartialAveraging beside it.
+        UserError: a pattern matches nothing; or the run also has PartialAveraging.
 
     Example:
         the head never moves.

@@ -1,9 +1,10 @@
-"""FedAdamW's and FedLADA's global term: local steps also follow the last round's mean direction.
+"""The global term of FedAdamW and FedLADA: local steps also follow the last round's mean direction.
 
 J. Liu, F. Shang, H. Liu, Y. Tian, Y. Liu, J. Liu, K. Zhu, Z. Lin: FedAdamW (AAAI 2026),
 arXiv:2510.27486 (``mode="add"``). Y. Sun, L. Shen, H. Sun, L. Ding, D. Tao: Efficient Federated
 Learning via Local Adaptive Amended Optimizer with Linear Speedup (IEEE TPAMI 2023),
-arXiv:2308.00522 (``mode="mix"``). FedMuon and FedPAC mix, too, beside ``MuonDirection``.
+arXiv:2308.00522 (``mode="mix"``). FedMuon and FedPAC use ``mode="mix"``, too, together with
+``MuonDirection``.
 """
 
 from __future__ import annotations
@@ -29,20 +30,22 @@ from fl_lightning.callback import (
 class GlobalDirection(FederatedCallback):
     """direction ← direction + α Δ, or (1 - α) direction + α Δ; Δ ← mean (x_0 - x_K)/(η K_i).
 
-    It changes the direction of the step, after clipping and after what makes that direction
-    (AdamDirection, MuonDirection). Over plain SGD without clipping, ``"mix"`` with α is FedCM with
-    1 - α. Δ contains weight decay, because displacement does. Δ = 0 in the first round.
-    Sent: Δ down; nothing more up, unless clients start elsewhere than at w. Kept: Δ by the server.
+    The addition to the direction follows clipping, and follows AdamDirection or MuonDirection if
+    one of them computes that direction. Over plain SGD without clipping, ``"mix"`` with α is FedCM
+    with 1 - α. Δ contains weight decay, because displacement does. Δ = 0 in the first round.
+    Sent: Δ down; nothing more up, unless clients start from a point other than w. Kept: Δ by the
+    server.
 
     Args:
-        alpha: α; 0 is FedAvg. With ``"mix"`` at most 1.
+        alpha: α; 0 is FedAvg. With ``"mix"`` it is at most 1.
         mode: ``"add"`` (FedAdamW) or ``"mix"`` (FedLADA, FedMuon).
 
     Raises:
-        UserError: alpha is out of bounds, or neither a finite number nor a schedule; another mode.
+        UserError: alpha is out of bounds, or neither a finite number nor a schedule; or mode is not
+            accepted.
 
     Example:
-        over plain SGD ``"mix"`` is FedCM.
+        On top of plain SGD ``"mix"`` is FedCM.
 
         >>> from fl_lightning.callbacks import ClientMomentum, GlobalDirection
         >>> from fl_lightning.testing import tiny_run
@@ -64,7 +67,7 @@ class GlobalDirection(FederatedCallback):
     def __init__(self, alpha: float | Schedule = 0.5, mode: Literal["add", "mix"] = "add") -> None:
         super().__init__()
         if mode == "mix":
-            # Above 1 a step would go up its own direction.
+            # With alpha above 1 a step would go up its own direction.
             check("GlobalDirection: alpha", alpha, UnitInterval | Schedule)
         self.alpha = alpha
         self.mode = mode

@@ -18,27 +18,29 @@ from fl_lightning.round.sums import ordered_norm
 
 
 class GlobalLossLogger(Measurement):
-    """Logs ``global/{train_loss,train_acc,gap,grad_norm}`` of the model that is validated.
+    """Logs ``global/{train_loss,train_acc,gap,grad_norm}`` of the model that Lightning validates.
 
-    That is the evaluated one, with the averages of Lightning's ``WeightAveraging`` and the weights
-    that the learner's ``on_validation_start`` puts in its place.
+    The evaluated model is the one with the averages of Lightning's ``WeightAveraging`` and the
+    weights that the learner's ``on_validation_start`` puts in its place.
 
-    - train_loss: the mean of the loss over the clients' training samples, each counted as often as
-      clients hold it: what ``training_step`` gives in evaluation mode, biases applied, without
-      augmentation and weight decay. ``train/loss`` is something else: the mean along the clients'
-      local paths.
-    - train_acc: what the learner logs as accuracy in ``training_step``, else in
-      ``validation_step``, over the same samples; left out where it logs none.
+    - train_loss: the mean loss over the clients' training samples, each counted as often as clients
+      hold it. The loss is that of ``training_step`` in evaluation mode, with biases, without
+      augmentation and weight decay. ``train/loss`` differs from it: that is the mean along the
+      clients' local paths.
+    - train_acc: the accuracy that the learner logs in ``training_step``, or else in
+    ``validation_step``, over the same samples; not logged if the learner logs no accuracy.
     - gap: val/loss - train_loss, in rounds that were validated.
     - grad_norm: ‖∇f‖ of that loss.
 
-    It is measured after the round, on a copy of the learner: no bit of the training changes, and
-    ``time/round`` stays. Sent and kept: nothing.
+    The measurement comes after the round, on a copy of the learner: it changes no bit of the
+    training, and ``time/round`` does not include it.
+    Sent and kept: nothing.
 
     Args:
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
-            only.
-        samples: on so many of the clients' samples, drawn once by the run's seed; None: on all.
+        every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
+            the last.
+        samples: number of the clients' samples to measure on, drawn once from the run's seed; None:
+            all samples.
 
     Example:
         >>> from fl_lightning.callbacks import GlobalLossLogger
@@ -72,5 +74,5 @@ class GlobalLossLogger(Measurement):
 
 
 def _accuracy(logged: dict[str, float]) -> float | None:
-    """The first value that is an accuracy by its name."""
+    """Return the first value whose name is that of an accuracy."""
     return next((value for name, value in logged.items() if is_accuracy(name)), None)

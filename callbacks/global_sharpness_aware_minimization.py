@@ -30,7 +30,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
     """q = g - μ_i - s; e = r q/‖q‖; μ_i ← μ_i + e - s; the gradient is taken at x + e.
 
     At the server s ← r U/‖U‖ with U = mean(μ_i - e).
-    The paper does not define it together with partial averaging, which is refused.
+    The paper does not define it together with partial averaging, so that is refused.
     Sent: s down, μ_i - e up. Kept: μ_i by each client, s by the server. Two gradients per step.
 
     Args:
@@ -41,7 +41,7 @@ class GlobalSharpnessAwareMinimization(FederatedCallback):
             the model.
 
     Example:
-        FedSMOO. The common perturbation lies on the sphere of radius r.
+        FedSMOO. The common perturbation has the norm r.
 
         >>> from fl_lightning.callbacks import DynamicRegularization
         >>> from fl_lightning.callbacks import GlobalSharpnessAwareMinimization

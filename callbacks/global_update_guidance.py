@@ -2,7 +2,7 @@
 
 B. Li, Z. Peng, Y. Li, M. Xu, S. Chen, B. Ji, C. Shen: Neighborhood and Global Perturbations
 Supported SAM in Federated Learning: From Local Tweaks To Global Awareness (2024), arXiv:2408.14144:
-with ``DynamicRegularization``. The rule is read in two codes of other authors, which disagree.
+with ``DynamicRegularization``. We read the rule in two codes of other authors, which disagree.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ class GlobalUpdateGuidance(FederatedCallback):
     """g = ∇ℓ(x + ρ q/‖q‖) + β Δ with q = ∇ℓ(x) + κ Δ; Δ ← mean (x_{i,0} - x_{i,K})/K_i.
 
     Δ is not divided by the learning rate, and is 0 in the first round; e is 0 where q = 0.
-    Sent: Δ down; nothing more up, unless clients start elsewhere than at w. Kept: Δ by the server.
-    Two gradients per step.
+    Sent: Δ down; nothing more up, unless clients start from a point other than w. Kept: Δ by the
+    server. Two gradients per step.
 
     Args:
         radius: ρ.
         kappa: κ.
-        beta: β; 0, with radius 0, is FedAvg.
+        beta: β; with 0 and radius 0 it is FedAvg.
 
     Raises:
-        UserError: one is negative, or neither a finite number nor a schedule; another callback
-            decides where the gradient is taken; parts of the model are not averaged.
+        UserError: one of the three is negative, or neither a finite number nor a schedule; another
+            callback decides where the gradient is taken; or parts of the model are not averaged.
 
     Example:
-        in the first round Δ is 0, and it is FedSAM.
+        In the first round Δ is 0, so it is FedSAM.
 
         >>> from fl_lightning.callbacks import GlobalUpdateGuidance, SharpnessAwareMinimization
         >>> from fl_lightning.testing import tiny_run

@@ -1,4 +1,4 @@
-"""How sharp the loss is at the global model: the largest eigenvalue and the trace of its Hessian.
+"""How sharp the loss is at the global model: the largest eigenvalue and the trace of the Hessian.
 
 Y. Sun, L. Shen, S. Chen, L. Ding, D. Tao: Dynamic Regularized Sharpness Aware Minimization in
 Federated Learning (ICML 2023), arXiv:2305.11584, Table 2.
@@ -20,27 +20,28 @@ NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 class HessianLogger(Measurement):
     """Logs ``hessian/top_eigenvalue``, ``top_residual``, ``trace``, ``trace_stderr`` and ``norm``.
 
-    H is the Hessian, at the evaluated model, of the mean loss over a fixed random subset of the
-    clients' training samples, each counted as often as clients hold it: what ``training_step``
-    gives in evaluation mode, biases applied, without augmentation and weight decay.
+    H is the Hessian of the mean loss at the evaluated model. The mean is over a fixed random subset
+    of the clients' training samples, each counted as often as clients hold it. The loss is that of
+    ``training_step`` in evaluation mode, with biases, without augmentation and weight decay.
 
-    - top_eigenvalue: the largest, algebraically, by Lanczos' method; top_residual: its residual,
-      the norm of Hv - λv over that of λ.
-    - trace: by Hutchinson's method, but exactly along directions in which H is large;
-      trace_stderr: its standard error.
-    - norm: ‖w‖ of the evaluated model. A dual variable changes it and curvature together: read them
-      side by side, and ``global/train_loss`` with them.
+    - top_eigenvalue: the largest eigenvalue (not in absolute value), by Lanczos' method;
+    top_residual: its residual, the norm of Hv - λv over that of λ.
+    - trace: by Hutchinson's method, but exact along directions in which H is large; trace_stderr:
+      its standard error.
+    - norm: ‖w‖ of the evaluated model. A dual variable changes the norm and the curvature together,
+    so compare both, and also ``global/train_loss``.
 
-    It is measured after the round, on a copy of the learner in full precision: no bit of the
-    training changes. A product with H costs about three gradients of the subset; there are about
-    twice ``probes`` of them. Sent and kept: nothing.
+    The measurement comes after the round, on a copy of the learner in full precision: it changes no
+    bit of the training. A product with H costs about three gradients of the subset; there are about
+    twice ``probes`` of them.
+    Sent and kept: nothing.
 
     Args:
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
-            alone.
-        samples: of the subset, which the run's seed draws once.
-        tolerance: of the eigenvalue, relative.
-        probes: vectors of ±1 for the trace, at least 2, the same each time.
+        every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
+            the last.
+        samples: size of the subset, which is drawn once from the run's seed.
+        tolerance: relative tolerance of the eigenvalue.
+        probes: number of vectors of ±1 for the trace, at least 2; the same vectors each time.
 
     Example:
         >>> from fl_lightning.callbacks import HessianLogger

@@ -1,10 +1,11 @@
-"""FedLESAM: sharpness-aware local steps by a perturbation that costs no gradient.
+"""FedLESAM: sharpness-aware local steps, by a perturbation that costs no gradient.
 
 Z. Fan, S. Hu, J. Yao, G. Niu, Y. Zhang, M. Sugiyama, Y. Wang: Locally Estimated Global
 Perturbations are Better than Local Perturbations for Federated Sharpness-aware Minimization (ICML
-2024), arXiv:2405.18890. The difference between the global models that a client received in its
-previous active round and in this one estimates the global gradient, along which the loss is
-perturbed. With ControlVariates it is FedLESAM-S, with DynamicRegularization FedLESAM-D.
+2024), arXiv:2405.18890. The client received a global model in its previous active round and another
+one in this round. The difference of these two models estimates the global gradient, and the
+perturbation goes along it. With ControlVariates it is FedLESAM-S, with DynamicRegularization
+FedLESAM-D.
 """
 
 from __future__ import annotations
@@ -27,25 +28,27 @@ from fl_lightning.callback import (
 
 
 class LocallyEstimatedPerturbation(FederatedCallback):
-    """The gradient is taken at x + e, e = ρ (o_i - w^t)/‖o_i - w^t‖ all round; then o_i ← w^t.
+    """The gradient is taken at x + e, e = ρ (o_i - w^t)/‖o_i - w^t‖ in the whole round; then o_i ←
+    w^t.
 
-    o_i is the model that client i received in its previous round; e is 0 in its first, and where
-    o_i = w^t. The norm is over all D coordinates. One gradient a step: its loss, at x + e, is what
-    is logged.
+    o_i is the model that client i received in its previous round. e is 0 in its first round, and if
+    o_i = w^t. The norm is over all D coordinates. One gradient per step; the logged loss is at x +
+    e.
     Sent: nothing more than by FedAvg; with ``source="last"`` one vector more down. Kept: o_i by
-    each client; with ``source="last"`` w^{t-1} by the server alone.
+    each client; with ``source="last"`` only w^{t-1}, by the server.
 
     Args:
         radius: ρ; 0 is FedAvg.
-        source: ``"received"``: the rule above. ``"last"``, as the authors' code has it: o_i =
-            w^{t-1} for everybody, which the server sends; a round in which nobody finished does not
+        source: ``"received"``: the rule above. ``"last"``, as in the authors' code: o_i = w^{t-1}
+            for all clients, which the server sends; a round in which no client finished does not
             count.
 
     Raises:
-        UserError: radius is neither a finite number nor a schedule, or another source.
+        UserError: radius is neither a finite number nor a schedule; or source is not accepted.
 
     Example:
-        in round 0 nobody has received a model before, so it is FedAvg's, at one gradient per step.
+        In round 0 no client has received a model before, so it is FedAvg's, at one gradient per
+        step.
 
         >>> from fl_lightning.callbacks import LocallyEstimatedPerturbation
         >>> from fl_lightning.testing import tiny_run

@@ -1,8 +1,8 @@
-"""FedLC: logits lose a margin, the larger the fewer samples of a class a client has.
+"""FedLC: each logit loses a margin, which is larger if the client has fewer samples of the class.
 
 J. Zhang, Z. Li, B. Li, J. Xu, S. Wu, S. Ding, C. Wu: Federated Learning with Label Distribution
-Skew via Logits Calibration (ICML 2022), arXiv:2209.00189. A client minimises CE(z - m_i, y),
-m_{i,c} = τ N_{i,c}^{-1/4}, N_{i,c} its training samples of class c.
+Skew via Logits Calibration (ICML 2022), arXiv:2209.00189. A client minimises CE(z - m_i, y) with
+m_{i,c} = τ N_{i,c}^{-1/4}; N_{i,c} is the number of its training samples of class c.
 """
 
 from __future__ import annotations
@@ -25,22 +25,24 @@ from fl_lightning.callback import (
 
 
 class LogitCalibration(FederatedCallback):
-    """z ← z - m_i in local training; a class that the client has no sample of leaves the sum.
+    """z ← z - m_i in local training; a class of which the client has no sample is left out of the
+    sum.
 
-    The loss that is logged is that of the calibrated logits; evaluation has z. Where each client
-    has as many samples of each class, it is FedAvg.
-    Methods that look at the same module (NotTrueDistillation) see z, without the margins.
+    The logged loss is computed from the calibrated logits; evaluation uses z. If each client has
+    equally many samples of each class, it is FedAvg. Methods that tap the same module
+    (NotTrueDistillation) get z, without the margins.
     Sent and kept: nothing more than by FedAvg. One gradient per step.
 
     Args:
-        tau: τ, from 0; 0 is FedAvg (absent classes stay), unless ``exclude_true``.
-        exclude_true: the sum runs over the other classes alone, as the paper prints it: mean
-            log(1 - p_y), p = softmax(z - m_i), is added to the loss. A sample without another class
-            adds nothing. Unbounded below.
+        tau: τ, at least 0; 0 is FedAvg (classes without samples stay in the sum), unless
+            ``exclude_true``.
+        exclude_true: the sum runs over only the other classes, as the paper prints it: mean log(1 -
+            p_y), p = softmax(z - m_i), is added to the loss. A sample without another class adds
+            nothing. Unbounded below.
 
     Raises:
         UserError: tau is negative, or neither a finite number nor a schedule; exclude_true is
-            neither true nor false; labels are no class indices.
+            neither true nor false; or labels are not class indices.
 
     Example:
         without a margin it is FedAvg, to the last bit.
@@ -75,7 +77,7 @@ class LogitCalibration(FederatedCallback):
         return value - self.margins(clients, value)
 
     def margins(self, clients: Clients, logits: Tensor) -> Tensor:
-        """m_i ``(1, C)``, infinite for a class that the client has no sample of."""
+        """Return m_i ``(1, C)``, infinite for a class of which the client has no sample."""
         n = counts(clients, logits).double()
         absent = torch.inf if self.tau > 0 else 0.0
         margins = torch.where(n > 0, self.tau * n.clamp(min=1) ** -0.25, absent)
@@ -84,7 +86,7 @@ class LogitCalibration(FederatedCallback):
     def without_true(
         self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
     ) -> Tensor:
-        """The hook ``local_loss`` of the printed sum."""
+        """The hook ``local_loss`` for the sum as the paper prints it."""
         z = seen["logits"] - self.margins(clients, seen["logits"])
         own = torch.arange(z.shape[1], device=z.device) == batch[1][:, None]
         others = (counts(clients, z) > 0) & ~own
@@ -95,6 +97,6 @@ class LogitCalibration(FederatedCallback):
 
 
 def counts(clients: Clients, logits: Tensor) -> Tensor:
-    """N_i ``(1, C)``; 0 for outputs beyond the data's classes."""
+    """Return N_i ``(1, C)``; 0 for outputs beyond the data's classes."""
     n = clients.label_counts
     return pad(n, (0, logits.shape[1] - n.shape[1]))

@@ -1,4 +1,4 @@
-"""FedACG, FedNSAM: clients train from where the server's momentum would lead.
+"""FedACG, FedNSAM: clients train from the point to which the server's momentum would lead.
 
 G. Kim, J. Kim, B. Han: Communication-Efficient Federated Learning with Accelerated Client Gradient
 (CVPR 2024), arXiv:2201.03172: with ``ProximalTerm``. J. Liu, F. Shang, Y. Tian, H. Liu, Y. Liu:
@@ -24,10 +24,10 @@ from fl_lightning.callback import (
 
 
 class LookaheadMomentum(FederatedCallback):
-    """Clients get ŵ = w + λ m as w; then d ← d + λ m and m ← λ m + Σ p_i (x_{i,K} - ŵ).
+    """Clients get ŵ = w + λ m in place of w. Then d ← d + λ m and m ← λ m + Σ p_i (x_{i,K} - ŵ).
 
-    With the server at rate 1 and nothing else, w^{t+1} = w^t + m^{t+1}. What is evaluated is w. A
-    pull of another method (FedProx) is to ŵ. m = 0 in the first round.
+    With server rate 1 and no other method w^{t+1} = w^t + m^{t+1}. The run evaluates w. A pull of
+    another method (FedProx) is towards ŵ. m = 0 in the first round.
     Sent: ŵ in place of w; nothing more up. Kept: m by the server.
 
     Args:
@@ -35,8 +35,8 @@ class LookaheadMomentum(FederatedCallback):
 
     Raises:
         UserError: momentum is not from 0 to below 1, or neither a number nor a schedule; another
-            callback decides what clients get as w; parts of the model are not averaged; the server
-            optimizer is not SGD without momentum.
+            callback decides what clients get as w; parts of the model are not averaged; or the
+            server optimizer is not SGD without momentum.
 
     Example:
         w moves by m.

@@ -2,8 +2,8 @@
 
 T. Vogels, S. P. Karimireddy, M. Jaggi: PowerSGD, Practical Low-Rank Gradient Compression for
 Distributed Optimization (NeurIPS 2019), Algorithms 1 and 2, arXiv:1905.13727, with rounds in place
-of steps. Theirs adds P over all workers before it is orthogonalised, and Q after; a client that
-sends once a round has its own.
+of steps. The paper adds P over all workers before it is orthogonalised, and Q after. In this
+project a client sends once per round and has its own P and Q.
 """
 
 from __future__ import annotations
@@ -37,7 +37,9 @@ NOTHING = 1e-12
 
 @dataclass(frozen=True)
 class Piece:
-    """A parameter tensor: a × b, sent with so many directions; 0: as it is."""
+    """A parameter tensor as a matrix a × b, and the number of directions that are sent; 0: it is
+    sent as it is.
+    """
 
     where: slice
     a: int
@@ -46,7 +48,9 @@ class Piece:
 
 
 def pieces(layout: Layout, rank: int) -> list[Piece]:
-    """The parameter tensors; those are sent as they are of which two factors are no less."""
+    """Return the parameter tensors. A tensor is sent as it is if its two factors have no fewer
+    numbers.
+    """
     found = []
     for where, shape in layout.values():
         a = shape[0] if len(shape) > 1 else 1
@@ -57,23 +61,24 @@ def pieces(layout: Layout, rank: int) -> list[Piece]:
 
 
 class LowRankUpdate(FederatedCallback):
-    """M = (x_{i,K} - w) + e_i; P̂ = orthonormal(M Q_i), Q_i ← Mᵀ P̂; P̂ Q_iᵀ is sent; e_i ← M - it.
+    """M = (x_{i,K} - w) + e_i; P̂ = orthonormal(M Q_i), Q_i ← Mᵀ P̂; P̂ Q_iᵀ is sent; e_i ← M - P̂
+    Q_iᵀ.
 
-    M is each parameter tensor as a matrix, its first dimension by the others; tensors for which P̂
-    and Q_i are no fewer numbers, and vectors, are sent as they are. A client's first Q_i is drawn
-    from N(0, 1), keyed by (seed, client). Refused together with partial averaging: the error of a
-    part that is not averaged would be lost.
+    M is each parameter tensor as a matrix: its first dimension by the product of the others.
+    Vectors, and tensors for which P̂ and Q_i have no fewer numbers, are sent as they are. A
+    client's first Q_i is drawn from N(0, 1), keyed by (seed, client). PowerSGD is refused together
+    with partial averaging, because the error of a part that is not averaged would be lost.
     Sent: P̂ and Q_i in place of M. Kept: e_i and Q_i by each client.
 
     Args:
-        rank: the columns of P̂ and Q_i, from 1.
+        rank: number of columns of P̂ and Q_i, at least 1.
 
     Raises:
-        UserError: another rank; another callback of the run decides what clients send, or the run
+        UserError: rank is not accepted; another callback also decides what clients send; or the run
             averages parts of the model.
 
     Example:
-        of rank 1 a 4 × 3 matrix takes 4 + 3 numbers, and the biases of 4 and 3 as many.
+        With rank 1 a 4 × 3 matrix takes 4 + 3 numbers, and the biases take 4 and 3.
 
         >>> from fl_lightning.callbacks import CommunicationLogger, LowRankUpdate
         >>> from fl_lightning.testing import tiny_run
@@ -100,7 +105,7 @@ class LowRankUpdate(FederatedCallback):
         self._size(server.layout)
 
     def _size(self, layout: Layout) -> None:
-        """Give ``q`` its length, which is known with the model."""
+        """Set the length of ``q``, which depends on the model."""
         size = sum(piece.b * piece.rank for piece in pieces(layout, self.rank))
         self.declarations()["q"].shape = (size,)
 
@@ -130,7 +135,9 @@ class LowRankUpdate(FederatedCallback):
         return sent
 
     def _starts(self, clients: Clients, layout: list[Piece]) -> list[Tensor]:
-        """The Q_i of each piece ``(n, b, r)``: where the last round ended, at first drawn."""
+        """Return the Q_i of each piece ``(n, b, r)``: those of the client's last round, and at
+        first a draw.
+        """
         sizes = [piece.b * piece.rank for piece in layout]
         drawn = [
             torch.from_numpy(self._keyed("powersgd", i).standard_normal(sum(sizes)))
@@ -153,7 +160,7 @@ class LowRankUpdate(FederatedCallback):
 
 
 def received(message: dict[str, Tensor], layout: list[Piece]) -> Tensor:
-    """P̂ Q_iᵀ of each piece, or the piece itself: ``(n, D)``."""
+    """Return P̂ Q_iᵀ of each piece, or the piece itself: ``(n, D)``."""
     dtype = message["raw"].dtype
     p = message["p"].double().split([piece.a * piece.rank for piece in layout], dim=1)
     q = message["q"].double().split([piece.b * piece.rank for piece in layout], dim=1)
@@ -168,9 +175,9 @@ def received(message: dict[str, Tensor], layout: list[Piece]) -> Tensor:
 
 
 def orthonormal(m: Tensor) -> Tensor:
-    """The columns of each ``(n, a, r)`` made orthonormal, in their order (modified Gram-Schmidt).
+    """Make the columns of each ``(n, a, r)`` orthonormal, in their order (modified Gram-Schmidt).
 
-    One that is no direction of its own becomes zero.
+    A column that depends on the earlier ones becomes zero.
     """
     columns: list[Tensor] = []
     for column in m.unbind(2):

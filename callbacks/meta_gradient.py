@@ -24,8 +24,8 @@ from fl_lightning.callback import (
 class MetaGradient(FederatedCallback):
     """g = g' = ∇ℓ(x - a ∇ℓ(x)), or ``hessian="free"``: g' - a (∇ℓ(x + δ g') - ∇ℓ(x - δ g'))/(2 δ).
 
-    All gradients of a step are on its one batch; the paper draws independent batches. Weight decay
-    stays outside.
+    All gradients of a step use its one batch; the paper draws independent batches. The adapted
+    point does not include weight decay.
     Sent and kept: nothing more than by FedAvg. Two gradients per step, or four.
 
     Args:
@@ -34,9 +34,9 @@ class MetaGradient(FederatedCallback):
         delta: δ, above 0.
 
     Raises:
-        UserError: inner_lr is negative, or neither a finite number nor a schedule; another word;
-            delta is not above 0; another callback decides where the gradient is taken, or mixes
-            it.
+        UserError: inner_lr is negative, or neither a finite number nor a schedule; hessian is not
+            accepted; delta is not above 0; or another callback decides where the gradient is taken,
+            or mixes it.
 
     Example:
         with a = 0 it is FedAvg, to the last bit.

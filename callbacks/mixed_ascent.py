@@ -1,4 +1,4 @@
-"""FedSpeed: dynamic regularization, and a gradient from a point further up the loss.
+"""FedSpeed: dynamic regularization, and a gradient from a point at which the loss is higher.
 
 Y. Sun, L. Shen, T. Huang, L. Ding, D. Tao: FedSpeed: Larger Local Interval, Less Communication
 Round, and Higher Generalization Accuracy (ICLR 2023), Algorithm 1, arXiv:2302.10429. Each step
@@ -32,30 +32,30 @@ class MixedAscent(FederatedCallback):
     """g ← (1 - α) ∇ℓ(x) + α ∇ℓ(x + e) - λ_i + a (x - w); λ_i ← λ_i - a (x_{i,K} - w).
 
     e = ρ g/‖g‖ over all D coordinates with g = ∇ℓ(x), without weight decay; 0 where g = 0. The
-    server, as the authors' code has it: λ ← λ - (a/m) Σ (x_{i,K} - w) and d ← d - λ/a, so that with
-    α = 1 it is DynamicRegularization and SharpnessAwareMinimization. As printed
-    (``"participants"``): clients send x_{i,K} - λ_i/a in place of x_{i,K}; where all take part the
-    two are one.
-    Sent: nothing more than by FedAvg. Kept: λ_i by each client; λ by the server, but for
-    ``"participants"``. Two gradients per step, whatever α and ρ. Beside a method that compresses
+    server's rule is that of the authors' code: λ ← λ - (a/m) Σ (x_{i,K} - w) and d ← d - λ/a. So
+    with α = 1 it is DynamicRegularization and SharpnessAwareMinimization. With ``"participants"``
+    the rule is as printed: clients send x_{i,K} - λ_i/a in place of x_{i,K}. If all clients take
+    part, the two rules are equal.
+    Sent: nothing more than by FedAvg. Kept: λ_i by each client; λ by the server, except with
+    ``"participants"``. Two gradients per step, whatever α and ρ. With a method that compresses
     updates (SignUpdate) each client also sends x_{i,K} - w, which is counted: λ has to be exact,
-    and the server cannot compute it from what is compressed.
+    and the server cannot compute it from a compressed update.
 
     Args:
         penalty: a > 0.
-        alpha: α; 1 is the authors' code.
+        alpha: α; the authors' code has 1.
         radius: ρ.
-        normalised: False: e = ρ g, as Algorithm 1 prints it; the authors' code normalises.
-        aggregate: whose duals the server adds: ``"all"``, every client's latest;
-            ``"participants"``, as printed, those of this round, which misses the optimum where not
-            all take part.
+        normalised: if False, e = ρ g, as Algorithm 1 prints it; the authors' code normalises.
+        aggregate: the clients whose duals the server adds. ``"all"``: every client's latest dual;
+            ``"participants"``, as printed: those of this round, which misses the optimum unless all
+            clients take part.
 
     Raises:
-        UserError: penalty is not above 0; another aggregate; another callback that perturbs or
-            mixes, or with ``"participants"`` one that says what is sent.
+        UserError: penalty is not above 0; aggregate is not accepted; or another callback perturbs
+            or mixes, or with ``"participants"`` decides what is sent.
 
     Example:
-        the authors' code is two methods that there are already.
+        The authors' code equals two other methods together.
 
         >>> from fl_lightning.callbacks import DynamicRegularization, MixedAscent
         >>> from fl_lightning.callbacks import SharpnessAwareMinimization

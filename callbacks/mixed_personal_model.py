@@ -1,4 +1,4 @@
-"""APFL: each client mixes a model of its own with the global one, and learns how much of each.
+"""APFL: each client mixes its own model with the global one, and learns the share of each.
 
 Y. Deng, M. M. Kamani, M. Mahdavi: Adaptive Personalized Federated Learning (2020),
 arXiv:2003.13461. Client i minimises f_i(α v + (1 - α) w) over v and α; w is FedAvg's.
@@ -28,11 +28,11 @@ class MixedPersonalModel(FederatedCallback):
     Two gradients per step.
 
     Args:
-        alpha: α at first, from 0 to 1.
+        alpha: α in round 0, from 0 to 1.
         adaptive: whether α is learned.
 
     Raises:
-        UserError: other values; another callback decides clients' own models.
+        UserError: a value is not accepted; or another callback decides clients' own models.
 
     Example:
         the global model is FedAvg's.

@@ -1,8 +1,9 @@
-"""MOON: features are pulled to the server's model's, and away from those of the client's own last.
+"""MOON: features are pulled towards those of the server's model, and away from those of the
+client's own last model.
 
 Q. Li, B. He, D. Song: Model-Contrastive Federated Learning (CVPR 2021), arXiv:2103.16257. A client
-minimises CE + μ mean -log(e^{s⁺/τ} / (e^{s⁺/τ} + e^{s⁻/τ})), s⁺ = cos(z(x), z(w^t)), s⁻ =
-cos(z(x), z(last_i)), z what enters the last layer.
+minimises CE + μ mean -log(e^{s⁺/τ} / (e^{s⁺/τ} + e^{s⁻/τ})), s⁺ = cos(z(x), z(w^t)), s⁻ = cos(z(x),
+z(last_i)); z is the input of the last layer.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ from fl_lightning.callback import (
 class ModelContrast(FederatedCallback):
     """The loss gains μ mean -log(e^{s⁺/τ} / (e^{s⁺/τ} + e^{s⁻/τ})).
 
-    last_i is x_{i,K} of the client's latest round, w^t in its first, which is therefore FedAvg's.
-    Both teachers are in evaluation mode, with the buffers that the client got this round. Under
-    relaxed initialization, too, z(w^t) is of w^t, not of the start.
-    Sent: nothing more than by FedAvg. Kept by each client: last_i. One gradient and two forward
-    passes per step.
+    last_i is x_{i,K} of the client's latest round, and w^t in its first round, which is therefore
+    FedAvg's. Both teachers are in evaluation mode, with the buffers that the client got this round.
+    Under relaxed initialization, too, z(w^t) belongs to w^t, not to the client's start. Sent:
+    nothing more than by FedAvg. Kept by each client: last_i. One gradient and two forward passes
+    per step.
 
     Args:
         mu: μ; 0 is FedAvg.
         temperature: τ, above 0.
 
     Raises:
-        UserError: one of them is neither a finite number nor a schedule, or temperature is not
-            above 0.
+        UserError: mu or temperature is neither a finite number nor a schedule, or temperature is
+            not above 0.
 
     Example:
         every client's first round is FedAvg's, to rounding.

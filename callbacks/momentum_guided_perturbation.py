@@ -1,9 +1,9 @@
-"""FedWMSAM: the server's momentum says where the gradient is taken, and is mixed into it.
+"""FedWMSAM: the server's momentum decides where the gradient is taken, and is mixed into it.
 
 T. Li, Y. Huang, L. Jiang, C. Liu, Q. Xie, W. Du, L. Wang, K. Wu: FedWMSAM: Fast and Flat Federated
 Learning via Weighted Momentum and Sharpness-Aware Minimization (NeurIPS 2025), arXiv:2511.22080.
-The perturbation costs no gradient. How much of the momentum is mixed in follows from how far
-clients move along it.
+The perturbation costs no gradient. The share of the momentum depends on how far clients move along
+it.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ class MomentumGuidedPerturbation(FederatedCallback):
     c_i ← c_i - c + G_i; at the server Δ ← mean G_i, c ← c + (1/m) Σ (G_i - c), and
     α ← (1 - r) α + r min(upper, max(lower, mean ν_i)), ν_i = 1 + cos(x_{i,K} - x_{i,0}, Δ), or 0
     where one of the two is 0. e = 0 where δ = 0. c is the mean of all c_i.
-    Sent: Δ, c and α down; nothing more up, unless clients start elsewhere than at w. Kept: c_i by
-    each client; Δ, c and α by the server. One gradient per step, at x + e.
+    Sent: Δ, c and α down; nothing more up, unless clients start from a point other than w. Kept:
+    c_i by each client; Δ, c and α by the server. One gradient per step, at x + e.
 
     Args:
         radius: ρ.
         alpha: α in round 0, above 0 and below 1.
-        rate: r, from 0 to 1; 0: α is fixed.
-        lower, upper: bounds of what α follows, above 0 and below 1.
+        rate: r, from 0 to 1; 0: α is fixed. lower, upper: bounds of the value that α follows, above
+            0 and below 1.
 
     Raises:
-        UserError: other values; another callback decides where the gradient is taken, or mixes it;
-            parts of the model are not averaged.
+        UserError: a value is not accepted; another callback decides where the gradient is taken, or
+            mixes it; or parts of the model are not averaged.
 
     Example:
         c is the mean of all c_i, after every round.

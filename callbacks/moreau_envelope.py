@@ -3,7 +3,7 @@
 C. T. Dinh, N. H. Tran, T. D. Nguyen: Personalized Federated Learning with Moreau Envelopes (NeurIPS
 2020), Algorithm 1, arXiv:2006.08848: the federation minimises the mean of F_i(x) = min_θ f_i(θ) +
 (λ/2)‖θ - x‖², whose gradient is λ (x - θ); θ is found by some gradient steps. The paper's server
-mixing β is the server optimizer's rate.
+mixing β is the rate of the server optimizer.
 """
 
 from __future__ import annotations
@@ -22,21 +22,23 @@ from fl_lightning.callback import (
 
 
 class MoreauEnvelope(FederatedCallback):
-    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)); then x's gradient is λ (x - θ).
+    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)); then the gradient for x is λ (x
+    - θ).
 
-    All S steps are on the local step's batch. θ is w at the start of a client's round, goes on from
-    step to step, and is what the client uses itself. Weight decay acts only on x. Sent: nothing
-    more than by FedAvg. Kept by each client: θ. S + 1 gradients per step: one is the loss's at x,
-    whose value is what is logged.
+    All S steps use the local step's batch. θ is w at the start of a client's round and goes on from
+    step to step; the client uses it itself. Weight decay acts only on x.
+    Sent: nothing more than by FedAvg. Kept by each client: θ. S + 1 gradients per step: one is that
+    of the loss at x, whose value is logged.
 
     Args:
         strength: λ.
         inner_steps: S.
-        inner_lr: η_in; the inner steps diverge where η_in (L + λ) > 2, L the curvature of the loss.
+        inner_lr: η_in; the inner steps diverge if η_in (L + λ) > 2, where L is the curvature of the
+            loss.
 
     Raises:
-        UserError: one that is not above 0; a ``perturbation``, FedCM's mixing or partial averaging
-            beside it.
+        UserError: a value is not above 0; or the run also has a ``perturbation``, FedCM's mixing or
+            partial averaging.
 
     Example:
         with one inner step from θ = x = w, the gradient of the first local step is λ η_in times

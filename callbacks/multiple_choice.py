@@ -1,4 +1,4 @@
-"""How often a language model finds the right one of several texts the likeliest."""
+"""How often a language model gives the largest likelihood to the right one of several texts."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ BATCH = 16  # number of texts in one forward pass
 class MultipleChoice(LanguageMeasurement):
     """Logs ``choice/acc`` and ``choice/acc_norm``: shares of rows with the right choice.
 
-    A row is ``{"prompt": text, "choices": [text, …], "answer": index}``. Prompt and choice become
-    tokens apart and are joined as they are. ``acc`` takes the choice of the largest log-likelihood
-    after the prompt, ``acc_norm`` of the largest per character of the choice; of several, the
-    first. It is measured after the round, and changes no bit of the training.
+    A row is ``{"prompt": text, "choices": [text, …], "answer": index}``. Prompt and choice are
+    tokenized separately, and then joined. ``acc`` takes the choice of the largest log-likelihood
+    after the prompt, ``acc_norm`` that of the largest log-likelihood per character of the choice;
+    among equal choices the first counts. The measurement comes after the round, and changes no bit
+    of the training.
     Sent and kept: nothing.
 
     Args:
         path: JSON lines, or one JSON list.
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
-            round only.
+        every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
+            the last round.
 
     Raises:
-        UserError: a row that is no such row; a learner without ``log_likelihood``; data without a
-            tokenizer.
+        UserError: a row has another form; the learner has no ``log_likelihood``; or the data have
+            no tokenizer.
 
     Example:
         A question with two choices, of which the first one is right.
@@ -83,7 +84,7 @@ class MultipleChoice(LanguageMeasurement):
         return {"choice/acc": plain / n, "choice/acc_norm": right / n}
 
     def _likelihoods(self, module: Any) -> list[float]:
-        """Of each choice of each row, in their order."""
+        """Return the log-likelihood of each choice of each row, in their order."""
         encoder = module.trainer.datamodule.encoder
         texts: list[list[int]] = []
         starts: list[int] = []

@@ -40,13 +40,13 @@ QUINTIC = (3.4445, -4.7750, 2.0315)
 class MuonDirection(FederatedCallback):
     """Matrices step along s c O(U): M ← μ M + (1 - μ) g, U = (1 - μ) g + μ M, or M.
 
-    O makes the singular values of U one. A parameter tensor of two or more dimensions is a matrix,
-    shape[0] × the rest; all others, and what ``exclude`` names, are vectors: they step as
-    AdamDirection with fresh moments, or along U/‖U‖ of each tensor. c is ``matrix_lr_scale``, s is
-    √max(1, a/b), 0.2 √max(a, b) or 1. Weight decay is the client optimizer's, scaled by neither.
-    M starts each round at 0, at the mean of the last participants' M, or where the client left it.
-    With ``variates`` U = M - C_i + C; C_i is the M with which the client began the round, and
-    C ← C + (1/m) Σ (M_{i,K} - C_i).
+    O sets the singular values of U to one. A parameter tensor of two or more dimensions is a
+    matrix, shape[0] × the rest. All others, and those that ``exclude`` names, are vectors: they
+    step as with AdamDirection and fresh moments, or along U/‖U‖ of each tensor. c is
+    ``matrix_lr_scale``, s is √max(1, a/b), 0.2 √max(a, b) or 1. The client optimizer adds weight
+    decay, which neither s nor c scales. M starts each round at 0, at the mean of the last
+    participants' M, or at the client's own last M. With ``variates`` U = M - C_i + C; C_i is the M
+    with which the client began the round, and C ← C + (1/m) Σ (M_{i,K} - C_i).
     Sent: nothing more with ``start="zeros"`` or ``"own"``; the mean of M down and M up; C down and
     M - C_i up. Kept: M by each client with ``"own"``.
 
@@ -55,18 +55,19 @@ class MuonDirection(FederatedCallback):
         nesterov: whether U looks ahead.
         start: ``"zeros"``, ``"averaged"`` or ``"own"``.
         variates: needs ``start="own"`` and ``nesterov=False``.
-        average: ``"all"``: d ← d n/m, as if clients that did not take part had not moved.
+        average: with ``"all"`` d ← d n/m, as if clients that did not take part had not moved.
         vectors: ``"adam"`` or ``"unit"``.
         orthogonaliser: ``"newton_schulz"`` or ``"svd"``, which is exact.
         ns_steps: Newton–Schulz iterations, from 1.
         adjust: s: ``"original"``, ``"match_rms_adamw"`` or ``"none"``.
         matrix_lr_scale: c, above 0.
-        exclude: patterns of parameter names (``fnmatch``) that are vectors, or ``"last"`` (layer).
-        betas, epsilon: of Adam.
+        exclude: patterns of names (``fnmatch``) of parameters that are treated as vectors, or
+            ``"last"`` (layer). betas, epsilon: of Adam.
 
     Raises:
-        UserError: other values; variates with another start or nesterov; a pattern matches nothing;
-            a client optimizer other than plain SGD; partial averaging, unless ``start="zeros"``.
+        UserError: a value is not accepted; variates with another start or nesterov; a pattern
+            matches nothing; the client optimizer is not plain SGD; or partial averaging, unless
+            ``start="zeros"``.
 
     Example:
         an orthogonalised matrix has singular values of 1.
@@ -165,7 +166,7 @@ class MuonDirection(FederatedCallback):
         self.V = max(1, len(self.places))
 
     def rows(self, clients: Clients) -> Tensor:
-        """M of these clients ``(n, D)``, to change in place."""
+        """Return M of these clients ``(n, D)``, to be changed in place."""
         rows: Tensor = self.M[clients] if self.start == "own" else self.held[clients]
         return rows
 
@@ -249,7 +250,7 @@ class MuonDirection(FederatedCallback):
 
 
 def by_newton_schulz(u: Tensor, steps: int) -> Tensor:
-    """Matrices ``(n, a, b)`` with singular values about 1, of the same singular vectors."""
+    """Return matrices ``(n, a, b)`` with singular values about 1 and the same singular vectors."""
     tall = u.shape[1] > u.shape[2]
     x = u / (torch.linalg.matrix_norm(u, keepdim=True) + 1e-7)
     if tall:
@@ -263,12 +264,13 @@ def by_newton_schulz(u: Tensor, steps: int) -> Tensor:
 
 
 def by_svd(u: Tensor) -> Tensor:
-    """U_r V_rᵀ of matrices ``(n, a, b)``, over singular values above 10⁻¹² of the largest.
+    """Return U_r V_rᵀ of matrices ``(n, a, b)``, over singular values above 10⁻¹² of the largest.
 
-    In single precision over those above its rounding, or O would be of noise. NaN where a matrix is
-    not finite.
+    In single precision the limit is its rounding error; otherwise O would contain noise. The result
+    is NaN if a matrix is not finite.
     """
-    # torch refuses what is not finite, and the run has to tell whose client that was.
+    # torch refuses numbers that are not finite, and the run has to name the client that they belong
+    # to.
     finite = u.isfinite().all(2, keepdim=True).all(1, keepdim=True)
     left, values, right = torch.linalg.svd(torch.where(finite, u, 0.0), full_matrices=False)
     least = max(1e-12, max(u.shape[1:]) * torch.finfo(u.dtype).eps)

@@ -17,16 +17,17 @@ class NormalizedAveraging(FederatedCallback):
     """d = (Σ p_i τ_i) Σ p_i (x_{i,K} - w)/τ_i with τ_i = ‖a_i‖₁.
 
     τ_i is K_i, or with momentum ρ Σ_{j=1}^{K_i} (1 - ρ^j)/(1 - ρ). With equal K_i it is FedAvg.
-    Refused together with partial averaging: a kept part moves over several rounds. Sent and kept:
-    nothing more, as the server knows K_i.
+    FedNova is refused together with partial averaging, because a kept part moves over several
+    rounds.
+    Sent and kept: nothing more, because the server knows K_i.
 
     Raises:
-        UserError: another callback of the run decides what clients send, or the run averages parts
-            of the model; or the clients' momentum is Nesterov's, dampened or kept over rounds, for
-            which τ_i is another.
+        UserError: another callback also decides what clients send; the run averages parts of the
+            model; or the clients' momentum is Nesterov's, dampened or kept over rounds, for which
+            τ_i is different.
 
     Example:
-        where all clients take as many steps it is FedAvg; where they do not, it is not.
+        If all clients take equally many steps it is FedAvg, and otherwise it is not.
 
         >>> from fl_lightning.callbacks import NormalizedAveraging
         >>> from fl_lightning.testing import tiny_run
@@ -49,7 +50,7 @@ class NormalizedAveraging(FederatedCallback):
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
 
     def work(self, clients: Clients) -> Tensor:
-        """τ_i ``(n, 1)``: the way of the optimizer in K_i steps with gradient 1, over η."""
+        """Return τ_i ``(n, 1)``: the length of K_i steps with gradient 1, divided by η."""
         k = clients.steps
         rho = clients.momentum
         return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)

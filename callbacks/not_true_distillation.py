@@ -26,11 +26,10 @@ from fl_lightning.callback import (
 class NotTrueDistillation(FederatedCallback):
     """The loss gains β τ² KL(q̃(w^t) ‖ q̃(x)), summed over classes, mean over the batch.
 
-    The teacher w^t is in evaluation mode; under relaxed initialization too it is w^t, not the
-    start.
-    Beside a method that changes the tapped output (LogitCalibration), both logits are what the
-    module itself gives, without that method's margins: the margins correct a client's own cross
-    entropy for its labels, and what the server's model knows of the other classes has none.
+    The teacher w^t is in evaluation mode. Under relaxed initialization, too, it is w^t and not the
+    client's start. If another method changes the tapped output (LogitCalibration), both logits are
+    the module's own, without that method's margins. The margins correct a client's cross entropy
+    for its own labels, and the server's knowledge of the other classes needs no margin.
     Sent and kept: nothing more than by FedAvg. One gradient and one forward pass per step.
 
     Args:
@@ -38,11 +37,11 @@ class NotTrueDistillation(FederatedCallback):
         temperature: τ, above 0.
 
     Raises:
-        UserError: one of them is neither a finite number nor a schedule, or temperature is not
-            above 0; labels are no class indices.
+        UserError: strength or temperature is neither a finite number nor a schedule, or temperature
+            is not above 0; or labels are not class indices.
 
     Example:
-        in the first step of a round student and teacher are one, so with one step it is FedAvg.
+        In the first step of a round student and teacher are equal, so with one step it is FedAvg.
 
         >>> from fl_lightning.callbacks import NotTrueDistillation
         >>> from fl_lightning.testing import tiny_run
@@ -82,7 +81,7 @@ class NotTrueDistillation(FederatedCallback):
 
 
 def not_true(logits: Tensor, labels: Tensor) -> Tensor:
-    """The logits ``(B, C - 1)`` of the classes that are not the sample's own."""
+    """Return the logits ``(B, C - 1)`` of the classes that are not the sample's own."""
     others = torch.arange(logits.shape[1] - 1, device=logits.device)
     # Skip the true class: indices behind it increase by one.
     kept: Tensor = logits.gather(1, others + (others >= labels[:, None]))

@@ -31,35 +31,37 @@ from fl_lightning.callback import (
 
 @lru_cache
 def after_pruning(gamma: float, largest: int) -> list[int]:
-    """max(1, ⌊γ ρ⌋) of each rank ρ from 0, γ as a decimal."""
+    """Return max(1, ⌊γ ρ⌋) for each rank ρ = 0, 1, …, with γ read as a decimal."""
     exact = Fraction(str(gamma))
     return [max(1, math.floor(exact * rank)) for rank in range(largest + 1)]
 
 
 class PaddedRanks(FederatedCallback):
-    """Client i trains the first ρ_i rows of A and columns of B; the server averages them padded.
+    """Client i trains the first ρ_i rows of A and columns of B; the server pads them with zeros and
+    averages.
 
     Each local loss has + λ Σ ‖B[:, q:ρ]‖ ‖A[q:ρ, :]‖ over the adapters, q = max(1, ⌊γ ρ⌋). If that
     sum is smaller after the last step than before the first, the client prunes: ρ_i ← q. The
-    weight of client i is its share of (Σ s² ‖B_i A_i‖²)^{1/2}, or p_i. Sent: down ρ_i rows and
-    columns, up as many as are left after pruning, each way what else is trainable. Kept: ρ_i.
+    weight of client i is its share of (Σ s² ‖B_i A_i‖²)^{1/2}, or p_i.
+    Sent: down ρ_i rows and columns, up as many as are left after pruning; in each direction also
+    all other trainable parameters. Kept: ρ_i.
 
     Args:
-        ranks: None: every client begins with all of the adapter's rank; a list of one rank for each
+        ranks: None: every client begins with the adapter's whole rank; a list with one rank per
             client; or ``{rank: share}`` of the clients, drawn from the seed.
-        norm_weighted: weigh adapters by norm; False: by p_i.
-        gamma: γ, above 0, up to 1; with 1 nobody prunes.
+        norm_weighted: weigh adapters by norm; if False, by p_i.
+        gamma: γ, above 0, up to 1; with 1 no client prunes.
         penalty: λ, from 0.
-        averaged_over: ``"zeros"``: what a client does not train counts as 0; ``"holders"``: each
-            coordinate is averaged over those who train it; ``"all"``: what a client does not train
-            counts as unchanged.
+        averaged_over: ``"zeros"``: a coordinate that a client does not train counts as 0;
+            ``"holders"``: each coordinate is averaged over the clients that train it; ``"all"``: a
+            coordinate that a client does not train counts as unchanged.
 
     Raises:
-        UserError: another value; a rank below 1 or above the largest adapter's; a learner without
-            adapters, or with some of which there are no products.
+        UserError: a value is not accepted; a rank is below 1 or above the largest adapter's; or the
+            learner has no adapters, or adapters that have no products.
 
     Example:
-        without weights by norm, and with nobody that prunes, it is FedAvg.
+        Without weights by norm and without pruning it is FedAvg.
 
         >>> from fl_lightning.callbacks import PaddedRanks
         >>> from fl_lightning.testing import tiny_run
@@ -134,7 +136,7 @@ class PaddedRanks(FederatedCallback):
         gradient.add_(self._tail(clients)[1], alpha=self.penalty)
 
     def _tail(self, clients: Clients) -> tuple[Tensor, Tensor]:
-        """Σ ‖B[:, q:ρ]‖ ‖A[q:ρ, :]‖ ``(n,)``, and its gradient ``(n, D)``; 0 where a norm is 0."""
+        """Return Σ ‖B[:, q:ρ]‖ ‖A[q:ρ, :]‖ ``(n,)`` and its gradient ``(n, D)``; 0 if a norm is."""
         x = clients.x
         place = low_rank.numbers(clients.layout).to(x.device)
         present, smaller = self.present[clients], self.smaller[clients]
@@ -181,7 +183,7 @@ class PaddedRanks(FederatedCallback):
         return torch.where(adapters, (new - w).to(update), update)
 
     def _weights(self, received: Any, layout: Layout) -> Tensor:
-        """The clients' weights for adapters ``(n,)``, float64."""
+        """Return the clients' weights for adapters ``(n,)``, float64."""
         squares = received.x.new_zeros(len(received.x))
         for adapter in layout.adapters if self.norm_weighted else ():
             for row, product in enumerate(received.products(adapter)):

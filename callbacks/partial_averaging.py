@@ -1,4 +1,4 @@
-"""FedALS, FedPer, FedBN: parts of the model that are averaged every so many rounds, or never.
+"""FedALS, FedPer, FedBN: parts of the model that are averaged only every few rounds, or never.
 
 P. Gholami, H. Seferoglu: Improved Generalization Bounds for Communication Efficient Federated
 Learning (2024), Algorithm 1, arXiv:2404.11754: the head every round, the extractor every α rounds.
@@ -8,7 +8,7 @@ Federated Learning on Non-IID Features via Local Batch Normalization (ICLR 2021)
 normalisation layers never, and buffers="own". P. Guo, S. Zeng, Y. Wang, H. Fan, F. Wang, L. Qu:
 Selective Aggregation for Low-Rank Adaptation in Federated Learning (ICLR 2025), arXiv:2410.01463:
 B of each low-rank adapter never (FedSA-LoRA). The framework keeps the clients' copies; this class
-says which part is averaged when.
+decides which part is averaged when.
 """
 
 from __future__ import annotations
@@ -39,35 +39,36 @@ KNOWN = {
 
 
 def lost_work(method: PartialAveraging, run: RunFacts) -> float:
-    """The share of work on the part with the longest period that never reaches the server."""
+    """Return the share of work on the rarest part that never reaches the server."""
     return (1 - run.n / run.m) * (method.longest - 1) / method.longest
 
 
 class PartialAveraging(FederatedCallback):
     """A part with period P is averaged at the end of round t when (t + 1) mod P = 0.
 
-    Otherwise clients keep their copies. Parameters that no pattern names are averaged every round.
-    Without ``periods``, ``extractor`` and ``extractor_layers`` the extractor is all layers but the
-    last.
+    In other rounds clients keep their own copies of the part. Parameters that no pattern names are
+    averaged every round. Without ``periods``, ``extractor`` and ``extractor_layers`` the extractor
+    is all layers but the last.
     Sent: down, the parts of which a client has no valid copy; up, those averaged this round. Kept
-    by each client: its copy of the parts not averaged, and where that copy began.
+    by each client: its copy of the parts not averaged, and the start of that copy.
 
     Args:
         periods: patterns of parameter names (``fnmatch``: ``"head.*"``) or names of groups,
             ``"last"`` (layer), ``"norms"`` and ``"all"``, each with its period in rounds or
-            ``"never"``; of several that match, the first counts. FedPer: ``{"last": "never"}``;
-            FedBN: ``{"norms": "never"}``; every client alone: ``{"all": "never"}``.
-        period: α, of the extractor, where no ``periods`` are given; 1 is FedAvg.
+            ``"never"``. If several match, the first counts. FedPer: ``{"last": "never"}``; FedBN:
+            ``{"norms": "never"}``; local training of every client: ``{"all": "never"}``.
+        period: α, the extractor's period if no ``periods`` are given; 1 is FedAvg.
         extractor: patterns of the extractor's parameter names.
-        extractor_layers: or how many layers it has, from the first (convolutions, linear, embedding
-            and attention blocks, as registered; a norm belongs to the layer before it).
+        extractor_layers: alternatively the number of its layers, from the first (convolutions,
+            linear, embedding and attention blocks, as registered; a norm belongs to the layer
+            before it).
 
     Raises:
-        UserError: a pattern that matches nothing, a period below 1, more layers than there are, or
-            two of ``periods``, ``extractor`` and ``extractor_layers`` at once.
+        UserError: a pattern matches nothing; a period is below 1; there are fewer layers; or more
+            than one of ``periods``, ``extractor`` and ``extractor_layers`` is given.
 
     Example:
-        FedALS. Before round 10 the server's extractor rests, its head does not.
+        FedALS. Until round 10 the server's extractor does not change, but its head does.
 
         >>> from fl_lightning.callbacks import PartialAveraging
         >>> from fl_lightning.testing import tiny_run
@@ -136,7 +137,9 @@ class PartialAveraging(FederatedCallback):
 
     @staticmethod
     def _named(periods: dict[str, Period] | None) -> str:
-        """The name in the field of parts with these periods; else that of the class."""
+        """Return the name of the method with these periods, if it has one in the literature; else
+        the class's name.
+        """
         for group, title in KNOWN.items():
             if periods == {group: "never"}:
                 return title
@@ -145,7 +148,7 @@ class PartialAveraging(FederatedCallback):
 
     @property
     def longest(self) -> int:
-        """The longest period in rounds, of those that end."""
+        """Return the longest period in rounds, not counting "never"."""
         periods = (self.periods or {"": self.period}).values()
         return max([period for period in periods if period != "never"], default=1)
 

@@ -1,4 +1,5 @@
-"""How well each client is served by the model that it would use itself, on its own test samples.
+"""How well each client is served by the model that it would use itself, measured on its own test
+samples.
 
 K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of
 On-device Personalization (2019), arXiv:1910.10252: before and after some local training. T. Li, M.
@@ -37,48 +38,49 @@ class PerClientEvaluation(Measurement):
     """Logs ``clients/acc``, ``clients/loss``, …: each client's own model on its own test samples.
 
     The model is the one that a client would use: the evaluated model with the client's own kept
-    parts, or what the method's ``personal`` gives; the evaluated model if it never finished a
-    round. The evaluated model is w, unless a method (FedExP) or Lightning's ``WeightAveraging``
-    evaluates another one. Each client is measured as
-    ``Trainer.validate`` would measure it on its test samples alone: with the learner's validation
-    hooks, in batches of ``data.eval_batch_size``, and with the reductions that ``self.log`` asks
-    for. The metrics are what the learner logs then, without the prefix (``val/acc`` →
-    ``clients/acc``). If it logs no loss, the loss is that of ``training_step`` in evaluation mode.
-    If ``validation_step`` requires ``dataloader_idx``, it gets 0.
+    parts, or the result of the method's ``personal``. A client that never finished a round uses the
+    evaluated model. The evaluated model is w, unless a method (FedExP) or Lightning's
+    ``WeightAveraging`` evaluates another one. Each client is measured as ``Trainer.validate`` would
+    measure it on only its test samples: with the learner's validation hooks, in batches of
+    ``data.eval_batch_size``, and with the reductions that ``self.log`` asks for. The metrics are
+    those that the learner logs then, without the prefix (``val/acc`` → ``clients/acc``). If it logs
+    no loss, the loss is that of ``training_step`` in evaluation mode. If ``validation_step``
+    requires ``dataloader_idx``, it gets 0.
 
-    Of each metric over the k clients with test samples and a value, which NaN is not: the mean,
-    ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
-    mean ``_worst10`` of the ⌈k/10⌉ worst. Which way is better is what ``modes`` says, else the
-    learner's torchmetrics, else the name; where none of them does, it is asked before round 0. With
-    fine-tuning the same of ``clients/acc_finetuned``, ….
+    Logged for each metric, over the k clients with test samples and a value (NaN is no value): the
+    mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1),
+    and the mean ``_worst10`` of the ⌈k/10⌉ worst. ``modes`` says which direction is better, else
+    the learner's torchmetrics, else the name; if none of them does, the run asks before round 0.
+    With fine-tuning it logs the same for ``clients/acc_finetuned``, ….
 
-    Of data whose clients lie in domains (``client_domains``, as ``FromFolders`` has them) it also
-    logs ``domains/acc/<domain>`` (the domain's clients, weighted by test samples),
-    ``domains/acc_mean`` over domains and ``domains/acc_worst``, and writes ``domains.csv``.
+    If clients belong to domains (``client_domains``, as with ``FromFolders``), it also logs
+    ``domains/acc/<domain>`` (the domain's clients, weighted by test samples), ``domains/acc_mean``
+    over domains and ``domains/acc_worst``, and writes ``domains.csv``.
 
-    Where a run has a folder (``default_root_dir``, ``RunFolder``, a logger's), that has
-    ``clients_rounds.csv`` (round, client, samples, every metric), and at the end
-    ``clients.csv`` and ``clients.png`` of the last round, whose values are
-    in ``table``. It is measured after the round, on
-    a copy of the learner: no bit of the training changes. Sent and kept: nothing that is counted.
-    Over sites each measures its own clients, and sends their values; a client whose site does not
-    answer in time is left out of that round's numbers.
+    If a run has a folder (``default_root_dir``, ``RunFolder``, a logger's), it writes
+    ``clients_rounds.csv`` there (round, client, samples, every metric), and at the end
+    ``clients.csv`` and ``clients.png`` of the last round, whose values are in ``table``. The
+    measurement comes after the round, on a copy of the learner, and changes no bit of the training.
+    Sent and kept: nothing that counts as communication. Over sites each site measures its own
+    clients and sends their values. If a site does not answer in time, its clients are left out of
+    that round's numbers.
 
     Args:
-        every_n_rounds: k: where (t + 1) mod k = 0, and after the last round; None: after the last
-            alone.
-        clients: how many clients, drawn once by the run's seed; ``"all"``.
+        every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
+            the last.
+        clients: number of clients, drawn once from the run's seed; or ``"all"``.
         finetune_epochs: measure once more after so many local epochs from the personal model, with
-            the client optimizer at the rate of the round just finished; without methods and
-            clipping, and nothing of it is kept.
-        modes: ``"max"`` or ``"min"``, which way is better, of metrics whose name does not tell:
+            the client optimizer at the rate of the round just finished. Fine-tuning uses no methods
+            and no clipping, and its result is not kept.
+        modes: ``"max"`` or ``"min"``, the better direction of metrics whose name does not show it:
             ``{"quality": "max"}``.
 
     Raises:
-        UserError: no client has test samples of its own, or an argument that cannot work.
+        UserError: no client has test samples of its own, or an argument is not accepted.
 
     Example:
-        every client of a federation has the same model under FedAvg, and serves them differently.
+        Under FedAvg every client has the same model, but the model does not serve all of them
+        equally well.
 
         >>> from fl_lightning.callbacks import PerClientEvaluation
         >>> from fl_lightning.contracts.federation import data
@@ -136,8 +138,8 @@ class PerClientEvaluation(Measurement):
             rounds.keep(before=trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Evaluate one client before the first round, to learn the names of the metrics."""
-        # Whether you must give a metric's direction is known now, so do not wait for the last
+        """Evaluate one client before the first round, to find the names of the metrics."""
+        # Now the run knows whether you must give a metric's direction, so do not wait for the last
         # round.
         if self._asked:
             return
@@ -152,7 +154,7 @@ class PerClientEvaluation(Measurement):
             self._directions(pl_module, named(values))
 
     def _of_one_client(self, trainer: Any, module: Any) -> dict[str, float] | None:
-        """The model's values on the first client's samples that has any to test on."""
+        """Return the model's values on the test samples of the first client that has any."""
         evaluator = module.evaluator()
         w, evaluator.buffers = evaluated(module.global_model, trainer)
         for client in self._drawn(module):
@@ -164,7 +166,7 @@ class PerClientEvaluation(Measurement):
         return None
 
     def _drawn(self, module: Any) -> Sequence[int]:
-        """The clients that are evaluated, ascending."""
+        """Return the clients that are evaluated, ascending."""
         m = int(module.trainer.datamodule.num_clients)
         wanted = m if self.clients == "all" else min(int(self.clients), m)
         draw = generator(module.run_seed, "per-client evaluation")
@@ -173,10 +175,10 @@ class PerClientEvaluation(Measurement):
         return sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
 
     def _directions(self, module: Any, names: Collection[str]) -> Directions:
-        """The directions of these metrics: which way each is better.
+        """Return the better direction of each of these metrics.
 
         Raises:
-            UserError: one is not known.
+            UserError: the direction of a metric is not known.
         """
         by_user: dict[str, str] = {}
         for name, mode in self.modes.items():
@@ -231,7 +233,7 @@ class PerClientEvaluation(Measurement):
         return logged
 
     def _of_domains(self, name: str) -> dict[str, float]:
-        """A metric by domain, over domains, and of the worst one."""
+        """Return a metric by domain, its mean over domains, and that of the worst domain."""
         if not self.domains:
             return {}
         values = by_domain(self.table[name], self.samples, self.domains)
@@ -241,7 +243,7 @@ class PerClientEvaluation(Measurement):
         return found
 
     def remarks(self) -> Iterator[str]:
-        """Notes on what the numbers do not show."""
+        """Return notes about what the numbers do not show."""
         without = sum(not number for number in self.samples.values())
         if without:
             yield (
@@ -251,7 +253,7 @@ class PerClientEvaluation(Measurement):
         tested = [client for client, number in self.samples.items() if number]
         for name, column in self.table.items():
             lacking = len(tested) - len(column)
-            # Their number may change from round to round.
+            # The number of clients without a value may change from round to round.
             if lacking and name not in self._told:
                 self._told.add(name)
                 yield (
@@ -282,9 +284,9 @@ class PerClientEvaluation(Measurement):
                 draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
 
     def csv(self) -> str:
-        """The table as text: client, samples, every metric; empty where a client has no value.
+        """Return the table as text: client, samples, every metric; empty if a client has no value.
 
-        The last column is ``name``, where the data have names of clients.
+        The last column is ``name``, if the data have names of clients.
         """
         header = heading(self.table, self.names)
         return lines_of([header, *client_rows(self.table, self.samples, self.names)])
@@ -298,10 +300,10 @@ class PerClientEvaluation(Measurement):
 
 
 def folder_of(trainer: Any) -> Path | None:
-    """Where this process writes files of the run; None: nowhere.
+    """Return the folder in which this process writes files of the run; None: it writes none.
 
-    That is the run's own folder, else that of its first logger. In the present folder the next run
-    would write over them.
+    That is the run's own folder, else the folder of its first logger. In the current folder the
+    next run would overwrite them.
     """
     keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
     if not keeps or not trainer.is_global_zero:
@@ -315,7 +317,9 @@ def folder_of(trainer: Any) -> Path | None:
 
 
 def named(values: dict[str, float]) -> dict[str, float]:
-    """Metrics without the validation's prefix; its own loss in place of the training step's."""
+    """Return metrics without the validation's prefix; the validation's loss replaces that of the
+    training step.
+    """
     metrics = {"loss": values["loss"]}
     for name, value in values.items():
         if name not in ("samples", "loss"):
@@ -324,19 +328,22 @@ def named(values: dict[str, float]) -> dict[str, float]:
 
 
 def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:
-    """The modes of what the learner logs, by the names that clients' values have."""
+    """Return the modes of the metrics that the learner logs, by the names of clients' values."""
     return {without_prefix(name): mode for name, mode in modes.items()}
 
 
 def valued(values: dict[int, float]) -> dict[int, float]:
-    """Without NaN, which is not a value: for example the AUROC of samples of one class."""
+    """Return the values without NaN, which is not a value: for example the AUROC of samples of one
+    class.
+    """
     return {client: value for client, value in values.items() if not math.isnan(value)}
 
 
 def summary(values: dict[int, float], samples: dict[int, int], greater: bool) -> dict[str, float]:
-    """A metric over k clients: mean, weighted mean, standard deviation, mean of the ⌈k/10⌉ worst.
+    """Return a metric over k clients: mean, weighted mean, standard deviation, mean of the ⌈k/10⌉
+    worst.
 
-    NaN is no value.
+    NaN does not count as a value.
 
     >>> summary({4: 1.0, 7: 0.5}, {4: 3, 7: 1}, greater=True)
     {'': 0.75, '_weighted': 0.875, '_std': 0.3535533905932738, '_worst10': 0.5}

@@ -1,4 +1,4 @@
-"""FedRoD: a generic head that is trained on a balanced loss, and a personal one beside it.
+"""FedRoD: a generic head that is trained on a balanced loss, and a personal head per client.
 
 H.-Y. Chen, W.-L. Chao: On Bridging Generic and Personalized Federated Learning for Image
 Classification (ICLR 2022), arXiv:2107.00778.
@@ -27,22 +27,23 @@ from fl_lightning.callback import (
 
 
 class PersonalHead(FederatedCallback):
-    """x trains on CE(z + γ log N_i, y); a personal head P on the error of z + F P_Wᵀ + P_b.
+    """x trains on CE(z + γ log N_i, y), and a personal head P trains on the error of z + F P_Wᵀ +
+    P_b.
 
-    N_{i,c} are the client's samples of class c; classes without samples leave the sum. In each
-    step, before x moves, P ← P - η (gradient + λ_wd P), with the features F and the raw logits z of
-    the step. No gradient of it reaches x. P is 0 at first; the client uses w with P added to its
-    head. Of a step's several passes the latest before P moves counts.
+    N_{i,c} is the number of the client's samples of class c; classes without samples are left out
+    of the sum. In each step, before x moves, P ← P - η (gradient + λ_wd P), with the features F and
+    the raw logits z of the step. No gradient of P reaches x. P is 0 at first; the client uses w
+    with P added to its head. If a step has several passes, the last one before P moves counts.
     Sent: nothing more than by FedAvg. Kept by each client: P, a head in a row of D numbers. One
     gradient per step.
 
     Args:
-        gamma: γ; 0 is FedAvg (absent classes stay).
+        gamma: γ; 0 is FedAvg (classes without samples stay in the sum).
 
     Raises:
         UserError: gamma is negative, or neither a finite number nor a schedule; the last layer is
-            not linear with a bias; labels are not class indices; another callback says what goes on
-            from the last layer, or what a client uses itself.
+            not linear with a bias; labels are not class indices; or another callback changes the
+            output of the last layer, or decides which model a client uses itself.
 
     Example:
         with γ = 0 the global model is FedAvg's, to the last bit.

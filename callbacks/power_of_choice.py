@@ -1,4 +1,4 @@
-"""Power-of-Choice: of some clients that are drawn, those with the largest loss take part.
+"""Power-of-Choice: among some drawn clients, those with the largest loss take part.
 
 Y. J. Cho, J. Wang, G. Joshi: Towards Understanding Biased Client Selection in Federated Learning
 (AISTATS 2022; in 2020 Client Selection in Federated Learning: Convergence Analysis and
@@ -24,17 +24,18 @@ from fl_lightning.callback import (
 class PowerOfChoice(FederatedCallback):
     """d candidates are drawn in proportion to N_i; the n of them with the largest F_i take part.
 
-    F_i is the mean loss of client i's local steps in its latest round; ∞ before its first, so that
-    everybody comes first once. Of equal ones, those that were drawn first. A client whose loss is
-    not finite comes after all other drawn clients, until it has taken part again.
-    Sent: one number up. Kept: F_i, by client and server, one number per client.
+    F_i is the mean loss of client i's local steps in its latest round, and ∞ before its first, so
+    that every client comes first once. If losses are equal, the clients that were drawn first take
+    part. A client whose loss is not finite comes after all other drawn clients, until it has taken
+    part again.
+    Sent: one number up. Kept: F_i, one number per client, by client and server.
 
     Args:
-        candidates: d; not below the number of participants, which it is where more take part. None:
-            twice as many.
+        candidates: d. If it is below the number of participants, that number counts. None: twice
+            the number of participants.
 
     Raises:
-        UserError: candidates is no integer above 0.
+        UserError: candidates is not an integer above 0.
 
     Example:
         in two rounds of three, each of six clients takes part once.

@@ -1,4 +1,4 @@
-"""One bar over the rounds of a run, and the closing table."""
+"""One progress bar over the rounds of a run, and the closing table."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _LINES = 20  # lines per run, if the output is not a terminal
 
 
 def in_notebook() -> bool:
-    """Tell whether cells of a notebook show what this process prints."""
+    """Return whether notebook cells show what this process prints."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and hasattr(shell, "kernel")
 
 
 class CellLine:
-    """A file for a bar: its last line stands in the cell's output, drawn anew each time."""
+    """A file for a bar: its last line stands in the cell's output, and is redrawn each time."""
 
-    # The bar reads this and knows that its block characters can be shown.
+    # The bar reads this attribute and knows that its block characters can be shown.
     encoding = "utf-8"
 
     def __init__(self) -> None:
@@ -44,16 +44,16 @@ class CellLine:
             self._shown.update({"text/plain": line}, raw=True)
 
     def flush(self) -> None:
-        """Nothing waits: each line is shown at once."""
+        """Do nothing: each line is shown at once."""
 
 
 class FederatedProgressBar(ProgressBar):
     """``round 12/100 · clients 3/10 · loss 0.5321 · accuracy 0.9123 · Δ 0.0123 |███  | 0:08 · 1:02
     left``.
 
-    After the accuracy come the monitored metrics, and those logged with ``prog_bar=True``.
-    Where clients have parts of their own and PerClientEvaluation measures them, ``clients/acc``
-    takes the place of ``val/acc``.
+    After the accuracy come the monitored metrics, and metrics logged with ``prog_bar=True``. If
+    clients have their own parts and PerClientEvaluation measures them, ``clients/acc`` takes the
+    place of ``val/acc``.
 
     On a terminal and in a notebook it is redrawn at most ten times a second; elsewhere (a file, a
     pipe) about twenty plain lines are printed in a run. After the fit, the closing table and the
@@ -98,7 +98,7 @@ class FederatedProgressBar(ProgressBar):
     def on_client_end(
         self, trainer: pl.Trainer, module: pl.LightningModule, done: int, total: int
     ) -> None:
-        """Note that ``done`` of this process's ``total`` clients are ready; called by the run."""
+        """Show that ``done`` of this process's ``total`` clients are ready; the run calls it."""
         if self._bar is not None and time.monotonic() - self._drawn >= _PAUSE:
             self._clients = f" · clients {done}/{total}"
             self._draw(self._done + 1)
@@ -126,7 +126,7 @@ class FederatedProgressBar(ProgressBar):
         if self._bar is not None:
             self._read(trainer)
             self._draw(self._done)
-        # A run that stopped early prints its last round too.
+        # A run that stopped early prints its last round, too.
         elif self._printed != self._done:
             self._line(trainer)
         self._close()
@@ -216,7 +216,7 @@ class FederatedProgressBar(ProgressBar):
             if name not in metrics:
                 continue
             form = "{:.4f}" if name in LABELS else "{:.4g}"
-            # A distance may have any magnitude.
+            # A distance may have any magnitude, so show three significant digits.
             if name == "divergence/participants":
                 form = "{:.3g}"
             texts.append(f" · {LABELS.get(name, name)} {form.format(float(metrics[name]))}")

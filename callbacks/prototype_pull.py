@@ -32,22 +32,22 @@ from fl_lightning.callback import (
 class PrototypePull(FederatedCallback):
     """The loss gets strength · (1/B) Σ a_y (1/F) ‖z - P_y‖²; P_c is the mean of z over clients.
 
-    z are the last layer's inputs in the local steps, without graph; a_c is 1 where class c was ever
-    seen. A client sums z and counts samples by class over all its steps. The server divides the
+    z are the inputs of the last layer in the local steps, without graph; a_c is 1 once class c has
+    occurred. A client sums z and counts samples by class over all its steps. The server divides the
     sums by the counts; a class that no participant had keeps its prototype. No parameter is
-    averaged. In a step with several passes the latest one before the step ends counts.
+    averaged. If a step has several passes, the last one before the step ends counts.
     Sent: P and a down, sums and counts up; the model once to each client. Kept: the model by each
     client; P and a by the server.
 
     Args:
         classes: C.
-        features: F, numbers that enter the last layer.
-        strength: of the pull; 0 is training each client alone.
+        features: F, the number of inputs of the last layer.
+        strength: strength of the pull; with 0 each client trains alone.
 
     Raises:
-        UserError: classes or features is no integer from 1, or not the data's and the learner's;
-            strength is negative, or neither a finite number nor a schedule; labels are no class
-            indices; a PartialAveraging beside it.
+        UserError: classes or features is not an integer of at least 1, or differs from the data's
+            or the learner's; strength is negative, or neither a finite number nor a schedule;
+            labels are not class indices; or the run also has PartialAveraging.
 
     Example:
         with strength 0 each client trains alone.
@@ -90,7 +90,7 @@ class PrototypePull(FederatedCallback):
         classes = getattr(trainer.datamodule, "num_classes", None)
         if classes is not None and classes > self.C:
             raise UserError(
-                f"PrototypePull: classes={self.C}, and the data have {classes} classes. Give "
+                f"PrototypePull: classes={self.C}, but the data have {classes} classes. Give "
                 f"classes={classes}."
             )
 
@@ -106,8 +106,8 @@ class PrototypePull(FederatedCallback):
             if z.ndim != 2:
                 remedy = "Let the last layer take one vector a sample."
             raise UserError(
-                f"PrototypePull: features={self.F}, and what enters the last layer has the shape "
-                f"{tuple(z.shape)}, a sample a row. {remedy}"
+                f"PrototypePull: features={self.F}, but the input of the last layer has the shape "
+                f"{tuple(z.shape)}, with one row per sample. {remedy}"
             )
         # torch's one_hot reads the values of the labels, which a captured step must not do.
         mine = (batch[1][:, None] == torch.arange(self.C, device=z.device)).to(z)  # (B, C)

@@ -1,4 +1,5 @@
-"""Ditto: beside the global model each client trains one of its own, pulled to the global one.
+"""Ditto: besides the global model each client trains its own, which is pulled towards the global
+one.
 
 T. Li, S. Hu, A. Beirami, V. Smith: Ditto: Fair and Robust Federated Learning Through
 Personalization (ICML 2021), Algorithm 1, arXiv:2012.04221: client i minimises f_i(v) + (λ/2)‖v -
@@ -23,20 +24,20 @@ from fl_lightning.callback import (
 class ProximalPersonalModel(FederatedCallback):
     """In each local step also v_i ← v_i - η (∇ℓ(v_i) + λ_wd v_i + λ (v_i - w)), on the same batch.
 
-    v_i is w^0 at first, and what the client uses itself. Plain steps at x's learning rate whatever
-    its optimizer is, without clipping, from the buffers that x's step began with. x and w are
-    FedAvg's, to the last bit, for every λ.
+    v_i is w^0 at first; the client uses it itself. v_i takes plain steps at the learning rate of x,
+    whatever the optimizer of x is, without clipping, and with the buffers from before x's step. x
+    and w are FedAvg's, to the last bit, for every λ.
     Sent: nothing more than by FedAvg. Kept by each client: v_i. Two gradients per step.
 
     Args:
-        strength: λ; 0: each client's own model, trained in the rounds it takes part in.
+        strength: λ; with 0 each client's own model is trained only in the rounds in which the
+            client takes part.
 
     Raises:
         UserError: strength is negative, or neither a finite number nor a schedule.
 
     Example:
-        the global model is FedAvg's, and the personal models lie closer to it the stronger the
-        pull.
+        The global model is FedAvg's, and with a stronger pull the personal models lie closer to it.
 
         >>> from fl_lightning.callbacks import ProximalPersonalModel
         >>> from fl_lightning.testing import tiny_run

@@ -2,7 +2,7 @@
 
 T. Li, A. K. Sahu, M. Zaheer, M. Sanjabi, A. Talwalkar, V. Smith: Federated Optimization in
 Heterogeneous Networks (MLSys 2020), Algorithm 2, arXiv:1812.06127. Each client minimises f_i(x) +
-(μ/2)‖x - w‖², the norm squared.
+(μ/2)‖x - w‖² (the norm is squared).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper
 class ProximalTerm(FederatedCallback):
     """g ← g + μ (x - w^t).
 
-    The pull is towards w^t under relaxed initialization too. Sent and kept: nothing more than by
-    FedAvg.
+    The pull is towards w^t under relaxed initialization too.
+    Sent and kept: nothing more than by FedAvg.
 
     Args:
         mu: μ; 0 is FedAvg.

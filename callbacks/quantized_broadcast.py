@@ -1,7 +1,8 @@
 """Quantised broadcast: the server's model in few bits, without memory.
 
 The quantiser of D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic: QSGD (NeurIPS 2017),
-arXiv:1610.02132, on what the server sends down: how far its model is from w^0, which all know.
+arXiv:1610.02132, applied to what the server sends down: the difference of its model from w^0, which
+all clients know.
 """
 
 from __future__ import annotations
@@ -28,22 +29,22 @@ from fl_lightning.callback import (
 class QuantizedBroadcast(FederatedCallback):
     """Clients get ŵ^t = w^0 + Q(w^t - w^0) as w^t; w^{t+1} = w^t + d, d from x_{i,K} - ŵ^t.
 
-    Q sends S q_j/s for each v_j, v = w^t - w^0, as ``QuantizedUpdate`` does: S is the Euclidean
-    norm of the parameter tensor, and the draws, keyed by (seed, round), are the same for all
-    clients, so the mean of ŵ^t is w^t. Refused together with partial averaging: what a client keeps
-    is not sent, and the scale would be of it, too.
-    Sent: ⌈log2(2 s + 1)⌉ bits a number and 32 a tensor to each participant, in place of D numbers;
-    w^0 itself is not counted. Kept: w^0 by the server.
+    Q sends S q_j/s for each v_j, v = w^t - w^0, as ``QuantizedUpdate`` does. S is the Euclidean
+    norm of the parameter tensor. The draws, keyed by (seed, round), are the same for all clients,
+    so the mean of ŵ^t is w^t. The method is refused together with partial averaging: a part that a
+    client keeps is not sent, but the scale would include it.
+    Sent: ⌈log2(2 s + 1)⌉ bits per number and 32 per tensor to each participant, in place of D
+    numbers; w^0 itself is not counted. Kept: w^0 by the server.
 
     Args:
-        levels: s, from 1; 1 takes two bits a number, 7 four, 127 eight. None is FedAvg.
+        levels: s, at least 1; 1 takes two bits per number, 7 four, 127 eight. None is FedAvg.
 
     Raises:
-        UserError: another value; another callback of the run decides what clients get as w, or the
-            run averages parts of the model.
+        UserError: levels is not accepted; another callback also decides what clients get as w; or
+            the run averages parts of the model.
 
     Example:
-        127 levels take a byte a number and four bytes a tensor, a participant.
+        With 127 levels each participant is sent one byte per number and four bytes per tensor.
 
         >>> from fl_lightning.callbacks import CommunicationLogger, QuantizedBroadcast
         >>> from fl_lightning.testing import tiny_run

@@ -1,9 +1,9 @@
 """QSGD, FedPAQ: unbiased quantisation of the update.
 
 D. Alistarh, D. Grubic, J. Li, R. Tomioka, M. Vojnovic: QSGD, Communication-Efficient SGD via
-Gradient Quantization and Encoding (NeurIPS 2017), arXiv:1610.02132, on what a client sends once a
-round, as in A. Reisizadeh, A. Mokhtari, H. Hassani, A. Jadbabaie, R. Pedarsani: FedPAQ (AISTATS
-2020), Algorithm 1, arXiv:1909.13014.
+Gradient Quantization and Encoding (NeurIPS 2017), arXiv:1610.02132, applied to what a client sends
+once per round, as in A. Reisizadeh, A. Mokhtari, H. Hassani, A. Jadbabaie, R. Pedarsani: FedPAQ
+(AISTATS 2020), Algorithm 1, arXiv:1909.13014.
 """
 
 from __future__ import annotations
@@ -34,25 +34,26 @@ from fl_lightning.callback import (
 
 
 class QuantizedUpdate(FederatedCallback):
-    """S q_j/s is sent for v_j, v = x_{i,K} - w; q_j = ±⌊r_j⌋ or ±⌈r_j⌉, v_j in the mean.
+    """S q_j/s is sent for v_j, v = x_{i,K} - w; q_j = ±⌊r_j⌋ or ±⌈r_j⌉, with mean v_j.
 
-    r_j is the size of v_j times s/S, S the norm of v's block, as a float32 that is not smaller; q_j
-    is rounded up with probability r_j - ⌊r_j⌋, by a draw keyed by (seed, round, client). Refused
-    together with partial averaging: a scale would be of coordinates that are not averaged.
-    Sent: ⌈log2(2 s + 1)⌉ bits a number and 32 a block, in place of D numbers. Kept: nothing.
+    r_j is the size of v_j times s/S, S the norm of v's block, rounded up to a float32. q_j is
+    rounded up with probability r_j - ⌊r_j⌋, by a draw keyed by (seed, round, client). The method is
+    refused together with partial averaging: a scale would include coordinates that are not
+    averaged.
+    Sent: ⌈log2(2 s + 1)⌉ bits per number and 32 per block, in place of D numbers. Kept: nothing.
 
     Args:
-        levels: s, from 1; 1 takes two bits a number, 7 four, 127 eight. None is FedAvg.
+        levels: s, at least 1; 1 takes two bits per number, 7 four, 127 eight. None is FedAvg.
         norm: S is the Euclidean norm of a block, ``"l2"``, or its largest number, ``"max"``.
-        per_layer: a block is each parameter tensor; False: the whole vector is one.
+        per_layer: each parameter tensor is a block; if False, the whole vector is one.
 
     Raises:
-        UserError: another value of these; another callback of the run decides what clients send, or
-            the run averages parts of the model.
+        UserError: a value is not accepted; another callback also decides what clients send; or the
+            run averages parts of the model.
 
     Example:
-        one level says of a number that it is 0 or ± the largest of its tensor: 31 numbers of two
-        bits and four scales of four bytes, a client.
+        With one level a number is sent as 0 or ± the largest of its tensor. Each client sends 31
+        numbers of two bits and four scales of four bytes.
 
         >>> from fl_lightning.callbacks import CommunicationLogger, QuantizedUpdate
         >>> from fl_lightning.testing import tiny_run
@@ -122,5 +123,5 @@ class QuantizedUpdate(FederatedCallback):
 
 
 def received(blocks: Blocks, scales: Tensor, q: Tensor, s: int) -> Tensor:
-    """S q/s of each coordinate, in float64."""
+    """Return S q/s of each coordinate, in float64."""
     return blocks.spread(scales) * q / s

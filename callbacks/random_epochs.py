@@ -15,14 +15,14 @@ from fl_lightning.callback import FederatedCallback, Paper, PositiveInt, UserErr
 class RandomEpochs(FederatedCallback):
     """Client i takes E_i epochs of local steps in round t, E_i uniform on low, …, high.
 
-    A draw follows from (seed, t, i); ``local_epochs`` and ``local_steps`` play no part.
+    A draw follows from (seed, t, i); ``local_epochs`` and ``local_steps`` are ignored.
     Sent and kept: nothing more than by FedAvg.
 
     Args:
         low, high: epochs, both included.
 
     Raises:
-        UserError: low is no integer from 1, or high none from low.
+        UserError: low is not an integer of at least 1, or high is not an integer of at least low.
 
     Example:
         two or three epochs of a client with three batches.

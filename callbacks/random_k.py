@@ -1,8 +1,8 @@
 """Rand-k: coordinates drawn at random.
 
 S. U. Stich, J.-B. Cordonnier, M. Jaggi: Sparsified SGD with Memory (NeurIPS 2018), § 2,
-arXiv:1809.07599, with rounds in place of steps: k coordinates are sent, and since they are drawn
-from the seed, no indices.
+arXiv:1809.07599, with rounds in place of steps. k coordinates are sent, and no indices, because the
+coordinates are drawn from the seed.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ from fl_lightning.callback import (
 
 
 class RandomK(FederatedCallback):
-    """k = ⌈fraction · D⌉ coordinates of v = x_{i,K} - w are sent, × D/k: v in the mean.
+    """k = ⌈fraction · D⌉ coordinates of v = x_{i,K} - w are sent, × D/k, so the mean is v.
 
-    With ``memory`` v = (x_{i,K} - w) + e_i, what is sent is not scaled, and e_i ← v - sent. The
-    coordinates are drawn keyed by (seed, round, client), so the server knows them. Refused together
-    with partial averaging: what is drawn of a part that is not averaged would be lost.
+    With ``memory`` v = (x_{i,K} - w) + e_i, the coordinates are sent without scaling, and e_i ← v -
+    sent. The coordinates are drawn keyed by (seed, round, client), so the server knows them.
+    The method is refused together with partial averaging, because coordinates drawn from a part
+    that is not averaged would be lost.
     Sent: k numbers in place of D. Kept: e_i by each client, with memory.
 
     Args:
         fraction: share of the D numbers that is sent, above 0, up to 1; 1 is FedAvg.
-        memory: remember what was not sent, in place of scaling.
+        memory: remember the coordinates that were not sent, instead of scaling.
 
     Raises:
-        UserError: another value; another callback of the run decides what clients send, or the run
-            averages parts of the model.
+        UserError: a value is not accepted; another callback also decides what clients send; or the
+            run averages parts of the model.
 
     Example:
-        one client a round changes 4 of the server's 31 parameters.
+        With one client per round 4 of the server's 31 parameters change.
 
         >>> from fl_lightning.callbacks import RandomK
         >>> from fl_lightning.testing import tiny_run
@@ -69,7 +70,7 @@ class RandomK(FederatedCallback):
         super().__init__()
         self.fraction = fraction
         self.memory = memory
-        self.contraction = memory  # EF21 may compress with it
+        self.contraction = memory  # EF21 may use this compressor
         if memory:
             self.declare("error", ClientState(synchronised=False))
 
@@ -83,9 +84,9 @@ class RandomK(FederatedCallback):
         return sent
 
     def compress(self, clients: Clients, v: Tensor, run: FederatedCallback) -> Tensor:
-        """The coordinates that are drawn; says how much that is to send.
+        """Return the drawn coordinates, and report how much is sent.
 
-        ``run``: the callback of the run that asks, whose seed it is drawn from.
+        ``run`` is the callback that calls this; the draw uses its run's seed.
         """
         size = v.shape[1]
         trained = clients.trained_by_all
@@ -107,7 +108,7 @@ class RandomK(FederatedCallback):
         run: FederatedCallback,
         trained: Tensor | None = None,
     ) -> Tensor:
-        """The coordinates ``(k,)`` that a client sends, of those that all train."""
+        """Return the coordinates ``(k,)`` that a client sends, among those that all train."""
         among = torch.arange(size) if trained is None else trained.cpu().nonzero()[:, 0]
         k = math.ceil(Fraction(str(self.fraction)) * len(among))
         generator = run._keyed("randk", round, client)
@@ -124,7 +125,7 @@ class RandomK(FederatedCallback):
     def decompress(
         self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
     ) -> Tensor:
-        """What :meth:`compress` returned ``(D,)``, from the arrays of ``encode``."""
+        """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
         trained = run._ledger.trained_by_all
         kept = self._drawn(len(w), round, client, run, trained).to(w.device)[None]
@@ -132,5 +133,5 @@ class RandomK(FederatedCallback):
 
 
 def _placed(values: Tensor, kept: Tensor, size: int) -> Tensor:
-    """Rows ``(n, D)`` with these values there, and zeros elsewhere."""
+    """Return rows ``(n, D)`` with these values at these places, and zeros elsewhere."""
     return values.new_zeros(len(values), size).scatter(1, kept, values)

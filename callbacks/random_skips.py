@@ -1,9 +1,10 @@
-"""Scaffnew: local gradient steps with a control variate, and communication by the toss of a coin.
+"""Scaffnew: local gradient steps with a control variate; a coin decides after each step whether
+clients communicate.
 
 K. Mishchenko, G. Malinovsky, S. Stich, P. Richtárik: ProxSkip: Yes! Local Gradient Steps Provably
 Lead to Communication Acceleration! Finally! (ICML 2022), Algorithm 2, arXiv:2202.09357. In each
-step all clients communicate with probability p, so that a round has a geometric number of steps;
-h_i, the client's share of the gradient at the optimum, corrects its drift.
+step all clients communicate with probability p, so a round has a geometric number of steps. h_i,
+the client's share of the gradient at the optimum, corrects its drift.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ _OF_THE_MEAN = (
 class RandomSkips(FederatedCallback):
     """x ← x - η (g - h_i), K^t ~ Geometric(p) times; h_i ← h_i + (p/η) (w^{t+1} - x_{i,K}).
 
-    All clients take K^t steps, which follow from (seed, t). A client computes h_i as it receives
-    w^{t+1}, with the η of the round that is over; so the ``h`` of a round is what its steps used.
-    Σ h_i = 0. Full participation and uniform weights alone, and plain SGD on both sides, the
-    server's at rate 1.
+    All clients take K^t steps; K^t follows from (seed, t). A client computes h_i when it receives
+    w^{t+1}, with the η of the round before. So the ``h`` of a round is the one that its steps used.
+    Σ h_i = 0. RandomSkips needs full participation, uniform weights, and plain SGD on both sides,
+    with rate 1 at the server.
     Sent: nothing more than by FedAvg. Kept: h_i and x_{i,K} by each client; η, a number, by the
     server.
 
@@ -45,9 +46,10 @@ class RandomSkips(FederatedCallback):
         probability: p, above 0, up to 1; 1 is gradient descent on the clients' mean.
 
     Raises:
-        UserError: another probability; partial participation, other weights or optimizers,
-            clipping, rates that change within a round; callbacks that decide what is sent either
-            way or how it is combined, FedDyn and FedSpeed: the next model would not be the mean.
+        UserError: probability is not accepted; partial participation, other weights or optimizers,
+            clipping, or rates that change within a round; or a callback that decides what is sent
+            or how it is combined, FedDyn or FedSpeed, with which the next model would not be the
+            mean.
 
     Example:
         the control variates add up to 0, after every round.

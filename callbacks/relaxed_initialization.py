@@ -2,7 +2,7 @@
 
 Y. Sun, L. Shen, D. Tao: Understanding How Consistency Works in Federated Learning via Stage-wise
 Relaxed Initialization (NeurIPS 2023), Algorithm 1, arXiv:2306.05706. Each client starts beyond w,
-seen from where it last ended: x_{i,0} = w + β (w - last_i).
+as seen from the point where it last ended: x_{i,0} = w + β (w - last_i).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fl_lightning.callback import (
 
 
 def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
-    """Tell whether a constant drift is amplified without bound."""
+    """Return whether a constant drift is amplified without bound."""
     beta = vars(method)["beta"]
     grows = method.aggregate_ == "models" and method.offset != "centred" and run.n < run.m
     return grows and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
@@ -37,25 +37,27 @@ class RelaxedInitialization(FederatedCallback):
     """x_{i,0} = w^t + β (w^t - x_{i,K} of the client's latest round).
 
     Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` and β ≥ 0 a
-    constant drift is amplified without bound iff β ≥ n/(m - n); a warning says so.
-    Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: that x_{i,K}
-    by each client.
+    constant drift is amplified without bound if and only if β ≥ n/(m - n); a warning says so.
+    Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: the latest
+    x_{i,K}, by each client.
 
     Args:
-        beta: β; 0 is FedAvg, may be negative.
-        aggregate: what the server averages: ``"models"``, x_{i,K}, as the paper has it;
-            ``"updates"``, x_{i,K} - x_{i,0}, as the authors' simulator does.
-        offset: ``"own"``: the rule above. Two control arms take a part of its offset each:
-            ``"mean"`` β (w - l), the same for all, and ``"centred"`` β (l - last_i). Here l is the
-            mean of last_i over all m clients, w^0 for those that never trained. The server sends
-            l, and participants send x_{i,K} - last_i, by which it is kept up to date. Not defined
-            together with partial averaging, and refused.
+        beta: β; 0 is FedAvg; it may be negative.
+        aggregate: what the server averages. ``"models"``: x_{i,K}, as in the paper; ``"updates"``:
+            x_{i,K} - x_{i,0}, as in the authors' simulator.
+        offset: ``"own"``: the rule above. Two control arms each take a part of this offset:
+            ``"mean"`` takes β (w - l), the same for all clients, and ``"centred"`` takes β (l -
+            last_i). Here l is the mean of last_i over all m clients; last_i is w^0 for clients that
+            never trained. The server sends l, and participants send x_{i,K} - last_i, with which
+            the server updates l. The control arms have no defined meaning with partial averaging,
+            and are refused.
 
     Raises:
-        UserError: another aggregate, or beta is neither a finite number nor a schedule.
+        UserError: aggregate or offset is not accepted, or beta is neither a finite number nor a
+            schedule.
 
     Example:
-        a round with learning rate 0 ends where it starts, at w + β (w - last_i).
+        With learning rate 0 a round ends where it starts, at w + β (w - last_i).
 
         >>> from fl_lightning.callbacks import RelaxedInitialization
         >>> from fl_lightning.schedules import Steps
@@ -127,7 +129,9 @@ class RelaxedInitialization(FederatedCallback):
         return clients.x - clients.origin
 
     def _keep_the_mean(self) -> None:
-        """Declare what the control arms need: l at the server, and how far each last_i went."""
+        """Declare the states of the control arms: l at the server, and the upload of each change of
+        last_i.
+        """
         self.declare(
             "last_mean", ServerState(initial="initial_model", sent=True, synchronised=False)
         )

@@ -22,19 +22,19 @@ from fl_lightning.callback import (
 class ResidualMerge(FederatedCallback):
     """A and B are averaged; W ← W + s (Σ p_i B_i A_i - B̄ Ā).
 
-    The residual is Σ_{i<n} p_i (B_i - B̄)(A_i - A_n), which n - 1 pairs of factors give.
-    Sent: as by FedAvg, and down the residuals that the client has not had. Kept: nothing; the
-    server keeps the weights.
+    The residual is Σ_{i<n} p_i (B_i - B̄)(A_i - A_n), which is sent as n - 1 pairs of factors.
+    Sent: as by FedAvg, and down also the residuals that the client has not had yet. Kept: nothing
+    by clients; the server keeps the changed weights.
 
     Args:
-        rank: how many of the residual's singular values are kept; None: all. 0 is FedAvg.
+        rank: number of the residual's singular values that are kept; None: all. 0 is FedAvg.
 
     Raises:
-        UserError: a negative rank; a learner without adapters, or with some of which there are no
+        UserError: rank is negative; or the learner has no adapters, or adapters that have no
             products.
 
     Example:
-        with one client a round there is no residual.
+        With one client per round there is no residual.
 
         >>> from fl_lightning.callbacks import ResidualMerge
         >>> from fl_lightning.testing import tiny_run

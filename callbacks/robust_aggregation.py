@@ -1,4 +1,5 @@
-"""Robust aggregation: rules in place of the mean that a few arbitrary updates cannot carry away.
+"""Robust aggregation: rules in place of the mean, on which a few arbitrary updates have only a
+bounded effect.
 
 D. Yin, Y. Chen, K. Ramchandran, P. Bartlett: Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates (ICML 2018), arXiv:1803.01498 (median, trimmed mean). P. Blanchard, E. M. El
@@ -41,31 +42,32 @@ PIECE = 4096  # coordinates
 class RobustAggregation(FederatedCallback):
     """d = rule(u_1, …, u_n) of the participants' updates, on averaged coordinates, in float64.
 
-    ``"median"`` and ``"trimmed_mean"`` go coordinate by coordinate, the latter without the ⌊trim ·
-    n⌋ largest and smallest. ``"krum"``: the u_i with the least s_i, the sum of its n - f - 2
-    smallest ‖u_i - u_j‖²; ``"multi_krum"``: the mean of the ``keep`` least. ``"geometric_median"``:
-    the z of the least Σ ‖u_i - z‖, by Weiszfeld's iteration. ``"bulyan"``: n - 2 f updates are
-    taken one after the other, each Krum's of those left; of these, in each coordinate, the mean of
-    the n - 4 f nearest to their median. The weights p_i play no part. With ``mixing`` each u_i is
-    first replaced by the mean of the n - f updates nearest to it, itself among them: for clients
-    whose data differ much, where the rules alone leave honest updates out.
+    ``"median"`` and ``"trimmed_mean"`` work coordinate by coordinate; the second leaves out the
+    ⌊trim · n⌋ largest and smallest values. ``"krum"``: the u_i with the least s_i, the sum of its n
+    - f - 2 smallest ‖u_i - u_j‖²; ``"multi_krum"``: the mean of the ``keep`` updates with the least
+    s_i. ``"geometric_median"``: the z with the least Σ ‖u_i - z‖, by Weiszfeld's iteration.
+    ``"bulyan"``: Krum selects n - 2 f updates one after the other, each among those left. In each
+    coordinate the result is the mean of the n - 4 f values nearest to the median of the selected
+    ones. The weights p_i play no part. With ``mixing`` each u_i is first replaced by the mean of
+    the n - f updates nearest to it, including itself. Use it for clients whose data differ much,
+    because the rules alone leave out honest updates of such clients.
     Sent and kept: nothing more than by FedAvg. The server holds all updates of a round at once.
 
     Args:
-        rule: one of those.
+        rule: one of the above.
         trim: τ of the trimmed mean, from 0 to below 0.5.
-        byzantine: f, how many clients of a round Krum, Bulyan and mixing withstand; they need
-            n ≥ 2 f + 3, Bulyan 4 f + 3, and withstand fewer in a round with fewer clients, which is
-            said. Of one or two clients they take the mean.
+        byzantine: f, how many clients of a round Krum, Bulyan and mixing withstand. Krum and mixing
+            need n ≥ 2 f + 3 participants, Bulyan needs 4 f + 3. In a round with fewer clients they
+            withstand fewer, and a note says so. With one or two clients they take the mean.
         keep: k of multi-Krum; None: n - f.
-        mixing: mix with the nearest neighbours before the rule.
+        mixing: mix each update with its nearest neighbours before the rule.
 
     Raises:
-        UserError: another rule, or a number outside these bounds; too few participants for
-            ``byzantine`` or ``keep``.
+        UserError: rule is not accepted; a number is outside its bounds; or there are too few
+            participants for ``byzantine`` or ``keep``.
 
     Example:
-        with equal updates from all, any rule gives that update.
+        If all updates are equal, any rule gives that update.
 
         >>> import torch
         >>> from fl_lightning.callbacks import RobustAggregation
@@ -136,12 +138,12 @@ class RobustAggregation(FederatedCallback):
 
     @property
     def uses_f(self) -> bool:
-        """Tell whether ``byzantine`` plays a part."""
+        """Return whether ``byzantine`` plays a part."""
         return self.mixing or self.rule in NEEDED
 
     @property
     def times(self) -> int:
-        """How many clients a round needs for each that it withstands, beside 3."""
+        """Return how many clients a round needs per attacker, in addition to 3."""
         return NEEDED.get(self.rule, 2)
 
     def aggregate(self, server: Server) -> Tensor:
@@ -173,19 +175,19 @@ class RobustAggregation(FederatedCallback):
 
 
 def median(u: Tensor) -> Tensor:
-    """The median of each column of ``(n, D)``; the mean of the two middle values for even n."""
+    """Return the median of each column of ``(n, D)``; for even n the mean of the middle two."""
     ordered = u.sort(0).values
     n = len(u)
     return (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
 
 
 def trimmed_mean(u: Tensor, k: int) -> Tensor:
-    """The mean of each column without its k largest and k smallest values."""
+    """Return the mean of each column without its k largest and k smallest values."""
     return u.sort(0).values[k : len(u) - k].mean(0)
 
 
 def squared_distances(u: Tensor) -> Tensor:
-    """``(n, n)``: the squared distance of each row to each."""
+    """Return the squared distance of each row to each row, ``(n, n)``."""
     # Take differences: the rounding of ‖u‖² + ‖v‖² - 2 u·v hides small distances. Each piece fits
     # into a processor's cache.
     away = u.new_zeros(len(u), len(u))
@@ -195,13 +197,17 @@ def squared_distances(u: Tensor) -> Tensor:
 
 
 def krum_scores(u: Tensor, f: int) -> Tensor:
-    """``(n,)``: the sum of each row's n - f - 2 smallest squared distances to the others."""
+    """Return ``(n,)``: for each row the sum of its n - f - 2 smallest squared distances to the
+    others.
+    """
     away = squared_distances(u).fill_diagonal_(torch.inf)
     return away.sort(1).values[:, : len(u) - f - 2].sum(1)
 
 
 def bulyan(u: Tensor, f: int) -> Tensor:
-    """The mean, in each coordinate, of the n - 4 f nearest to the median of n - 2 f chosen rows."""
+    """Return in each coordinate the mean of the n - 4 f values nearest to the median of n - 2 f
+    chosen rows.
+    """
     away = squared_distances(u).fill_diagonal_(torch.inf)
     left = list(range(len(u)))
     chosen: list[int] = []
@@ -217,7 +223,7 @@ def bulyan(u: Tensor, f: int) -> Tensor:
 
 
 def mixed(u: Tensor, f: int) -> Tensor:
-    """``(n, D)``: each row's mean with its n - f - 1 nearest others, the first of equally near."""
+    """Return ``(n, D)``: the mean of each row and its n - f - 1 nearest; ties go to the first."""
     nearest = squared_distances(u).fill_diagonal_(-1).argsort(dim=1, stable=True)[:, : len(u) - f]
     means = []
     for piece in u.split(PIECE, dim=1):
@@ -226,7 +232,7 @@ def mixed(u: Tensor, f: int) -> Tensor:
 
 
 def geometric_median(u: Tensor) -> Tensor:
-    """The geometric median by Weiszfeld's iteration from the mean."""
+    """Return the geometric median, by Weiszfeld's iteration from the mean."""
     # A row without a finite norm is infinitely far away, and has weight 0.
     u = u[torch.linalg.vector_norm(u, dim=1).isfinite()]
     z = u.mean(0)

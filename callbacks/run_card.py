@@ -1,4 +1,6 @@
-"""``card.md``: a run and its results, in its folder and in TensorBoard; the closing table."""
+"""``card.md`` describes a run and its results, in its folder and in TensorBoard; also the closing
+table.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ _SHOWN = (
     "communication/total_bytes",
 )
 
-# These metrics are shown under other names.
+# Metrics that are shown under other names.
 LABELS = {
     "train/loss": "loss",
     "val/acc": "accuracy",
@@ -40,7 +42,7 @@ class RunCard(pl.Callback):
     """Writes ``card.md`` and ``partition.png`` in the run's folder, and both to TensorBoard.
 
     The card lists the run's methods, data, seed, versions and machine; after the fit also the
-    closing table. A resumed run writes it anew.
+    closing table. A resumed run overwrites it.
     """
 
     def __init__(self) -> None:
@@ -81,7 +83,7 @@ class RunCard(pl.Callback):
 
 
 class Tally:
-    """The metrics of a run: from metrics.csv where the run writes one, else noted by the round."""
+    """The metrics of a run: from metrics.csv if the run writes one, else noted after each round."""
 
     def __init__(self) -> None:
         self._rounds: list[int] = []
@@ -117,7 +119,7 @@ ROOM = 10**7
 
 
 def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]]:
-    """The results of a run as (label, value), where they were logged; its notes come last."""
+    """Return the results of a run as (label, value), for all that were logged; notes come last."""
     folder = Path(trainer.default_root_dir)
     # Without a run's folder, the Trainer's logger decides where files are written.
     if not (folder / "run.json").is_file() and trainer.log_dir is not None:
@@ -150,7 +152,7 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
 
 
 def _values(trainer: pl.Trainer) -> dict[str, float]:
-    """The latest values of the metrics that are shown."""
+    """Return the latest values of the metrics that are shown."""
     metrics = trainer.callback_metrics
     names = (*_SHOWN, *shown_metrics(trainer))
     return {name: float(metrics[name]) for name in names if name in metrics}
@@ -162,7 +164,7 @@ def _csv(trainer: pl.Trainer) -> Path | None:
 
 
 def _short(count: float, after: str = "") -> str:
-    """1234567 → "1.23 M"; ``after`` follows the factor, where there is one."""
+    """Format 1234567 as "1.23 M"; ``after`` follows the factor, if there is one."""
     for factor, unit in [(1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")]:
         if count >= factor:
             return f"{count / factor:.3g} {unit}{after}"
@@ -207,7 +209,7 @@ def _card(trainer: pl.Trainer) -> str:
 
 
 def precision(trainer: pl.Trainer) -> str:
-    """The Trainer's precision, and the types of the weights where frozen ones have another."""
+    """Return the Trainer's precision, and the dtypes of the weights if frozen ones have another."""
     module = trainer.lightning_module
     types: dict[bool, set[str]] = {True: set(), False: set()}
     for parameter in module.parameters():
@@ -242,7 +244,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def _draw(figure: Any, path: Path, boards: list[Any]) -> None:
-    """The figure as PNG and in TensorBoard, without pyplot and its global state."""
+    """Write the figure as PNG and to TensorBoard, without pyplot and its global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas: Any = FigureCanvasAgg(figure)

@@ -1,9 +1,9 @@
-"""FedGloSS: the sharpness of the global loss, at a point that the server perturbs.
+"""FedGloSS: sharpness-aware minimization of the global loss, with a perturbation by the server.
 
 D. Caldarola, P. Cagnasso, B. Caputo, M. Ciccone: Beyond Local Sharpness: Communication-Efficient
 Global Sharpness-aware Minimization for Federated Learning (CVPR 2025), arXiv:2412.03752: with
 ``DynamicRegularization`` and ``SharpnessAwareMinimization``. The last round's update stands for the
-global gradient, so nothing more travels.
+global gradient, so nothing more is sent.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from fl_lightning.callback import (
 class ServerAscent(FederatedCallback):
     """Clients get w̃ = w - ρ ū/‖ū‖ as w; ū is Σ p_i (x_{i,K} - w̃) of the round before.
 
-    w̃ = w in the first round, and where ū = 0. Updates are measured from w̃ and applied to w, which
-    is what is evaluated. Duals and pulls of other methods (FedDyn) are relative to w̃.
+    w̃ = w in the first round, and if ū = 0. Updates are measured from w̃ and applied to w, and the
+    run evaluates w. Duals and pulls of other methods (FedDyn) are relative to w̃.
     Sent: w̃ in place of w; nothing more up. Kept: ū by the server.
 
     Args:
@@ -35,7 +35,7 @@ class ServerAscent(FederatedCallback):
 
     Raises:
         UserError: radius is negative, or neither a finite number nor a schedule; another callback
-            decides what clients get as w; parts of the model are not averaged.
+            decides what clients get as w; or parts of the model are not averaged.
 
     Example:
         with radius 0 it is FedAvg, to the last bit.

@@ -15,7 +15,7 @@ from fl_lightning.callback import Clients, Coefficient, FederatedCallback, Paper
 class SharpnessAwareMinimization(FederatedCallback):
     """The gradient is taken at x + e with e = ρ g/‖g‖ over all D coordinates, 0 where g = 0.
 
-    g is without weight decay.
+    g does not include weight decay.
     Sent and kept: nothing more than by FedAvg. Two gradients per step.
 
     Args:

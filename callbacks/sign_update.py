@@ -31,19 +31,19 @@ from fl_lightning.callback import (
 class SignUpdate(FederatedCallback):
     """v = (x_{i,K} - w) + e_i; S sign(v) is sent, S = ‖v‖₁/d of its block; e_i ← v - S sign(v).
 
-    S is rounded to float32; the sign of 0 is +1, so that one bit is enough. Refused together with
-    partial averaging: the error of a part that is not averaged would be lost.
-    Sent: one bit a number and 32 a block, in place of D numbers. Kept: e_i by each client.
+    S is rounded to float32. The sign of 0 is +1, so one bit is enough. The method is refused
+    together with partial averaging, because the error of a part that is not averaged would be lost.
+    Sent: one bit per number and 32 per block, in place of D numbers. Kept: e_i by each client.
 
     Args:
-        per_layer: a block is each parameter tensor; False: the whole vector is one, as printed.
+        per_layer: each parameter tensor is a block; if False, the whole vector is one, as printed.
 
     Raises:
-        UserError: another value; another callback of the run decides what clients send, or the run
-            averages parts of the model.
+        UserError: per_layer is not accepted; another callback also decides what clients send; or
+            the run averages parts of the model.
 
     Example:
-        all numbers of a tensor move as far; 31 bits and four scales of four bytes are sent.
+        All numbers of a tensor move equally far; 31 bits and four scales of four bytes are sent.
 
         >>> from fl_lightning.callbacks import CommunicationLogger, SignUpdate
         >>> from fl_lightning.testing import tiny_run
@@ -62,7 +62,7 @@ class SignUpdate(FederatedCallback):
     paper = Paper("karimireddy2019error")
     tolerates_staleness = True
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
-    contraction = True  # EF21 may compress with it
+    contraction = True  # EF21 may use this compressor
     error = ClientState(synchronised=False)
 
     def __init__(self, per_layer: bool = True) -> None:
@@ -77,9 +77,9 @@ class SignUpdate(FederatedCallback):
         return sent
 
     def compress(self, clients: Clients, v: Tensor, run: FederatedCallback) -> Tensor:
-        """S sign(v); says how much that is to send.
+        """Return S sign(v), and report how much is sent.
 
-        ``run``: the callback of the run that asks.
+        ``run`` is the callback that calls this.
         """
         blocks = Blocks(clients.layout, self.per_layer)
         scales = blocks.scales(v, "mean").float()
@@ -101,7 +101,7 @@ class SignUpdate(FederatedCallback):
     def decompress(
         self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
     ) -> Tensor:
-        """What :meth:`compress` returned ``(D,)``, from the arrays of ``encode``."""
+        """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
         positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         blocks = Blocks(run._ledger.layout, self.per_layer)

@@ -1,4 +1,5 @@
-"""FLoRA: the clients' adapters are stacked, added to the frozen weights, and begun anew.
+"""FLoRA: the server stacks the clients' adapters and adds them to the frozen weights; new adapters
+begin.
 
 Z. Wang, Z. Shen, Y. He, G. Sun, H. Wang, L. Lyu, A. Li: FLoRA: Federated Fine-Tuning Large Language
 Models with Heterogeneous Low-Rank Adaptations (NeurIPS 2024), arXiv:2409.05976.
@@ -25,25 +26,27 @@ from fl_lightning.callback import (
 
 
 class StackedAdapters(FederatedCallback):
-    """W ← W + s Σ p_i B_i A_i; then B is 0, and A is drawn anew.
+    """W ← W + s Σ p_i B_i A_i; then B is set to 0, and A is drawn anew.
 
-    Client i trains the first r_i rows of A and columns of B. What else is trainable is averaged.
-    Sent: up, these rows and columns and what else is trainable; down, in round 0 as much, later
-    what else is trainable and the stacked adapters that the client has not had. Kept: nothing; the
-    server keeps the weights.
+    Client i trains the first r_i rows of A and columns of B. Other trainable parameters are
+    averaged.
+    Sent: up, these rows and columns and the other trainable parameters. Down, in round 0 the same;
+    later the other trainable parameters and the stacked adapters that the client has not had yet.
+    Kept: nothing by clients; the server keeps the changed weights.
 
     Args:
-        ranks: None: every client trains all of the adapter's rank; a list of one rank for each
-            client; or ``{rank: share}`` of the clients, drawn from the seed.
+        ranks: None: every client trains the adapter's whole rank; a list with one rank per client;
+            or ``{rank: share}`` of the clients, drawn from the seed.
         draw: ``"round"``: all clients of a round begin at the same A; ``"client"``: each at its
             own.
 
     Raises:
-        UserError: another draw; a rank below 1 or above the largest adapter's; a learner without
-            adapters, with some of which there are no products, or whose B does not begin at 0.
+        UserError: draw is not accepted; a rank is below 1 or above the largest adapter's; or the
+            learner has no adapters, adapters that have no products, or adapters whose B does not
+            begin at 0.
 
     Example:
-        after a round the server's B is 0, and the frozen weights have what clients learned.
+        After a round the server's B is 0, and the frozen weights contain what the clients learned.
 
         >>> from fl_lightning.callbacks import StackedAdapters
         >>> from fl_lightning.testing import tiny_run
@@ -115,7 +118,7 @@ class StackedAdapters(FederatedCallback):
         return update
 
     def _begun(self, w: Tensor, layout: Layout, t: int) -> Tensor:
-        """w with the A with which round t begins; its B is 0 in every round."""
+        """Return w with the A with which round t begins; its B is 0 in every round."""
         new = w.clone()
         self._draw(new, layout, self._keyed("flora", t))
         return new

@@ -31,8 +31,9 @@ from fl_lightning.callback import (
 class TopKCompression(FederatedCallback):
     """v = (x_{i,K} - w) + e_i; top_k(v) is sent, k = ⌈fraction · D⌉; e_i ← v - top_k(v).
 
-    The k entries largest in absolute value are sent, of equal ones those with the lowest index.
-    Refused together with partial averaging: the error of a part that is not averaged would be lost.
+    The k entries with the largest absolute value are sent; ties go to the lowest index. The method
+    is refused together with partial averaging, because the error of a part that is not averaged
+    would be lost.
     Sent: k numbers and k indices of 4 bytes (8 from 2³¹ parameters on) in place of D numbers. Kept:
     e_i by each client.
 
@@ -40,11 +41,11 @@ class TopKCompression(FederatedCallback):
         fraction: share of the D numbers that is sent, above 0, up to 1; 1 is FedAvg.
 
     Raises:
-        UserError: another fraction; another callback of the run decides what clients send, or the
+        UserError: fraction is not accepted; another callback also decides what clients send; or the
             run averages parts of the model.
 
     Example:
-        one client a round changes 4 of the server's 31 parameters.
+        With one client per round 4 of the server's 31 parameters change.
 
         >>> from fl_lightning.callbacks import TopKCompression
         >>> from fl_lightning.testing import tiny_run
@@ -60,7 +61,7 @@ class TopKCompression(FederatedCallback):
     tolerates_staleness = True
     neutral = {"fraction": 1.0}
     cannot_run_with = {"parts": "what is not averaged is not sent, and its error would be lost"}
-    contraction = True  # EF21 may compress with it
+    contraction = True  # EF21 may use this compressor
     of_trained = True
     error = ClientState(synchronised=False)
 
@@ -76,9 +77,9 @@ class TopKCompression(FederatedCallback):
         return sent
 
     def compress(self, clients: Clients, v: Tensor, run: FederatedCallback) -> Tensor:
-        """The k largest entries of v; says how much that is to send.
+        """Return the k largest entries of v, and report how much is sent.
 
-        ``run``: the callback of the run that asks.
+        ``run`` is the callback that calls this.
         """
         size = v.shape[1]
         magnitude = v.abs()
@@ -110,7 +111,7 @@ class TopKCompression(FederatedCallback):
     def decompress(
         self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
     ) -> Tensor:
-        """What :meth:`compress` returned ``(D,)``, from the arrays of ``encode``."""
+        """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
         values = as_tensor(arrays["values"], like=w)
         indices = as_tensor(arrays["indices"], like=w).long()

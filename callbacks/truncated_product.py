@@ -15,19 +15,20 @@ class TruncatedProduct(FederatedCallback):
     """M = Σ p_i B_i A_i of each adapter is cut to its largest singular values.
 
     M = U Σ Vᵀ; the server's B becomes U_r Σ_r, its A V_rᵀ. Client i trains the first r_i rows of A
-    and columns of B, which are M cut to rank r_i. What else is trainable is averaged. Sent: each
-    way, the client's rows and columns, and what else is trainable. Kept: nothing.
+    and columns of B; their product is M cut to rank r_i. Other trainable parameters are averaged.
+    Sent: in each direction the client's rows and columns, and the other trainable parameters.
+    Kept: nothing.
 
     Args:
-        ranks: None: every client trains all of the adapter's rank; a list of one rank for each
-            client; or ``{rank: share}`` of the clients, drawn from the seed.
+        ranks: None: every client trains the adapter's whole rank; a list with one rank per client;
+            or ``{rank: share}`` of the clients, drawn from the seed.
 
     Raises:
-        UserError: a rank below 1 or above the largest adapter's; a learner without adapters, or
-            with some of which there are no products.
+        UserError: a rank is below 1 or above the largest adapter's; or the learner has no adapters,
+            or adapters that have no products.
 
     Example:
-        with one client a round the server's product is that client's.
+        With one client per round the server's product is that client's.
 
         >>> from fl_lightning.callbacks import TruncatedProduct
         >>> from fl_lightning.testing import tiny_run
