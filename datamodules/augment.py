@@ -20,8 +20,8 @@ from fl_lightning.machine.devices import to_device
 
 @dataclass(frozen=True)
 class Draws:
-    """Draws for n images: offsets (row, column) into the padded image ``(n, 2)``, and which are
-    flipped ``(n,)``.
+    """Random draws for n images: offsets (row, column) into the padded image ``(n, 2)``, and which
+    images are flipped ``(n,)``.
     """
 
     offsets: NDArray[np.int64]
@@ -38,7 +38,7 @@ class CropFlip:
 
     Args:
         padding: pixels on each side.
-        probability: that an image is cropped; else it stays where it is.
+        probability: probability that an image is cropped; otherwise it does not change.
     """
 
     padding: NonNegativeInt = 4
@@ -47,13 +47,14 @@ class CropFlip:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> CropFlip:
-        """From the option ``augment``, a mapping; what it leaves out has its default.
+        """Build it from the option ``augment``, a mapping; keys that it leaves out have their
+        defaults.
 
         >>> CropFlip.of({"flip": False})
         CropFlip(padding=4, flip=False, probability=1.0)
 
         Raises:
-            UserError: another key, or a value that is none.
+            UserError: a key is not known, or a value is not accepted.
         """
         known = declared(cls.__init__)
         for key, value in given.items():
@@ -73,7 +74,9 @@ class CropFlip:
         return Draws(offsets, flips)
 
     def apply(self, x: Tensor, draws: Draws) -> Tensor:
-        """Images x ``(n, channels, height, width)`` of any dtype, augmented, in a new tensor."""
+        """Return the augmented images x ``(n, channels, height, width)`` of any dtype, in a new
+        tensor.
+        """
         p = self.padding
         (height, width) = x.shape[-2:]
         offsets = to_device(draws.offsets, x.device)
@@ -85,8 +88,8 @@ class CropFlip:
 
 
 def augmented(augmentation: CropFlip, rng: np.random.Generator, samples: int) -> Change:
-    """Augments the batches of one epoch, all of whose draws are made at once, so that chunks do not
-    matter.
+    """Augment the batches of one epoch. All draws of the epoch are made at once, so the chunks do
+    not matter.
     """
     draws = augmentation.draw(rng, samples)
     return lambda x, y, part: augmentation.apply(x, draws[part])

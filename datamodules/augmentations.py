@@ -29,7 +29,7 @@ from fl_lightning.machine.devices import to_device
 
 @dataclass(frozen=True)
 class Pixels:
-    """By what x are normalised: (pixel in [0, 1] − mean) / std, one number per channel or none."""
+    """The normalisation of x: (pixel in [0, 1] − mean) / std, one number per channel or none."""
 
     mean: Sequence[float] = ()
     std: Sequence[float] = ()
@@ -38,14 +38,14 @@ class Pixels:
         return torch.tensor(list(values) or [default], device=x.device).view(1, -1, 1, 1)
 
     def zero(self, x: Tensor) -> Tensor:
-        """Black as x has it ``(1, channels or 1, 1, 1)``."""
+        """Return black as a normalised value ``(1, channels or 1, 1, 1)``."""
         return -self._of(self.mean, x, 0.0) / self._of(self.std, x, 1.0)
 
     def to_bytes(self, x: Tensor) -> Tensor:
         """x as uint8.
 
         Raises:
-            UserError: they are no pixels in [0, 1].
+            UserError: the values are not pixels in [0, 1].
         """
         pixels = x * self._of(self.std, x, 1.0) + self._of(self.mean, x, 0.0)
         low, high = float(pixels.min()), float(pixels.max())
@@ -64,11 +64,11 @@ class Pixels:
 @checked
 @dataclass(frozen=True)
 class Crop:
-    """A window of the picture's size, at random in the picture with a black frame.
+    """Crop a window of the picture's size at random from the picture with a black frame.
 
     Args:
-        padding: pixels of the frame on each side.
-        probability: that a picture is cropped.
+        padding: width of the frame on each side, in pixels.
+        probability: probability that a picture is cropped.
     """
 
     padding: NonNegativeInt = 4
@@ -92,7 +92,7 @@ class Crop:
 @checked
 @dataclass(frozen=True)
 class Flip:
-    """Left and right exchanged, with a probability."""
+    """Exchange left and right, with a probability."""
 
     probability: UnitInterval = 0.5
 
@@ -106,11 +106,11 @@ class Flip:
 @checked
 @dataclass(frozen=True)
 class RandAugment:
-    """Operations on colours and shape, drawn per picture (Cubuk et al., 2020).
+    """Apply operations on colours and shape, drawn per picture (Cubuk et al., 2020).
 
     Args:
-        operations: how many, one after the other.
-        magnitude: how strong they are, 0 to 30.
+        operations: number of operations, one after the other.
+        magnitude: strength of the operations, 0 to 30.
     """
 
     operations: NonNegativeInt = 2
@@ -131,7 +131,8 @@ class RandAugment:
 @checked
 @dataclass(frozen=True)
 class Mixup:
-    """x and labels of two samples of the batch, λ and 1 − λ of each; λ ~ Beta(alpha, alpha).
+    """Mix x and the labels of two samples of the batch with weights λ and 1 − λ; λ ~ Beta(alpha,
+    alpha).
 
     H. Zhang et al., 2018. One λ per batch.
     """
@@ -152,7 +153,9 @@ class Mixup:
 @checked
 @dataclass(frozen=True)
 class Cutmix:
-    """A box of another picture of the batch in each, and labels by area (Yun et al., 2019)."""
+    """Paste a box of another picture of the batch into each, and mix labels by area (Yun et al.,
+    2019).
+    """
 
     alpha: PositiveFloat = 1.0
     probability: UnitInterval = 1.0
@@ -175,7 +178,7 @@ class Cutmix:
 
 
 def _ends(middle: int, half: float, size: int) -> tuple[int, int]:
-    """Where a box begins and ends within a side."""
+    """Return the first and the last position of a box within a side."""
     reach = int(half * size)
     return max(middle - reach, 0), min(middle + reach, size)
 
@@ -191,13 +194,14 @@ NAMES: dict[str, type[Named]] = {
 
 
 def augmentations_of(given: Any) -> tuple[Named, ...]:
-    """From the option ``augment``: names, or ``{name: {argument: value}}``, in their order.
+    """Build them from the option ``augment``: names, or ``{name: {argument: value}}``, in their
+    order.
 
     >>> augmentations_of(["flip", {"crop": {"padding": 2}}])
     (Flip(probability=0.5), Crop(padding=2, probability=1.0))
 
     Raises:
-        UserError: another name, argument or value.
+        UserError: a name, argument or value is not accepted.
     """
     made = []
     for item in [given] if isinstance(given, str | Mapping) else list(given):
@@ -240,14 +244,14 @@ def augmented_batches(
 ) -> Iterator[Batch]:
     """A client's batches ``(x, y)``, augmented.
 
-    With mixup or cutmix y becomes shares of the classes ``(n, classes)``. Where both are named,
-    each batch takes one of the two.
+    With mixup or cutmix y becomes shares of the classes ``(n, classes)``. If both are named, each
+    batch uses one of the two.
 
     Args:
-        draws: the generator of the k-th batch.
+        draws: function that returns the generator of the k-th batch.
 
     Raises:
-        UserError: x are no pictures, or y no classes.
+        UserError: x are not pictures, or y are not classes.
     """
     mixing = [one for one in named if isinstance(one, Mixup | Cutmix)]
     for k, batch in enumerate(batches):
@@ -261,7 +265,7 @@ def augmented_batches(
 
 
 def _checked(batch: Batch, mixing: Sequence[Named], classes: int | None) -> tuple[Tensor, Tensor]:
-    """x and y; for mixed samples y holds the shares of the classes."""
+    """Return x and y; for mixed samples y holds the shares of the classes."""
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     x: Any = batch[0] if pair else None
     y: Any = batch[1] if pair else None

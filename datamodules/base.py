@@ -57,44 +57,44 @@ if TYPE_CHECKING:
 
 
 class FederatedDataModule(Given, pl.LightningDataModule):
-    """Training samples split over clients; validation and test sets stay whole.
+    """Training samples that are split over clients; validation and test sets stay whole.
 
-    Subclasses override ``load``, which sets ``train_set`` and, where such data exist, ``val_set``
-    and ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and perhaps ``groups`` ``(N,)`` for
-    ``ByGroup``. Where a subclass has the attributes ``sample_shape`` (of x) and ``num_classes``,
-    the command line builds networks to fit.
+    Subclasses override ``load``. It sets ``train_set`` and, if such data exist, ``val_set`` and
+    ``test_set`` (``TensorSamples`` or ``DatasetSamples``), and optionally ``groups`` ``(N,)`` for
+    ``ByGroup``. If a subclass has the attributes ``sample_shape`` (of x) and ``num_classes``, the
+    command line builds networks that fit.
 
     Args:
-        num_clients: None: as many as the partition or the data set has.
-        partition: None: ``IID()``, or the data set's own clients where it has them.
-        biases: of the clients' training images.
-        batch_size: None: the whole client in one batch. A client of fewer samples trains on what it
-            has.
-        samples: take that many training samples alone, of each class alike, before anything else;
+        num_clients: None: the number that the partition or the data set has.
+        partition: None: ``IID()``, or the data set's own clients if it has them.
+        biases: applied to the clients' training images.
+        batch_size: None: all samples of a client in one batch. A client with fewer samples trains
+            on all that it has.
+        samples: take only that many training samples, of each class alike, before anything else;
             None: all.
-        val_fraction: this share of the training data is held out for validation before it is split;
-            of ``clients``, from each one's own list.
-        client_test_fraction: each client holds this share of its samples out to test on, of each
-            class alike.
-        clients: the clients' index arrays themselves, in place of a partition; ``{name: array}``
+        val_fraction: share of the training data that is held out for validation before the split;
+            with ``clients``, a share of each client's own list.
+        client_test_fraction: share of its samples, of each class alike, that each client holds out
+            to test on.
+        clients: the clients' index arrays themselves, instead of a partition; ``{name: array}``
             names the clients.
-        test_clients: each client's positions in the test data, its own test set, in place of
-            ``client_test_fraction``; any sequence, lazy ones too, or ``{name: array}``.
-        pooled: training data followed by test data are one pool, which is split, as PFLlib and
-            FL-bench do. Clients' test samples are those that the partition gives, or
+        test_clients: each client's own test set, as positions in the test data, instead of
+            ``client_test_fraction``; any sequence, also a lazy one, or ``{name: array}``.
+        pooled: join training and test data to one pool, which is split, as PFLlib and FL-bench do.
+            Clients' test samples are then those that the partition gives, or
             ``client_test_fraction``; all of them together are the test set.
-        seed: of the split, the order of samples and the augmentation; None: the run's.
-        drop_last: leave out an epoch's last batch where it is shorter (each epoch other samples);
-            K_i counts the rest.
-        augment: what becomes of the clients' training batches of pictures, by name and in this
-            order: ``crop``, ``flip``, ``randaugment``, ``mixup``, ``cutmix``, each with arguments
-            where needed: ``[crop, {randaugment: {magnitude: 5}}]``. What is drawn depends on (seed,
+        seed: seed of the split, the order of samples and the augmentation; None: the run's.
+        drop_last: leave out an epoch's last batch if it is shorter (each epoch leaves out other
+            samples); K_i counts the rest.
+        augment: changes of the clients' training batches of pictures, by name and in this order:
+            ``crop``, ``flip``, ``randaugment``, ``mixup``, ``cutmix``, each with arguments where
+            needed: ``[crop, {randaugment: {magnitude: 5}}]``. The random draws depend on (seed,
             round, client, step). With ``mixup`` or ``cutmix`` y becomes shares of the classes
             ``(n, classes)``.
-        eval_batch_size: samples of a batch in evaluation; None: 1,000, of Datasets at most as many
-            as take 64 MiB.
+        eval_batch_size: number of samples per batch in evaluation; None: 1,000, and with Datasets
+            at most as many as take 64 MiB.
 
-    A subclass's own transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and
+    The subclass's own transfer hooks (``on_after_batch_transfer``, …) get the clients' batches and
     those of evaluation.
     """
 
@@ -155,19 +155,19 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self.own_tests: OwnTests | GroupTests | None = None
         self._split: Split | None = None
         self._split_seed: int | None = None
-        # The names of all groups, ascending, from the data; None: not loaded.
+        # The names of all groups in the data, ascending; None: not loaded.
         self._group_names: tuple[str, ...] | None = None
         # The weights ``(N,)`` of the samples from a WeightedRandomSampler.
         self._weights: NDArray[np.float64] | None = None
         self._transfer = Transfer(self, self._transfers())
 
     def _transfers(self) -> Any:
-        """The data module whose transfer hooks the clients' batches go through."""
+        """Return the data module whose transfer hooks the clients' batches pass through."""
         return self
 
     @property
     def transfer_hooks(self) -> tuple[str, ...]:
-        """The data module's transfer hooks, which come in place of the learner's."""
+        """Return the data module's transfer hooks, which replace the learner's."""
         return tuple(self._transfer.hooks)
 
     # ---- loading and splitting
@@ -178,7 +178,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     @property
     def run_seed(self) -> int:
-        """``seed``, else that of the run it is attached to, else Lightning's global one, else 0."""
+        """Return ``seed``, else the attached run's seed, else Lightning's global seed, else 0."""
         if self.seed is not None:
             return self.seed
         module = getattr(self.trainer, "lightning_module", None)
@@ -231,7 +231,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self.own_tests = None
 
     def _name_clients(self, split: Split, partition: Partition) -> None:
-        """Name each client of ``ByGroup`` by the group of its samples, where groups have names.
+        """Name each client of ``ByGroup`` after the group of its samples, if groups have names.
 
         With another seed all samples of a group may be held out; its name then belongs to no
         client.
@@ -253,21 +253,21 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             self.client_names = [names[place] for place in np.searchsorted(distinct, left)]
 
     def _tests(self, train: Samples, seed: int) -> ClientTests | None:
-        """What each client is tested on."""
+        """Return each client's test samples."""
         if self.client_test_fraction > 0:
             return HeldOut(self.client_test_fraction, train.labels, seed)
         if self._test_clients is not None:
             if self.test_set is None:
                 raise UserError(
-                    f"test_clients gives positions in the test data, and {type(self).__name__} "
-                    "has none here: give test data, or FromDatasets with test_clients, a Dataset "
-                    "a client."
+                    f"test_clients gives positions in the test data, and {type(self).__name__} has "
+                    "none here: give test data, or FromDatasets with test_clients, one Dataset per "
+                    "client."
                 )
             self.own_tests = OwnTests(self.test_set, self._test_clients, len(train))
         return self.own_tests
 
     def _ready(self) -> None:
-        """Prepare and set up, where no Trainer has done so."""
+        """Prepare and set up the data, if no Trainer has done so."""
         if self._split_seed is None:
             self.prepare_data()
             self.setup()
@@ -305,32 +305,32 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Shape of x for a class with these arguments; None: only the data tell."""
+        """Return the shape of x for a class with these arguments; None: it depends on the data."""
         return cls.sample_shape
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Number of classes of a data module with these arguments; None: only the data tell."""
+        """Return the number of classes with these arguments; None: it depends on the data."""
         # Packaged sets have a class attribute, others a property.
         return cls.num_classes if isinstance(cls.num_classes, int) else None
 
     @property
     def num_classes(self) -> int | None:
-        """The training data's largest label plus one; None without class labels."""
+        """Return the training data's largest label plus one; None without class labels."""
         # Packaged data sets override this with a class attribute, which is known without the data.
         labels = self._train.labels
         return None if labels is None else int(labels.max()) + 1
 
     def client_sizes(self) -> NDArray[np.int64]:
-        """The clients' numbers of samples ``(m,)``, read-only where they are all the same."""
+        """Return the clients' numbers of samples ``(m,)``, read-only if they are all the same."""
         return self._who.sizes
 
     def client_indices(self, client: int) -> Indices:
-        """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
+        """Return the positions ``(N_i,)`` of the training samples that a client trains on."""
         return self._who.indices(client)
 
     def client_label_counts(self, client: int) -> NDArray[np.int64] | None:
-        """How many samples of each class a client trains on ``(C,)``; None without classes."""
+        """Return a client's training samples per class ``(C,)``; None without classes."""
         labels = self._train.labels
         classes = self.num_classes
         if labels is None or classes is None:
@@ -338,39 +338,39 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         return np.bincount(labels[self.client_indices(client)], minlength=classes)
 
     def client_test_indices(self, client: int) -> Indices:
-        """Positions of a client's test samples; may be empty.
+        """Return the positions of a client's test samples; there may be none.
 
-        A position below the number N of training samples is one of these, held out. Position N + j
-        is sample j of the test data, where clients have test sets of their own, in the order given.
+        A position below the number N of training samples is a training sample that was held out.
+        Position N + j is sample j of the test data, if clients have their own test sets.
         """
         return self._who.test_indices(client)
 
     @property
     def tests_clients(self) -> bool:
-        """Whether clients have test samples of their own."""
+        """Return whether clients have their own test samples."""
         return self.client_test_fraction > 0 or self._who.test is not None
 
     def client_dataset(self, client: int) -> Dataset[Any]:
-        """The samples that a client trains on, one by one, without augmentation."""
+        """Return the samples that a client trains on, one by one, without augmentation."""
         return one_by_one(self._train, self.client_indices(client), self._bias(client))
 
     @property
     def partition_hash(self) -> str:
-        """Sixteen hexadecimal digits, the same for the same split."""
+        """Return sixteen hexadecimal digits, which are the same for the same split."""
         return self._who.hash
 
     def partition_table(self) -> str:
-        """Samples and classes of the first clients, as text."""
+        """Return samples and classes of the first clients as text."""
         return partition_table(self)
 
     def partition_measures(self) -> dict[str, float]:
-        """``total_variation`` (mean over clients, of labels, to all clients' labels, 0 to 1),
+        """Return ``total_variation`` (mean over clients, from all clients' labels, 0 to 1),
         ``effective_classes`` (mean of exp(entropy)) and ``gini`` of sizes; without labels ``gini``.
         """
         return partition_measures(self)
 
     def plot_partition(self) -> Figure:
-        """Heat map of clients and classes (the first 200 clients)."""
+        """Return a heat map of clients and classes (the first 200 clients)."""
         return partition_figure(self)
 
     def save_partition(self, path: str | Path) -> None:
@@ -378,7 +378,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         save_partition(Path(path), self._who, self._train.labels)
 
     def card(self) -> dict[str, str]:
-        """Facts for a run's card."""
+        """Return facts for a run's card."""
         return card(self, self._who)
 
     # ---- batches of a client
@@ -391,13 +391,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def smallest_batch(
         self, steps: ArrayLike | None = None, clients: Sequence[int] | None = None
     ) -> tuple[int, int] | None:
-        """Samples of the smallest batch that any of ``clients`` trains on, and the first such one.
+        """Return the smallest batch size that any of ``clients`` trains on, and the first such one.
 
-        ``clients`` None: all; it costs O(m). The result is None where the dataset, or a subclass's
-        own ``client_batches``, makes the batches.
+        If ``clients`` is None, all clients count; this costs O(m). The result is None if the
+        dataset, or a subclass's own ``client_batches``, makes the batches.
 
         Args:
-            steps: local steps of a round, of all clients or of each ``(m,)``; None: an epoch or
+            steps: local steps of a round, for all clients or for each ``(m,)``; None: an epoch or
                 more.
         """
         own_batches = type(self).client_batches is not FederatedDataModule.client_batches
@@ -408,13 +408,15 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         )
 
     def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
-        """Two texts: why a client has a batch of so few samples, and what would mend it."""
+        """Return two texts: why a client has a batch of so few samples, and how to avoid it."""
         return batching.told_of_batch(
             self.client_sizes(), self.batch_size, self.drop_last, client, samples
         )
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
-        """Positions into ``client_indices(client)`` in the order of that epoch of that round."""
+        """Return positions into ``client_indices(client)`` in the order of that epoch of that
+        round.
+        """
         return self._order(client, round, epoch, self.client_indices(client))
 
     def _order(
@@ -429,9 +431,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
     ) -> Iterator[Batch]:
-        """Exactly ``steps`` batches, every epoch reshuffled.
+        """Yield exactly ``steps`` batches; every epoch is shuffled again.
 
-        ``purpose``: the name of draws other than the local steps' own.
+        ``purpose`` is the name of the draws; local steps have their own.
         """
         data = self._train
         indices = self.client_indices(client)
@@ -479,10 +481,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def full_batches(
         self, client: int, device: torch.device = CPU, what: What = "train", size: int | None = None
     ) -> Iterator[tuple[Batch, int]]:
-        """Samples of a client once, in order, without augmentation, in batches with their sizes.
+        """Yield the samples of a client once, in order, without augmentation, in batches with their
+        sizes.
 
-        ``what``: the samples it trains on, is tested on, or positions. With ``drop_last`` the last
-        batch takes what is left.
+        ``what``: the samples that the client trains on or is tested on, or positions. With
+        ``drop_last`` the last batch also has the samples that are left.
         """
         data = self._train
         device = torch.device(device)
@@ -514,7 +517,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         yield from zip(self._transfer.batches(batches, device), map(len, cut), strict=False)
 
     def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:
-        """A client's first samples as one batch, to try a learner on."""
+        """Return a client's first samples as one batch, to try a learner on."""
         data = self._train
         device = torch.device(device)
         indices = self.client_indices(client)[:samples]
@@ -529,11 +532,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether processes read training batches ahead (``num_workers``)."""
+        """Return whether processes read training batches ahead (``num_workers``)."""
         return isinstance(self._train, DatasetSamples) and self._train.reads_ahead
 
     def _draws(self, purpose: str, *counters: int) -> Callable[[int], int]:
-        """Seeds of what processes that read ahead draw in the k-th batch."""
+        """Return the seeds for random draws of processes that read ahead, in the k-th batch."""
         return lambda k: int(generator(self.run_seed, purpose, *counters, k).integers(2**63))
 
     def _bias(self, client: int) -> Change | None:
@@ -557,7 +560,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     @property
     def validates_on_test(self) -> bool:
-        """Whether what is logged as validation is of the test set, for want of other data."""
+        """Return whether validation metrics are measured on the test set, because there are no
+        other data.
+        """
         held_out = self._who.held_out
         return held_out is None and self.val_set is None and self.test_set is not None
 

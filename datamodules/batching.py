@@ -1,4 +1,4 @@
-"""Sizes of batches: of a client in training, and in evaluation."""
+"""Sizes of batches, in a client's training and in evaluation."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from fl_lightning.errors import UserError
 
 
 def epoch_batches(samples: int, size: int | None, drop_last: bool) -> int:
-    """The number of batches in an epoch of so many samples, at least one."""
+    """Return the number of batches in an epoch of so many samples, at least one."""
     if size is None:
         return 1
     return max(1, samples // size) if drop_last else -(-samples // size)
 
 
 def slices(samples: int, size: int | None, drop_last: bool) -> Iterator[slice]:
-    """Every sample once, ``size`` at a time.
+    """Return slices that have every sample once, ``size`` at a time.
 
-    ``drop_last``: there is no smaller batch, and what is left over joins the last one.
+    With ``drop_last`` there is no smaller batch, and left-over samples join the last one.
     """
     size = size or samples
     count = epoch_batches(samples, size, drop_last)
@@ -35,7 +35,8 @@ def smallest_batch(
     steps: ArrayLike | None,
     clients: Sequence[int] | None = None,
 ) -> tuple[int, int]:
-    """The smallest batch that a client of ``sizes`` ``(m,)`` trains on, and the first such client.
+    """Return the smallest batch that a client of ``sizes`` ``(m,)`` trains on, and the first such
+    client.
 
     >>> sizes = np.array([8, 9, 12])
     >>> smallest_batch(sizes, 4, False, None), smallest_batch(sizes, 4, True, None)
@@ -63,7 +64,7 @@ def smallest_batch(
 def told_of_batch(
     sizes: NDArray[np.int64], size: int | None, drop_last: bool, client: int, samples: int
 ) -> tuple[str, str]:
-    """Why a client has a batch of so few samples, and what would leave no client one, in words.
+    """Return as text why a client has a batch of so few samples, and how to avoid such a batch.
 
     >>> why, ways = told_of_batch(np.array([8, 9, 12]), 4, False, 1, 1)
     >>> why
@@ -95,10 +96,11 @@ def told_of_batch(
 def drawn_by_weight(
     weights: NDArray[np.float64], draw: np.random.Generator, client: int
 ) -> NDArray[np.int64]:
-    """As many positions as ``weights`` ``(N_i,)``, drawn as WeightedRandomSampler does."""
+    """Draw as many positions as ``weights`` ``(N_i,)`` has, as WeightedRandomSampler does."""
     if not weights.sum() > 0:
         raise UserError(
-            f"Client {client} has no sample that WeightedRandomSampler would draw (all their "
-            "weights are 0): give each client one, by another partition or by other weights."
+            f"Client {client} has no sample that WeightedRandomSampler would draw (the weights of "
+            "its samples are all 0): give each client such a sample, by another partition or by "
+            "other weights."
         )
     return draw.choice(len(weights), len(weights), p=weights / weights.sum())

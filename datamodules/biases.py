@@ -1,6 +1,6 @@
 """Biases of the clients' training images (FedInit: Sun et al., 2023, § 5), before normalisation.
 
-They act on whole tensors of pixels in [0, 1] and clip to that range; test data stay as they are.
+A bias changes whole tensors of pixels in [0, 1] and clips to that range; test data do not change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class Bias:
         self.std = std
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
-        """One client's pixels x ``(n, channels, …)`` in [0, 1], with labels y ``(n,)``, changed."""
+        """Return one client's pixels x ``(n, channels, …)`` in [0, 1], changed; y ``(n,)`` are
+        the labels.
+        """
         raise NotImplementedError  # abstract: each bias changes pixels in its own way
 
     def __repr__(self) -> str:
@@ -38,8 +40,8 @@ class Bias:
 
 
 class ClientBias(Bias):
-    """Client i multiplies colour channel k by max(0, 1 + std·z_ik), z standard normal, fixed for
-    the run.
+    """Client i multiplies colour channel k by max(0, 1 + std·z_ik); z is standard normal and fixed
+    for the run.
     """
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
@@ -49,8 +51,8 @@ class ClientBias(Bias):
 
 
 class CategoryBias(Bias):
-    """Every sample of class y has its brightness shifted by std·z_y, z standard normal, for all
-    clients.
+    """The brightness of every sample of class y is shifted by std·z_y, for all clients; z is
+    standard normal.
     """
 
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
@@ -75,7 +77,7 @@ def check_biases(biases: Sequence[Bias], data: Any) -> None:
 
 
 def biased(biases: Sequence[Bias], client: int, seed: int) -> Change:
-    """Applies all biases to a client's batches."""
+    """Apply all biases to a client's batches."""
 
     def apply(x: Tensor, y: Tensor, part: slice) -> Tensor:
         for bias in biases:

@@ -1,4 +1,4 @@
-"""Names of classes that data sets bring along: one label means one class in all of them."""
+"""Names of classes in data sets: one label means one class in all of them."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def check_classes(named: Iterable[tuple[str, Any]], option: str = "") -> tuple[s
     """Refuse data sets in which a label means different classes.
 
     Args:
-        named: what each data set is called in an error, and the data set.
-        option: the argument that numbers the classes by name, where there is one.
+        named: each data set with its name in an error.
+        option: the argument that numbers the classes by name, if there is one.
 
     Returns:
-        The names of the classes, in the order of their labels; nothing where they are unknown.
+        The names of the classes, in the order of their labels; empty if they are unknown.
 
     Raises:
-        UserError: the names of two differ, with both.
+        UserError: two data sets have different class names; the error has both.
     """
     first = ""
     known: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ def check_classes(named: Iterable[tuple[str, Any]], option: str = "") -> tuple[s
 
 
 def _by_name(named: Sequence[tuple[str, Any]], option: str) -> str:
-    """The option that maps the labels by name, with all names as code."""
+    """Return the option that maps the labels by name, with all names as code."""
     if not option:
         return ""
     names: set[str] = set()
@@ -63,10 +63,10 @@ def _by_name(named: Sequence[tuple[str, Any]], option: str) -> str:
 
 
 def relabelled(place: str, dataset: Any, classes: Sequence[str]) -> Any:
-    """A data set whose labels are the places of its classes' names in ``classes``.
+    """Return a data set whose labels are the places of its classes' names in ``classes``.
 
     Args:
-        place: what the data set is called in an error.
+        place: the name of the data set in an error.
 
     Raises:
         UserError: the data set does not name its classes, or one of them is not in ``classes``.
@@ -81,7 +81,7 @@ def relabelled(place: str, dataset: Any, classes: Sequence[str]) -> Any:
         raise UserError(
             f"{place} {what}, and classes={listed(tuple(classes))} numbers labels by name. Give "
             "the data set an attribute classes, the list of its classes' names in the order of its "
-            "labels, or leave classes out where all data sets number them alike."
+            "labels, or leave classes out if all data sets number their classes in the same order."
         )
     (names,) = found
     if tuple(names) == tuple(classes):
@@ -130,9 +130,10 @@ class Relabelled(Dataset[Any]):
 
 
 def classes_of(dataset: Any, depth: int = 0) -> Iterator[tuple[str, ...]]:
-    """The names of classes of a data set, or of those that it wraps; none where they are unknown.
+    """Return the names of classes of a data set, or of the one that it wraps; empty if they are
+    unknown.
 
-    A data set that changes its labels by ``target_transform`` has no names of them.
+    If a data set changes its labels by ``target_transform``, their names are unknown.
     """
     if depth > DEPTH or getattr(dataset, "target_transform", None) is not None:
         return
@@ -150,7 +151,7 @@ def classes_of(dataset: Any, depth: int = 0) -> Iterator[tuple[str, ...]]:
 
 
 def listed(names: tuple[str, ...]) -> str:
-    """The first names, in order.
+    """Return the first names, in order, as text.
 
     >>> listed(("cat", "dog"))
     "'cat', 'dog'"

@@ -1,4 +1,4 @@
-"""Samples that each client is tested on: held out of its own, or a test set of its own."""
+"""Samples on which each client is tested: held out from its own, or its own test set."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class ClientTests(Protocol):
     """A client's training samples and test samples.
 
     Attributes:
-        recipe: bytes that are the same for the same test samples.
-        described: for a run's card, what and of what kind.
+        recipe: bytes that are equal for equal test samples.
+        described: text for a run's card: which test samples clients have, and from which source.
     """
 
     @property
@@ -28,20 +28,23 @@ class ClientTests(Protocol):
     @property
     def described(self) -> tuple[str, str]: ...
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """A client's samples to train on, of those in ``indices``, and to test on."""
+        """Return a client's samples to train on, among those in ``indices``, and its samples to
+        test on.
+        """
         ...
 
 
 @dataclass
 class HeldOut:
-    """Each client's own held-out samples: a share of its distinct ones, of each class alike.
+    """Each client's own held-out samples: a share of its distinct samples, of each class alike.
 
-    A sample that a client holds several times lies on one side. The draw is a function of (seed,
-    client).
+    A sample that a client holds several times lies on only one side. The draw is a function of
+    (seed, client).
 
     Args:
-        fraction: h = fraction · (distinct samples), half up, at least 1 and at most all but one.
-        labels: of the training data ``(N,)``, or None.
+        fraction: h = fraction · (distinct samples), rounded half up, at least 1 and at most all but
+            one.
+        labels: labels of the training data ``(N,)``, or None.
     """
 
     fraction: float
@@ -57,7 +60,8 @@ class HeldOut:
         return "held out by each client", f"{self.fraction:g} of its samples"
 
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """A client's samples to train on ``(N_i,)``, as given, and to test on ``(h,)``, ascending.
+        """Return a client's samples to train on ``(N_i,)``, in the given order, and to test on
+        ``(h,)``, ascending.
 
         >>> train, test = HeldOut(0.25, None, seed=0).sides(np.array([7, 3, 7, 5, 1]), client=4)
         >>> len(test), sorted({*train, *test}) == [1, 3, 5, 7], set(train) & set(test)
@@ -78,7 +82,7 @@ class HeldOut:
 
 
 def stratified(samples: Indices, labels: Indices, h: int) -> Indices:
-    """h of the samples: of each class its share, the first ones."""
+    """Return h of the samples: of each class its share, the first ones."""
     # The samples that rounding leaves over go to the classes with the largest remainders.
     _, label, counts = np.unique(labels, return_inverse=True, return_counts=True)
     taken = h * counts // len(samples)
@@ -89,7 +93,7 @@ def stratified(samples: Indices, labels: Indices, h: int) -> Indices:
 
 @dataclass
 class SplitTests:
-    """Test samples that the split itself gives each client, positions in the training data."""
+    """Test samples that the split itself gives each client, as positions in the training data."""
 
     tests: Sequence[Indices]
 
@@ -105,7 +109,8 @@ class SplitTests:
 
 
 def apart(clients: Sequence[Any]) -> tuple[Sequence[Any], list[Indices] | None]:
-    """Clients' training lists and test lists of tuples (train, test); None: there are no tests.
+    """Return clients' training lists and test lists from tuples (train, test); None: there are no
+    tests.
 
     >>> apart([([0, 1], [2]), ([3], [])])
     ([[0, 1], [3]], [array([2]), array([], dtype=int64)])
@@ -116,16 +121,16 @@ def apart(clients: Sequence[Any]) -> tuple[Sequence[Any], list[Indices] | None]:
 
 
 def is_pair(client: Any) -> bool:
-    """Tell a tuple of two lists from one of two positions."""
+    """Return whether this is a tuple of two lists, and not of two positions."""
     return isinstance(client, tuple) and len(client) == 2 and all(np.ndim(c) == 1 for c in client)
 
 
 @dataclass
 class OwnTests:
-    """Clients with test sets of their own, apart from the training data.
+    """Clients with their own test sets, separate from the training data.
 
     Args:
-        clients: each one's positions in ``samples``; a client may have none.
+        clients: each client's positions in ``samples``; a client may have none.
         total: number N of training samples; position N + j is sample j of ``samples``.
     """
 
@@ -141,7 +146,7 @@ class OwnTests:
                 self._of(client)
 
     def check_number(self, clients: int) -> None:
-        """Refuse test sets of more or fewer clients than there are."""
+        """Refuse a number of test sets that differs from the number of clients."""
         if len(self.clients) != clients:
             raise UserError(
                 f"test_clients gives {len(self.clients)} clients' test samples, and there are "
@@ -156,7 +161,7 @@ class OwnTests:
         return b"own tests" + b"".join(array.tobytes() for array in (sizes, *arrays))
 
     def sides(self, indices: Indices, client: int) -> tuple[Indices, Indices]:
-        """All of ``indices``, and the client's test set.
+        """Return all of ``indices``, and the client's test set.
 
         >>> OwnTests(range(4), [[0], [3, 1]], total=10).sides(np.array([7, 8]), client=1)
         (array([7, 8]), array([13, 11]))
@@ -184,23 +189,23 @@ class OwnTests:
 
 @dataclass
 class GroupTests:
-    """The test samples that are of a client's own group.
+    """The test samples that belong to a client's own group.
 
     Args:
-        groups: of the training data ``(N,)``; ``by_group``: positions in ``samples``.
+        groups: group of each training sample ``(N,)``; ``by_group``: positions in ``samples``.
     """
 
     samples: Samples
     groups: Indices
     by_group: Mapping[int, Indices]
 
-    # They are computed from the test data, as the global test set is.
+    # The lists follow from the test data, as the global test set does, so they need no recipe.
     recipe = b""
     described = OwnTests.described
 
     @classmethod
     def of(cls, samples: Samples, groups: Indices, of_tests: Indices) -> GroupTests:
-        """``of_tests``: the groups of ``samples``."""
+        """``of_tests``: group of each of ``samples``."""
         order = np.argsort(of_tests, kind="stable")
         names, starts = np.unique(of_tests[order], return_index=True)
         parts = np.split(order, starts[1:])
@@ -212,7 +217,7 @@ class GroupTests:
 
 
 def check_test_clients(test_clients: Any, client_test_fraction: float) -> None:
-    """Refuse test sets that cannot be counted, or that stand beside a share."""
+    """Refuse test sets that cannot be counted, or that are given together with a share."""
     if test_clients is None:
         return
     check_sequence("test_clients", test_clients, "each client's test samples")

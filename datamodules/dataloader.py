@@ -1,4 +1,6 @@
-"""The facts of a training DataLoader: its samples, how they become batches, and who reads them."""
+"""The facts of a training DataLoader: its samples, how they become batches, and which processes
+read them.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,10 @@ KNOWN = (
 
 @dataclass(frozen=True)
 class LoaderFacts:
-    """A DataLoader's ``dataset``, of which ``positions`` are used (None: all), drawn by ``weights``
+    """A DataLoader's ``dataset``. It uses the ``positions`` (None: all) and draws by ``weights``
     (None: each once).
 
-    ``fetch``: as ``Reading`` has it.
+    ``fetch`` is explained at ``Reading``.
     """
 
     dataset: Any
@@ -48,17 +50,17 @@ class LoaderFacts:
 
 
 def check_map_style(dataset: Any, what: str) -> None:
-    """Refuse streams, which have no positions, with or without a length.
+    """Refuse streams, which have no positions, even if they have a length.
 
     Raises:
-        UserError: with the way out.
+        UserError: the loader cannot be used; the error says what to do instead.
     """
     if isinstance(dataset, IterableDataset):
         raise UserError(
             f"{what} is a {type(dataset).__name__}, an IterableDataset: a stream without "
-            "positions, which cannot be split over clients. Give map-style Datasets (with "
-            "__len__ and __getitem__): one per client as FromDatasets(clients=[…]), or "
-            "list(stream) where it fits into memory."
+            "positions, which cannot be split over clients. Give map-style Datasets (with __len__ "
+            "and __getitem__): one per client as FromDatasets(clients=[…]), or list(stream) if it "
+            "fits into memory."
         )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise UserError(
@@ -68,11 +70,11 @@ def check_map_style(dataset: Any, what: str) -> None:
 
 
 def loader_facts(loader: Any, name: str) -> LoaderFacts:
-    """The facts of the training loader of the data module ``name``.
+    """Return the facts of the training loader of the data module ``name``.
 
     Raises:
-        UserError: no single loader of a map-style dataset, or a sampler that clients cannot honour,
-            by name.
+        UserError: there is no single loader of a map-style dataset, or clients cannot use its
+            sampler, which is named.
     """
     dataset: Any = getattr(loader, "dataset", None)
     if isinstance(dataset, IterableDataset):
@@ -124,9 +126,9 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
 def sampled(
     sampler: Any, total: int, name: str
 ) -> tuple[NDArray[np.int64] | None, NDArray[np.float64] | None]:
-    """The positions of ``total`` that a sampler uses, and their weights.
+    """Return the positions out of ``total`` that a sampler uses, and their weights.
 
-    None: all positions, or each once an epoch.
+    None: the sampler uses all positions, or each position once per epoch.
     """
     if isinstance(sampler, list | tuple | range):
         return np.asarray(sampler, np.int64), None

@@ -19,9 +19,9 @@ from fl_lightning.sampling import generator
 class Digits(FederatedDataModule):
     """1,797 grey images ``(1, 8, 8)`` of ten digits, with levels 0 to 16 (Alpaydin & Kaynak, 1998).
 
-    A fifth of each class, the same whatever the seed, is the test set. ``root`` and ``download``
-    are not needed: the images come with scikit-learn. ``augment``: random crops with padding 1, or
-    names as ``FederatedDataModule`` has them. All other arguments as for ``MNIST``.
+    The test set is a fifth of each class, the same for every seed. ``root`` and ``download`` are
+    not needed: the images come with scikit-learn. ``augment``: random crops with padding 1, or
+    names as in ``FederatedDataModule``. The other arguments are those of ``MNIST``.
     """
 
     paper = Paper("alpaydin1998digits")
@@ -55,10 +55,10 @@ class Digits(FederatedDataModule):
 
 
 def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """The 64 levels of each image, and the digits.
+    """Return the 64 levels of each image, and the digits.
 
-    They are read from scikit-learn's file: scikit-learn itself takes as long to import as a short
-    run to train.
+    The digits are read from scikit-learn's file, because importing scikit-learn takes as long as a
+    short run.
     """
     found = find_spec("sklearn")
     folders = list(found.submodule_search_locations or []) if found is not None else []
@@ -68,7 +68,7 @@ def _table() -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
             with gzip.open(path, "rt") as file:
                 table = np.loadtxt(file, delimiter=",")
             return table[:, :-1].astype(np.uint8), table[:, -1].astype(int)
-    # A version of scikit-learn that keeps the file elsewhere.
+    # Some versions of scikit-learn keep the file elsewhere.
     from sklearn.datasets import load_digits
 
     data, target = load_digits(return_X_y=True)

@@ -1,4 +1,4 @@
-"""Digits-5: five domains of digits in .mat files, as Peng et al. (2019) hand them out."""
+"""Digits-5: five domains of digits in .mat files, as distributed by Peng et al. (2019)."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Sides = tuple[list[Any], list[int], list[Any], list[int]]
 
 
 def digits5(path: Path, domains: Sequence[str] | None) -> dict[str, Sides]:
-    """The domains' pictures, uint8 ``(height, width, 3)``, and classes.
+    """Return the domains' pictures, uint8 ``(height, width, 3)``, and classes.
 
     Raises:
-        UserError: a file is not there, is damaged, or lacks an array.
+        UserError: a file does not exist, is damaged, or lacks an array.
     """
     found = {}
     for name in domains or DOMAINS:
@@ -42,14 +42,14 @@ def digits5(path: Path, domains: Sequence[str] | None) -> dict[str, Sides]:
 
 
 def coloured(x: NDArray[Any]) -> NDArray[np.uint8]:
-    """Pictures ``(N, H, W, 3)``; grey ones are repeated."""
+    """Return pictures ``(N, H, W, 3)``; the channel of grey ones is repeated."""
     x = np.asarray(x)
     x = x[..., None] if x.ndim == 3 else x
     return np.broadcast_to(x, (*x.shape[:3], 3)).astype(np.uint8)
 
 
 def arrays(path: Path, names: Sequence[str]) -> list[Any]:
-    """Arrays of a .mat file."""
+    """Return arrays of a .mat file."""
     from scipy.io import loadmat
 
     try:
@@ -76,7 +76,7 @@ def classes(one_hot: Any) -> NDArray[np.int64]:
 
 
 def from_one(y: Any) -> NDArray[np.int64]:
-    """Classes of which 0 is written as 10."""
+    """Return classes from 0; in the file 0 is written as 10."""
     found: NDArray[np.int64] = np.asarray(y).ravel().astype(np.int64) % 10
     return found
 
@@ -97,7 +97,7 @@ def mnistm(path: Path) -> Read:
 
 
 def street(name: str, path: Path) -> Read:
-    """SVHN and the synthetic digits."""
+    """Read SVHN and the synthetic digits."""
     x, y = arrays(path / f"{name}_train_32x32.mat", ["X", "y"])
     test_x, test_y = arrays(path / f"{name}_test_32x32.mat", ["X", "y"])
     return x.transpose(3, 0, 1, 2), from_one(y), test_x.transpose(3, 0, 1, 2), from_one(test_y)

@@ -1,4 +1,4 @@
-"""Datasets and data modules that know nothing about clients, federated by a partition."""
+"""Datasets and data modules that know no clients, divided by a partition."""
 
 from __future__ import annotations
 
@@ -28,25 +28,26 @@ class FromDatasets(FederatedDataModule):
     """Federated data from map-style Datasets of any kind; samples are read and collated one by one.
 
     Args:
-        train: the training data, to be split by ``partition`` over ``num_clients``.
-        val, test: evaluated whole; without ``val`` the test set is validated on.
-        test_clients: one Dataset per client, which may be empty: its own test set. Without ``test``
-            all of them together are the test set. ``{name: Dataset}`` where ``clients`` has names;
-            a client that it leaves out has no test samples.
-        targets: labels of the training data ``(N,)``, for partitions that go by classes; None: the
+        train: the training data, which ``partition`` splits over ``num_clients``. val, test:
+            evaluated whole; without ``val`` the run validates on the test set.
+        test_clients: one Dataset per client, its own test set, which may be empty. Without ``test``
+            all of them together are also the global test set. Give ``{name: Dataset}`` if
+            ``clients`` has names; a client that it leaves out has no test samples.
+        targets: labels of the training data ``(N,)``, for partitions that use classes; None: the
             dataset's attribute ``targets`` or ``labels``.
-        clients: instead of ``train``: one Dataset per client, where the split exists already;
-            ``{name: Dataset}`` names the clients. If data sets have ``classes``, as ImageFolder
-            has, all of them need the same names in the same order, unless you give the argument
-            ``classes``.
+        clients: one Dataset per client, if the data are split already; give it instead of
+            ``train``. ``{name: Dataset}`` names the clients. If data sets have ``classes``, as
+            ImageFolder has, all of them need the same names in the same order, unless you give the
+            argument ``classes``.
         classes: names of all classes, in the order of their numbers. Each data set's labels are
-            then numbered by the names that it has itself; samples have to be pairs (x, label).
+            then numbered by its own names; samples have to be pairs (x, label).
         collate: turns a list of samples into a batch; None: torch's ``default_collate``.
-        num_workers: processes that read ahead (0: none). Same bits for any number above 0, and for
-            0 too where the datasets draw no random numbers: with processes these follow (seed,
-            round, client, step).
+        num_workers: processes that read ahead (0: none). The bits are the same for any number above
+            0, and also for 0 if the datasets draw no random numbers. With processes the draws
+            follow (seed, round, client, step).
 
-    ``class_names``: of the data sets, in the order of their labels, where they name their classes.
+    ``class_names``: names of the data sets' classes in the order of their labels, if they have
+    names.
     """
 
     def __init__(
@@ -123,13 +124,13 @@ class FromDatasets(FederatedDataModule):
             self.test_set = self.test_set or tested
 
 
-# The data sets of each argument; None if it was not given.
+# The data sets of each argument; None if the argument was not given.
 _Given = dict[str, Any]
 MANY = ("clients", "test_clients")
 
 
 def _listed(name: str, given: Any) -> list[Any] | None:
-    """The clients' Datasets of an argument, each of which can be read by position."""
+    """Return the clients' Datasets of an argument, each of which can be read by position."""
     if given is None:
         return None
     check_sequence(f"FromDatasets' {name}", given, "each client's Dataset")
@@ -160,7 +161,7 @@ def _numbered(given: _Given, names: Sequence[str], classes: Sequence[str] | None
 
 
 def _joined(datasets: list[Any]) -> tuple[Dataset[Any] | None, list[Any]]:
-    """Clients' Datasets as one, None where they have no samples, and the positions of each."""
+    """Return clients' Datasets as one (None if they have no samples), and the positions of each."""
     ends = np.cumsum([len(cast(Any, one)) for one in datasets], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     indices = np.split(np.arange(total), ends[:-1])
@@ -168,36 +169,36 @@ def _joined(datasets: list[Any]) -> tuple[Dataset[Any] | None, list[Any]]:
 
 
 class FromDataModule(FederatedDataModule):
-    """Any LightningDataModule: the dataset behind its training loader is split, its other loaders
-    stay as they are.
+    """Any LightningDataModule: the dataset behind its training loader is split, and its other
+    loaders do not change.
 
-    Its transfer hooks (``on_after_batch_transfer``, …) see the clients' batches and those of
-    evaluation, with its ``trainer`` in place; ``teardown``, ``state_dict``, hyper-parameters and
-    other attributes are the data module's own.
+    The wrapped module's transfer hooks (``on_after_batch_transfer``, …) get the clients' batches
+    and those of evaluation, and find its ``trainer``. ``teardown``, ``state_dict``,
+    hyper-parameters and other attributes are the data module's own.
 
-    Of its training loader (``"loader"`` below: as the loader has it) these are honoured:
+    These options of its training loader are kept (``"loader"`` below means: as the loader has it):
 
-    - ``batch_size``, ``drop_last``, ``collate_fn``, within a client; a plain ``BatchSampler`` too.
-    - ``batch_size=None``: with a ``BatchSampler`` as sampler, by lists of positions; else each item
-      is a batch, and one local step.
+    - ``batch_size``, ``drop_last``, ``collate_fn``, within a client; also a plain ``BatchSampler``.
+    - ``batch_size=None``: with a ``BatchSampler`` as sampler, batches are lists of positions;
+    otherwise each item is a batch, and one local step.
     - ``num_workers``, ``prefetch_factor``, ``timeout``, ``worker_init_fn`` and
-      ``multiprocessing_context``: processes read ahead, and draws are seeded for each batch, by
-      (seed, round, client, step).
-    - ``WeightedRandomSampler``, ``RandomSampler`` with replacement, within a client: N_i draws an
-      epoch, by (seed, round, client, epoch).
+    ``multiprocessing_context``: processes read ahead, and random draws are seeded for each batch by
+    (seed, round, client, step).
+    - ``WeightedRandomSampler``, and ``RandomSampler`` with replacement, within a client: N_i draws
+    per epoch, by (seed, round, client, epoch).
     - ``SubsetRandomSampler``, a list of positions: these samples are split.
 
-    Ignored are ``shuffle``, ``generator`` and ``DistributedSampler``, as a client's samples are
-    reshuffled every epoch, and ``pin_memory`` and ``persistent_workers``, as if they were true.
-    Refused are other samplers and batch samplers, ``num_samples`` other than all, weights without
-    replacement, ``IterableDataset`` and several loaders.
+    ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because a client's samples
+    are reshuffled every epoch; ``pin_memory`` and ``persistent_workers`` count as true. Other
+    samplers and batch samplers, ``num_samples`` other than all, weights without replacement,
+    ``IterableDataset`` and several loaders are refused.
 
     Args:
-        datamodule: of ``pytorch_lightning`` or ``lightning.pytorch``.
-        collate: makes a batch of what the dataset gives; None: the loader's ``collate_fn``.
-        batch_size, drop_last, num_workers: ``"loader"``, or as in ``FromDatasets``.
-        eval_batch_size: of samples held out by ``val_fraction``; the data module's own loaders keep
-            theirs.
+        datamodule: a LightningDataModule of ``pytorch_lightning`` or ``lightning.pytorch``.
+        collate: makes a batch of the dataset's items; None: the loader's ``collate_fn``.
+            batch_size, drop_last, num_workers: ``"loader"``, or as in ``FromDatasets``.
+        eval_batch_size: batch size for samples held out by ``val_fraction``; the data module's own
+            loaders keep theirs.
 
     The other arguments are those of ``FromDatasets``.
     """
@@ -312,7 +313,9 @@ class FromDataModule(FederatedDataModule):
         return self._of_same_classes("test_dataloader", self.datamodule.test_dataloader())
 
     def _of_same_classes(self, name: str, loaders: Any) -> Any:
-        """The loaders, whose datasets name the classes that the training loader's has."""
+        """Return the loaders, after checking that their datasets' classes have the same names
+        as those of the training loader's.
+        """
         for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
             self._check_classes(name, getattr(loader, "dataset", None))
         return loaders

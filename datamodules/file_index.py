@@ -1,4 +1,6 @@
-"""An index of data files: what a first run found in them, so that later ones need not read them."""
+"""An index of data files: a first run records in it what the files contain, so that later runs need
+not read them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def state_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
-    """Name, size and time of modification (ns) of each file."""
+    """Return name, size and time of modification (ns) of each file."""
     facts = []
     # A folder may hold one file per client, and resolving a path takes ten times as long as the
     # rest.
@@ -42,16 +44,16 @@ def indexed(
     make: Callable[[], Arrays],
     tell: Callable[[str], None],
 ) -> Arrays:
-    """The index of ``files``: the one that is there, or a new one, which is kept.
+    """Return the index of ``files``: the existing one, or a new one, which is stored.
 
-    A changed file has another index. A damaged index is made again.
+    If a file changes, it gets another index. A damaged index is made again.
 
     Args:
-        beside: the folder of the data. Where it cannot be written to, the index lies in the user's
-            cache folder.
-        options: of the reader, on which the index depends.
-        make: reads the files.
-        tell: says where a new index lies.
+        beside: the folder of the data. If this folder cannot be written to, the index lies in the
+            user's cache folder.
+        options: the reader's options on which the index depends.
+        make: function that reads the files.
+        tell: function that reports where a new index lies.
     """
     key = json.dumps([FORMAT, state_of(files), options], sort_keys=True)
     name = f"index-{hashlib.sha256(key.encode()).hexdigest()[:24]}.npz"
@@ -83,7 +85,7 @@ def _write(path: Path, made: Arrays) -> None:
     A killed process leaves a file whose name begins with a dot; no later run reads it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    # Processes of two machines may have one number.
+    # Processes on two machines may have the same number.
     aside = path.with_name(f".{path.stem}-{os.getpid()}-{os.urandom(4).hex()}.tmp")
     try:
         with open(aside, "wb") as file:
@@ -96,7 +98,9 @@ def _write(path: Path, made: Arrays) -> None:
 
 
 def _read(path: Path) -> Arrays | None:
-    """An index, checked by the checksums of its archive; None: it is not there, or is damaged."""
+    """Return an index, verified by its archive's checksums; None: it does not exist, or is
+    damaged.
+    """
     if not path.is_file():
         return None
     try:
@@ -107,7 +111,7 @@ def _read(path: Path) -> Arrays | None:
 
 
 def texts(values: Sequence[str]) -> NDArray[np.uint8]:
-    """Texts as bytes, for an index."""
+    """Return texts as bytes, for an index."""
     return np.frombuffer(json.dumps(list(values)).encode(), np.uint8)
 
 

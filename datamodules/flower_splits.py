@@ -1,4 +1,6 @@
-"""Splits by shards, sizes, values and proportions, with flwr-datasets' lists to the sample."""
+"""Splits by shards, sizes, values and proportions, which equal flwr-datasets' lists sample by
+sample.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,15 @@ from fl_lightning.papers import Paper
 
 
 class Shards(Partition):
-    """Samples sorted by label (stable) and cut into shards, which are dealt out at random
+    """Samples are sorted by label (stable) and cut into shards, which are divided at random
     (McMahan et al., 2017).
 
     Args:
-        per_client: shards of each client; None: as many as there are, dealt out evenly.
-        size: samples of a shard; None: ⌊N / (m · per_client)⌋.
-        keep_incomplete: use a last, smaller shard, too.
-        shuffle: each client's list.
-        tool_seed: flwr-datasets' ``seed``, whose lists these then are; None: the run's.
+        per_client: shards per client; None: all shards, divided evenly.
+        size: samples per shard; None: ⌊N / (m · per_client)⌋.
+        keep_incomplete: also use a last, smaller shard.
+        shuffle: shuffle each client's list.
+        tool_seed: flwr-datasets' ``seed``, which gives exactly its lists; None: the run's seed.
     """
 
     paper = Paper("mcmahan2017fedavg")
@@ -100,14 +102,14 @@ GROWTH: dict[str, Callable[[Any], Any]] = {
 
 
 class Sizes(Partition):
-    """Clients of given sizes, in the order of the data, or by a rule.
+    """Clients of given sizes, in the order of the data, or sizes by a rule.
 
     Args:
         sizes: one whole number per client; or ``"linear"``, ``"square"``, ``"exponential"`` or a
             function of the numbers 1.0 … m: client i gets a share proportional to f(i), rounded
-            down, and the last one gets what is left.
-        shuffle: deal out the samples in random order; False: in the data's, as flwr-datasets'
-            SizePartitioner, LinearPartitioner and their kind do.
+            down, and the last client gets the rest.
+        shuffle: divide the samples in random order; False: in the order of the data, as
+            flwr-datasets' SizePartitioner, LinearPartitioner and similar ones do.
     """
 
     needs_labels = False
@@ -164,18 +166,18 @@ class Sizes(Partition):
 
 
 class Grouped(Partition):
-    """Clients that are bunches of ``size`` of the data's own groups (persons, files, …).
+    """Each client is a bunch of ``size`` of the data's own groups (persons, files, …).
 
     A client's samples are those of its groups, one group after the other. Names are joined by
-    ``+``. These are the lists of flwr-datasets' GroupedNaturalIdPartitioner.
+    ``+``. The clients' lists are those of flwr-datasets' GroupedNaturalIdPartitioner.
 
     Args:
-        size: groups of a client.
-        mode: what becomes of groups that are left over: ``"allow-smaller"``, a last, smaller
-            client; ``"allow-bigger"``, ⌊G / size⌋ clients, some of which have more;
-            ``"drop-remainder"``, they are left out; ``"strict"``, refused.
-        order: of the groups: as they first appear (``"seen"``), or ``"sorted"``.
-        groups: one value per training sample; None: those that come with the data set.
+        size: groups per client.
+        mode: how left-over groups are treated. ``"allow-smaller"``: a last, smaller client;
+            ``"allow-bigger"``: ⌊G / size⌋ clients, some of which have more; ``"drop-remainder"``:
+            they are left out; ``"strict"``: an error.
+        order: order of the groups, as they first appear (``"seen"``), or ``"sorted"``.
+        groups: one value per training sample; None: the groups of the data set.
     """
 
     needs_labels = False
@@ -272,17 +274,18 @@ class Grouped(Partition):
 
 
 class ByValue(Partition):
-    """Samples sorted by a number, such as age, and cut into equal pieces; with noise if asked.
+    """Samples are sorted by a number, such as age, and cut into equal pieces; noise can be added
+    first.
 
-    These are the lists of flwr-datasets' ContinuousPartitioner.
+    The clients' lists are those of flwr-datasets' ContinuousPartitioner.
 
     Args:
-        values: one number per training sample; or ``column`` of a table.
-        column: of ``FromTable`` or ``FromHuggingFace``.
-        strictness: s of s · (v − mean) / std + (1 − s) · noise; 1 sorts by the values only, 0 is
-            a random split.
-        shuffle: each client's list.
-        tool_seed: flwr-datasets' ``seed``; None: the run's.
+        values: one number per training sample; or give the ``column`` of a table.
+        column: a column of ``FromTable`` or ``FromHuggingFace``.
+        strictness: s in s · (v − mean) / std + (1 − s) · noise; 1 sorts only by the values, 0 is a
+            random split.
+        shuffle: shuffle each client's list.
+        tool_seed: flwr-datasets' ``seed``; None: the run's seed.
     """
 
     needs_labels = False
@@ -360,18 +363,18 @@ class ByValue(Partition):
 
 
 class LabelBuckets(Partition):
-    """Each client has ``per_client`` neighbouring classes, in amounts that ``array`` gives: the
-    power law of FedProx (Li et al., 2020).
+    """Each client has ``per_client`` neighbouring classes, with the amounts in ``array``: the power
+    law of FedProx (Li et al., 2020).
 
-    These are the lists of flwr-datasets' DistributionPartitioner.
+    The clients' lists are those of flwr-datasets' DistributionPartitioner.
 
     Args:
-        array: amounts ``(C, m · per_client / C)``, a list of rows or the path of a ``.npy`` file: a
+        array: amounts ``(C, m · per_client / C)``, a list of rows or the path of a ``.npy`` file. A
             row holds the buckets of a class, in the order of the clients that get them.
-        per_client: classes of a client: i, i + 1, … modulo C.
-        preassigned: samples that each bucket has before the rest is dealt out.
-        rescale: a row's amounts are shares of its class; False: numbers of samples.
-        tool_seed: flwr-datasets' ``seed``; None: the run's.
+        per_client: classes per client: i, i + 1, … modulo C.
+        preassigned: samples that each bucket gets before the rest is divided.
+        rescale: a row's amounts are shares of its class; if False, numbers of samples.
+        tool_seed: flwr-datasets' ``seed``; None: the run's seed.
     """
 
     paper = Paper("li2020fedprox")
@@ -437,7 +440,7 @@ class LabelBuckets(Partition):
     def _amounts(
         self, array: NDArray[Any], members: list[Indices], columns: int
     ) -> NDArray[np.int64]:
-        """Samples of each bucket ``(C, columns)``."""
+        """Return the number of samples of each bucket ``(C, columns)``."""
         sizes = np.array([len(own) for own in members], np.float64)
         if self.rescale:
             reserved = self.preassigned * columns
@@ -468,13 +471,13 @@ class LabelBuckets(Partition):
 class InnerDirichlet(Partition):
     """Clients of given sizes, each with class proportions q ~ Dir(alpha) (Acar et al., 2021).
 
-    Samples are dealt out one by one to clients in random order, so that a class that is used up is
-    used up for all. These are the lists of flwr-datasets' InnerDirichletPartitioner.
+    Samples are given one by one to clients in random order; a class that is used up is used up for
+    all clients. The clients' lists are those of flwr-datasets' InnerDirichletPartitioner.
 
     Args:
-        sizes: samples of each client.
-        alpha: one number, one per class, or ``m`` rows of one per class.
-        tool_seed: flwr-datasets' ``seed``; None: the run's.
+        sizes: number of samples of each client.
+        alpha: one number, one per class, or ``m`` rows with one number per class.
+        tool_seed: flwr-datasets' ``seed``; None: the run's seed.
     """
 
     paper = Paper("acar2021feddyn")
@@ -521,12 +524,12 @@ class InnerDirichlet(Partition):
         return shuffled(r, clients) if self.shuffle else as_arrays(clients)
 
     def _dealt(self, r: Stream, members: list[Indices], q: NDArray[np.float64]) -> list[Indices]:
-        """Each client's list, filled from its end."""
+        """Return each client's list, filled from its end."""
         stock = [len(own) for own in members]
         free = list(self.sizes)
         clients = [np.zeros(size, np.int64) for size in self.sizes]
         numbers = np.arange(len(members))
-        # A full client stays in the draw until it is drawn once more.
+        # A client that is full stays in the draw until it is drawn once more.
         waiting = list(range(len(free)))
         left = sum(free)
         while left:
@@ -552,7 +555,7 @@ class InnerDirichlet(Partition):
 
 
 def _without(q: NDArray[np.float64], c: int, stock: list[int]) -> NDArray[np.float64]:
-    """The clients' proportions without a class that is used up."""
+    """Return the clients' proportions without a class that is used up."""
     q[:, c] = 0
     sums = q.sum(axis=1, keepdims=True)
     open_classes = np.array(stock) > 0

@@ -39,7 +39,7 @@ class Domain:
 
 
 class PictureSet(Dataset[Any]):
-    """Pictures of files, or of pixels in memory, as ``(x, y)``."""
+    """Pictures from files, or from pixels in memory, as ``(x, y)``."""
 
     def __init__(self, x: Sequence[Any], y: Sequence[int], pictures: Pictures) -> None:
         self.x = list(x)
@@ -52,10 +52,10 @@ class PictureSet(Dataset[Any]):
         return len(self.x)
 
     def pixels(self, i: int) -> NDArray[np.uint8]:
-        """A picture as it is, decoded.
+        """Return a picture as stored, decoded.
 
         Raises:
-            UserError: it has another size than the first one.
+            UserError: its size differs from the first picture's.
         """
         one = self.x[i]
         found = self.pictures.read(one if isinstance(one, Path) else Image.fromarray(one))
@@ -79,34 +79,35 @@ class PictureSet(Dataset[Any]):
 
 
 class FromFolders(FileDataModule):
-    """Federated data from folders of pictures: a client a domain, or several.
+    """Federated data from folders of pictures: each client is a domain, or several clients share
+    one.
 
     Args:
         path: the folder.
         layout: ``"folders"``: ``path/<domain>/<class>/<file>``; ``"lists"``:
             ``path/splits/<domain>_train.txt`` and ``_test.txt`` with lines ``relative/file label``;
-            ``"digits5"``: the five .mat files; ``"auto"`` looks.
-        domains: the domains in the order of their numbers; None: all, ascending. Others are left
-            out.
-        classes: likewise; of ``lists`` the names of the labels 0, 1, …
-        image_size: pixels, or ``[height, width]``, to which pictures are resized; None: as they
-            are, all alike.
-        mode: PIL's: ``"RGB"``, ``"L"`` (grey), …
-        mean, std: x is (pixel / 255 − mean) / std, by channel.
-        clients_per_domain: a domain's training samples are dealt to so many clients.
-        test: None: the test lists; or a share of each domain, of each class alike, whatever the
-            seed.
-        leave_out: domains that train nobody; all their samples are the global test set.
-        missing: a class that one domain lacks: ``"refuse"`` or ``"allow"``.
-        in_memory: keep decoded pictures; None: where they take at most 1 GiB.
+            ``"digits5"``: the five .mat files; ``"auto"``: recognised from the files.
+        domains: the domains in the order of their numbers; None: all, ascending. Other domains are
+            left out.
+        classes: likewise; with ``lists`` the names of the labels 0, 1, …
+        image_size: pixels, or ``[height, width]``, to which pictures are resized; None: pictures
+            keep their size, which has to be equal.
+        mode: PIL's mode: ``"RGB"``, ``"L"`` (grey), … mean, std: x is (pixel / 255 − mean) / std,
+            by channel.
+        clients_per_domain: number of clients among which a domain's training samples are divided.
+        test: None: the test lists; or a share of each domain, of each class alike, the same for
+            every seed.
+        leave_out: domains that no client trains on; all their samples are the global test set.
+        missing: ``"refuse"`` or ``"allow"`` a class that one domain lacks.
+        in_memory: keep decoded pictures; None: if they take at most 1 GiB.
         check: decode every picture before training.
-        limit: ``[training, test]``: the first so many samples of each domain.
+        limit: ``[training, test]``: use only so many of the first samples of each domain.
 
     ``client_domains``: the domain of each client; ``domains`` lists them.
 
     Raises:
-        UserError: by file: a picture that cannot be decoded, pictures of two sizes without
-            ``image_size``; by domain: a class that it lacks.
+        UserError: it names the file of a picture that cannot be decoded, or of pictures of two
+            sizes without ``image_size``; or the domain that lacks a class.
     """
 
     client_domains: Sequence[str] = ()
@@ -149,7 +150,9 @@ class FromFolders(FileDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """``(channels, height, width)``: as pictures are resized, else as the first one is."""
+        """Return ``(channels, height, width)``: the size to which pictures are resized, else
+        that of the first one.
+        """
         size = size_of(arguments.get("image_size"))
         channels = {"L": 1, "RGB": 3}.get(arguments.get("mode", "RGB"))
         path = Path(str(arguments.get("path", ""))).expanduser()
@@ -161,7 +164,7 @@ class FromFolders(FileDataModule):
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """As many as there are folders of classes; of lists only the data tell."""
+        """Return the number of folders of classes; with lists it depends on the data."""
         path = Path(str(arguments.get("path", ""))).expanduser()
         if not path.is_dir() or layout_of(path) != "folders":
             return None
@@ -192,7 +195,7 @@ class FromFolders(FileDataModule):
     # ---- layouts
 
     def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
-        """The names that count, in their order."""
+        """Return the names that count, in their order."""
         for name in given or ():
             if name not in there:
                 raise UserError(
@@ -267,7 +270,7 @@ class FromFolders(FileDataModule):
     # ---- from domains to clients
 
     def _check(self, domains: list[Domain]) -> None:
-        """Refuse a class that a domain lacks, and names in leave_out that no domain has."""
+        """Refuse a class that a domain lacks, and names in leave_out that are not domains."""
         self._chosen([domain.name for domain in domains], self.leave_out, "leave_out")
         every = set(range(len(self.class_names)))
         for domain in domains:
@@ -325,7 +328,7 @@ class FromFolders(FileDataModule):
         return Side(names, np.concatenate(groups), self._set(x, y)), self._global(domains), None
 
     def _global(self, domains: list[Domain]) -> Side | None:
-        """The global test set: of all domains, or of those that are left out."""
+        """Set the global test set: from all domains, or from those that are left out."""
         x: list[Any] = []
         y: list[int] = []
         groups: list[int] = []
@@ -344,7 +347,7 @@ class FromFolders(FileDataModule):
         return Side(names, np.array(groups, np.int64), self._set(x, y))
 
     def _dealt(self, number: int, domain: Domain) -> NDArray[np.int64]:
-        """The client of each of a domain's training samples, from 0."""
+        """Return the client of each of a domain's training samples, from 0."""
         n = len(domain.x)
         clients = np.zeros(n, np.int64)
         if self.clients_per_domain > 1:
@@ -380,14 +383,14 @@ class FromFolders(FileDataModule):
             places[domain] = np.arange(len(x), len(x) + len(files))
             x += files
             y += labels
-        # Unless domains are left out, this is the global test set.
+        # Unless domains are left out, these samples are the global test set.
         samples = self._samples(self._set(x, y)) if self.leave_out else self.test_set
         own = [places.get(domain, []) for domain in self._domains_of_all()]
         assert samples is not None
         self.own_tests = OwnTests(samples, own, len(self.train_set))
 
     def _domains_of_all(self) -> list[str]:
-        """The domain of each client that has training samples."""
+        """Return the domain of each client that has training samples."""
         many = self.clients_per_domain > 1
         names = [name.rpartition("/")[0] if many else name for name in self.client_names]
         self.client_domains = names
@@ -395,7 +398,7 @@ class FromFolders(FileDataModule):
 
 
 def layout_of(path: Path) -> str:
-    """The layout of a folder, by what lies in it."""
+    """Return the layout of a folder, recognised from its files."""
     if (path / "mnist_data.mat").is_file():
         return "digits5"
     if list(path.glob("splits/*_train.txt")) or list(path.glob("*_train.txt")):
@@ -408,7 +411,7 @@ def folders_of(path: Path) -> list[str]:
 
 
 def pictures_of(folder: Path) -> tuple[list[Path], int]:
-    """A folder's pictures, and how many other files it has."""
+    """Return a folder's pictures, and how many other files it has."""
     if not folder.is_dir():
         return [], 0
     # A link to a picture that is not there is refused when it is read.
@@ -418,10 +421,10 @@ def pictures_of(folder: Path) -> tuple[list[Path], int]:
 
 
 def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
-    """Files and labels of a list.
+    """Return files and labels of a list.
 
     Raises:
-        UserError: by line: no label, or a file that is not there.
+        UserError: a line has no label, or names a file that does not exist; the error has the line.
     """
     files: list[Path] = []
     labels: list[int] = []

@@ -1,4 +1,4 @@
-"""Frames of pandas and polars, which are known by what they have: neither is imported."""
+"""Frames of pandas and polars, recognised by their attributes: neither library is imported."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from fl_lightning.errors import UserError
 
 
 def is_frame(value: Any) -> bool:
-    """Tell whether an object has named columns with lists of values."""
+    """Return whether an object has named columns with lists of values."""
     return hasattr(value, "columns") and hasattr(value, "to_numpy")
 
 
 def located(option: str, given: Any) -> Path | Any:
-    """A table's path, or the frame that was given in its place.
+    """Return a table's path, or the frame that was given in its place.
 
     Raises:
-        UserError: it is neither.
+        UserError: it is neither of the two.
     """
     if not isinstance(given, str | Path) and not is_frame(given):
         raise UserError(
@@ -32,7 +32,7 @@ def located(option: str, given: Any) -> Path | Any:
 
 
 def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
-    """Each column's name and values, in order; a value that is missing is None."""
+    """Return each column's name and values, in order; a missing value is None."""
     columns = []
     for place, name in enumerate(frame.columns):
         # Select by position, because two columns of a pandas frame may have one name.
@@ -47,10 +47,11 @@ def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
 
 
 def as_tensor(values: Any, what: str) -> Tensor:
-    """A tensor of tensors, arrays or frames; fractions of a frame become float32.
+    """Return tensors, arrays or frames as a tensor; fractions of a frame become float32.
 
     Raises:
-        UserError: a frame has a value that is not a number; ``what`` names the frame.
+        UserError: a frame has a value that is not a number; ``what`` is the frame's name in the
+            error.
     """
     if not hasattr(values, "to_numpy"):
         return torch.as_tensor(values)

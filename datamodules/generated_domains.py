@@ -1,4 +1,4 @@
-"""Domains that are made by a rule: the same classes, with other colours in each."""
+"""Domains that are made by a rule: each has the same classes in other colours."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from fl_lightning.sampling import generator
 
 
 class GeneratedDomains(FederatedDataModule):
-    """Pictures of classes under a gain and an offset per domain and channel: a client a domain.
+    """Pictures of classes under a gain and an offset per domain and channel; each client is a
+    domain.
 
-    x = a_d (p_y + noise · z) + b_d by channel, with prototypes p ``(classes, 3, size, size)``,
-    log a_d ~ shift · N(0, 1), b_d ~ shift · N(0, 1) and z standard normal. So BatchNorm's
-    statistics differ between clients, which FedBN is made for (Li et al., 2021).
+    x = a_d (p_y + noise · z) + b_d by channel, with prototypes p ``(classes, 3, size, size)``, log
+    a_d ~ shift · N(0, 1), b_d ~ shift · N(0, 1) and z standard normal. So BatchNorm's statistics
+    differ between clients, which is the case that FedBN treats (Li et al., 2021).
 
     Args:
-        domains: their number; client d is ``domain d``.
-        samples, test: training and test samples of each domain.
-        size: pixels of a side.
-        data_seed: of the data; the run's seed does not change them.
+        domains: number of domains; client d is ``domain d``. samples, test: training and test
+            samples of each domain.
+        size: side of a picture in pixels.
+        data_seed: seed of the data; the run's seed does not change them.
     """
 
     default_partition = ByGroup()
@@ -85,7 +86,7 @@ class GeneratedDomains(FederatedDataModule):
     def _side(
         self, prototypes: NDArray[np.float64], side: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """x, y and the domain of each sample, of the training (0) or the test side (1)."""
+        """Return x, y and the domain of each sample of the training (0) or the test side (1)."""
         n = self.test if side else self.samples
         x = []
         y = []

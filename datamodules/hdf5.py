@@ -1,4 +1,4 @@
-"""HDF5 files with a group per client, as TFF and pfl hand them out."""
+"""HDF5 files with a group per client, as TFF and pfl distribute them."""
 
 from __future__ import annotations
 
@@ -47,21 +47,20 @@ END = 89
 class FromHDF5(FileDataModule):
     """Federated data from HDF5 files, in which each client is a group.
 
-    TFF's files have the groups ``examples/<client>``, pfl's the partitions ``train``, ``val`` and
-    ``test`` of one file. Kinds, told by the datasets' names: ``pixels`` and ``label`` → float32
-    ``(1, 28, 28)``; ``image`` and ``label`` → float32 ``(3, H, W)`` in [0, 1]; ``snippets`` → TFF's
-    windows of characters, int64 ``(length + 1,)``; ``inputs`` and ``targets`` → int64 ``(L + 1,)``,
-    −1 where a text has ended. Of texts y is −1, as in ``LanguageModelling``.
+    TFF's files have the groups ``examples/<client>``; one file of pfl has the partitions ``train``,
+    ``val`` and ``test``. The kind follows from the datasets' names: ``pixels`` and ``label`` →
+    float32 ``(1, 28, 28)``; ``image`` and ``label`` → float32 ``(3, H, W)`` in [0, 1]; ``snippets``
+    → TFF's windows of characters, int64 ``(length + 1,)``; ``inputs`` and ``targets`` → int64 ``(L
+    + 1,)``, −1 after the end of a text. For texts y is −1, as in ``LanguageModelling``.
 
-    The first run keeps an index in ``.fl_lightning/`` beside the data.
+    The first run stores an index in ``.fl_lightning/`` beside the data.
 
     Args:
-        train: the file; of pfl the only one.
-        test, val: other files.
-        x, y: names of the datasets of other files; y may be left out for texts.
+        train: the file; for pfl the only one. test, val: other files. x, y: names of the datasets
+            in other files; for texts y may be left out.
         group: the group that holds the clients.
-        kind: told by the names where ``"auto"``; ``"arrays"`` for ``x`` and ``y``.
-        length: of ``snippets``, characters of a window less one.
+        kind: recognised from the names with ``"auto"``; ``"arrays"`` for ``x`` and ``y``.
+        length: for ``snippets``, characters of a window minus one.
 
     Raises:
         UserError: by file and group: numbers of rows that differ, another shape or kind of number
@@ -120,7 +119,7 @@ class FromHDF5(FileDataModule):
         return {**made, "names": texts([x, y, kind]), "pad": np.array(pad)}
 
     def _groups(self, side: str, path: Path) -> dict[str, tuple[Path, str]]:
-        """The group that holds the clients of each side, of one file."""
+        """Return the group that holds the clients of each side, in one file."""
         file = opened(path)
         if self.group is not None:
             if self.group not in file:
@@ -145,7 +144,7 @@ class FromHDF5(FileDataModule):
         )
 
     def _index_of(self, side: str, path: Path, group: str, like: dict[str, Any]) -> Arrays:
-        """Names, numbers of samples and labels of one side's clients."""
+        """Return names, numbers of samples and labels of one side's clients."""
         file = opened(path)
         if "pad" not in like and "metadata/pad_symbol" in file:
             like["pad"] = int(np.asarray(file["metadata/pad_symbol"]))
@@ -174,7 +173,7 @@ class FromHDF5(FileDataModule):
     def _checked(
         self, clients: Any, name: str, path: Path, like: dict[str, Any]
     ) -> NDArray[np.int64]:
-        """A client's labels, or what is wrong with it."""
+        """Return a client's labels; errors of h5py become errors that name file and group."""
         where = f"The file {str(path)!r}, group {clients.name.strip('/') + '/' + name!r}"
         try:
             return self._labels(clients[name], where, like)
@@ -187,7 +186,7 @@ class FromHDF5(FileDataModule):
             ) from None
 
     def _labels(self, client: Any, where: str, like: dict[str, Any]) -> NDArray[np.int64]:
-        """A client's labels; what is wrong with its datasets is refused."""
+        """Return a client's labels; refuse datasets that do not fit."""
         if "names" not in like:
             like["names"] = self._names(client, where)
         (x, y, kind) = like["names"]
@@ -205,7 +204,7 @@ class FromHDF5(FileDataModule):
         if rows.shape[1:] != shape:
             raise UserError(
                 f"{where}: a row of {x!r} has the shape {rows.shape[1:]}, and {shape} in the first "
-                "client. All need the same."
+                "client. All rows need the same shape."
             )
         if len(rows) != len(client[y]):
             raise UserError(f"{where} has {len(rows)} rows of {x!r} and {len(client[y])} of {y!r}.")
@@ -227,7 +226,7 @@ class FromHDF5(FileDataModule):
         if labels.dtype.kind == "f":
             whole = bool((np.isfinite(labels) & (labels == np.floor(labels))).all())
         wrong = labels.ndim != 1 or not whole
-        # Larger numbers than int64 has become negative ones.
+        # Numbers beyond int64 have become negative.
         if wrong or (len(labels) and min(labels.min(), labels.astype(np.int64).min()) < 0):
             raise UserError(
                 f"{where}: the labels {y!r} have to be whole numbers from 0, one per row."
@@ -235,7 +234,7 @@ class FromHDF5(FileDataModule):
         return labels.astype(np.int64)
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
-        """The names of x and y, and the kind."""
+        """Return the names of x and y, and the kind."""
         if not hasattr(client, "keys"):
             raise UserError(f"{where} is not a group: each client needs a group with its datasets.")
         if self.x is not None and self.y is not None:
@@ -244,8 +243,8 @@ class FromHDF5(FileDataModule):
             if self.kind in ("auto", kind) and x in client and (not y or y in client):
                 return x, y, kind
         raise UserError(
-            f"{where} has the datasets {', '.join(client)[:200]}, which are none of TFF's or pfl's "
-            "names: give data.x and data.y."
+            f"{where} has the datasets {', '.join(client)[:200]}, but TFF and pfl use other names: "
+            "give data.x and data.y."
         )
 
     def _side(self, index: Arrays, side: str) -> Side:
@@ -263,10 +262,11 @@ class FromHDF5(FileDataModule):
 
 
 def _labels_like_first(clients: Any, name: str, like: dict[str, Any]) -> NDArray[np.int64] | None:
-    """A client's labels if its datasets are like the first client's; None: they have to be checked.
+    """Return a client's labels if its datasets are like the first client's; None: they have to be
+    checked.
 
-    It calls HDF5's own functions, since h5py's objects take three times as long, and files have
-    millions of clients.
+    The check calls HDF5's own functions, because h5py's objects take three times as long, and files
+    have millions of clients.
     """
     if "shape" not in like:
         return None
@@ -303,10 +303,10 @@ _OPEN: dict[tuple[int, str], Any] = {}
 
 
 def opened(path: Path) -> Any:
-    """A file, opened once in each process.
+    """Return a file, which is opened once per process.
 
     Raises:
-        UserError: it is no HDF5 file, or is cut off.
+        UserError: it is not an HDF5 file, or is cut off.
     """
     stat = path.stat()
     key = (os.getpid(), f"{path} {stat.st_size} {stat.st_mtime_ns}")
@@ -324,11 +324,11 @@ def opened(path: Path) -> Any:
 
 
 def _keep_small(file: Any) -> None:
-    """Keep HDF5's cache of groups as small as it begins, but for the names of all clients.
+    """Keep HDF5's cache of groups at its first size, except for the names of all clients.
 
-    It grows by itself while clients are read, to 32 MiB by its own count and 200 MiB of memory. The
-    names of a group lie in one piece, which every client needs: for that it may still grow, since
-    the piece would otherwise be read again for each client.
+    The cache grows while clients are read, to 32 MiB by its own count and 200 MiB of memory. The
+    names of a group lie in one piece, which is needed for every client. For this piece the cache
+    may still grow, because otherwise it would be read again for each client.
     """
     config = file.id.get_mdc_config()
     config.incr_mode = 0
@@ -378,7 +378,7 @@ def raw_of(snippet: Any) -> bytes:
 
 
 def windows(snippets: Any, length: int) -> NDArray[np.int64]:
-    """TFF's windows of characters ``(n, length + 1)``, −1 after the end of a snippet.
+    """Return TFF's windows of characters ``(n, length + 1)``, −1 after the end of a snippet.
 
     >>> windows([b"dh"], 3).tolist()
     [[88, 1, 2, 89]]

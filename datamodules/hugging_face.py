@@ -27,7 +27,7 @@ OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(?![A-Za-z])")
 
 
 class Rows(Dataset[Any]):
-    """Rows as ``(x, y)``, read when they are asked for."""
+    """Rows as ``(x, y)``, each read on request."""
 
     def __init__(self, data: FromHuggingFace, rows: Any, targets: NDArray[Any], name: str) -> None:
         columns = data.x if isinstance(data.x, list) else [data.x]
@@ -70,7 +70,7 @@ class Rows(Dataset[Any]):
         return torch.from_numpy(found.astype(np.float32))
 
     def _numbers(self, i: int, values: Any) -> Any:
-        """Numbers, which a row has to have."""
+        """Return the numbers of a row; other values are an error."""
         found = np.asarray(values)
         if found.dtype.kind not in "iubf" or not np.isfinite(found).all():
             raise UserError(
@@ -90,22 +90,22 @@ class FromHuggingFace(FileDataModule):
             of Parquet or Arrow files, whose names begin with their split (``train-….parquet``,
             ``test.parquet``); files of other names are of the split ``train``.
         x: a column of pictures, numbers, sequences of numbers or texts; or several columns of
-            numbers, side by side.
-        y: the column to predict: class labels, whole numbers, or texts, which are numbered in
+            numbers, which are joined.
+        y: the column to predict: class labels, whole numbers, or texts, which get numbers in
             ascending order of the training rows' values. Numbers with fractions stay float32.
         client: the column that names the clients; None: ``partition`` splits the rows.
         train: the name of a split.
         test, val: likewise; or other data, in the forms that ``data`` has.
         classes: the values of y in the order of their numbers.
-        mode: PIL's, to which pictures are converted; None: as they are.
-        image_size: pixels, or ``[height, width]``.
-        mean, std: x of pictures is (pixel / 255 − mean) / std, by channel.
-        length: tokens of a text, −1 after its end.
-        tokenizer: a local folder with a tokenizer; None: bytes are the tokens.
+        mode: PIL's mode, to which pictures are converted; None: pictures keep theirs.
+        image_size: pixels, or ``[height, width]``. mean, std: x of pictures is (pixel / 255 − mean)
+            / std, by channel.
+        length: number of tokens of a text, −1 after its end.
+        tokenizer: a local folder with a tokenizer; None: the tokens are bytes.
 
     Raises:
-        UserError: a column or split that is not there, a missing value in ``y`` or ``client`` with
-            its row, a picture that cannot be decoded, a test label that no training row has.
+        UserError: a column or split does not exist; a value in ``y`` or ``client`` is missing (with
+            its row); a picture cannot be decoded; or no training row has a test label.
     """
 
     def __init__(
@@ -218,7 +218,7 @@ class FromHuggingFace(FileDataModule):
         return Side(names, groups, Rows(self, rows, targets, name))
 
     def _present(self, rows: Any, column: str, name: str) -> Any:
-        """A column of pyarrow, of which no value is missing."""
+        """Return a column of pyarrow; a missing value is an error."""
         import pyarrow
         import pyarrow.compute as compute
 
@@ -239,7 +239,7 @@ class FromHuggingFace(FileDataModule):
         return values
 
     def _targets(self, rows: Any, name: str) -> NDArray[Any]:
-        """The labels, or the numbers to predict."""
+        """Return the labels, or the numbers to predict."""
         import pyarrow
 
         values = self._present(rows, self.y, name)
@@ -272,14 +272,14 @@ class FromHuggingFace(FileDataModule):
         if len(unknown):
             row = int(unknown[0])
             raise UserError(
-                f"Column {self.y!r} of {name} has {texts[codes[row]]!r} in row {row}, which is "
-                f"none of the classes {', '.join(places)[:200]}: leave the row out, or give "
+                f"Column {self.y!r} of {name} has {texts[codes[row]]!r} in row {row}, which is not "
+                f"one of the classes {', '.join(places)[:200]}: leave the row out, or give "
                 "data.classes."
             )
         return of[codes]
 
     def _check_known(self, codes: NDArray[np.int64], name: str) -> None:
-        """Refuse −1, which the library writes where a label is not known."""
+        """Refuse −1, which the library writes if a label is not known."""
         unknown = np.flatnonzero(codes < 0)
         if len(unknown):
             raise UserError(
@@ -289,7 +289,7 @@ class FromHuggingFace(FileDataModule):
             )
 
     def _take_names(self, own: list[str], name: str) -> None:
-        """Keep the classes' names, which are those of the training rows, too."""
+        """Keep the names of the classes; they have to equal those of the training rows."""
         if self.class_names and list(self.class_names) != own:
             raise UserError(
                 f"The classes of {name} are {', '.join(own)[:200]}, and those of the training rows "
@@ -299,7 +299,7 @@ class FromHuggingFace(FileDataModule):
         self.class_names = own
 
     def column_values(self, column: str) -> NDArray[np.float32]:
-        """A column's numbers in the training rows, for ``ByValue``."""
+        """Return a column's numbers in the training rows, for ``ByValue``."""
         rows = splits_of(self.data)[str(self.splits["train"])]
         if column not in rows.column_names:
             raise UserError(
@@ -311,14 +311,16 @@ class FromHuggingFace(FileDataModule):
 
 
 def column_of(rows: Any, column: str) -> Any:
-    """A column of all rows, as pyarrow has it; other columns are not read."""
+    """Return a column of all rows as a pyarrow array; other columns are not read."""
     if isinstance(rows, ParquetRows):
         return rows.column(column)
     return rows.select_columns([column]).with_format("arrow")[:].column(column)
 
 
 def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
-    """The distinct values of pyarrow's column as texts, and the place of each row's value."""
+    """Return the distinct values of a pyarrow column as texts, and the place of each row's
+    value.
+    """
     import pyarrow
 
     if pyarrow.types.is_decimal(values.type):
@@ -345,7 +347,7 @@ def splits_of(data: Any, option: str = "data") -> dict[str, Any]:
     """The splits of a data set, by name.
 
     Raises:
-        UserError: it is none, or cannot be read.
+        UserError: it is not a data set, or cannot be read.
     """
     datasets = package()
     if isinstance(data, str | Path):
@@ -396,7 +398,7 @@ STATE = ("dataset_info.json", "dataset_dict.json", "state.json")
 
 
 def rows_of(datasets: Any, files: list[Path]) -> Any:
-    """Files' rows, without a copy in memory or in the library's cache."""
+    """Return the rows of files, without a copy in memory or in the library's cache."""
     arrow = [file for file in files if file.suffix == ".arrow"]
     if not arrow:
         return ParquetRows(files, datasets)

@@ -1,4 +1,6 @@
-"""UCI HAR: six activities of thirty people, from a phone's motion sensors; naturally federated."""
+"""UCI HAR: six activities of thirty people, from a phone's motion sensors; each person is a
+client.
+"""
 
 from __future__ import annotations
 
@@ -28,14 +30,14 @@ CHANNELS += ["total_acc_x", "total_acc_y", "total_acc_z"]
 class HumanActivity(FederatedDataModule):
     """7,352 training and 2,947 test windows (Anguita et al., 2013), labels 0 to 5.
 
-    One client is one subject, 21 in all.
+    Each client is one subject, 21 in all.
 
     Args:
         root: the folder that holds ``UCI HAR Dataset``, or that folder itself.
         features: ``"signals"``: the nine inertial signals ``(9, 128)``, each normalised by the
             training set's mean and deviation, from ``signals_train.npy`` or the official text
-            files; ``"features"``: the 561 computed ones.
-        augment: has to be False, as there is no augmentation of signals.
+            files; ``"features"``: the 561 computed features.
+        augment: has to be False, because there is no augmentation of signals.
 
     The other arguments are those of ``MNIST``.
     """
@@ -111,7 +113,9 @@ class HumanActivity(FederatedDataModule):
         self.test_set = TensorSamples(x_test, y_test)
 
     def _part(self, part: str) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]:
-        """Inputs, labels from 0, and subjects of ``"train"`` or ``"test"``, one a window."""
+        """Return inputs, labels from 0, and subjects of ``"train"`` or ``"test"``, one per
+        window.
+        """
         folder = self._folder / part
         y = _read(folder / f"y_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1)) - 1
         subjects = _read(folder / f"subject_{part}.txt", lambda f: np.loadtxt(f, np.int64, ndmin=1))
@@ -139,7 +143,7 @@ class HumanActivity(FederatedDataModule):
                     raise _damaged(wrong[0], f"not {len(y)} lines of 128 numbers")
                 x = np.stack(signals, axis=1)
         if x.shape != (len(y), *shape):
-            raise _damaged(first, f"shape {x.shape} where {(len(y), *shape)} is expected")
+            raise _damaged(first, f"shape {x.shape} instead of {(len(y), *shape)}")
         if len(subjects) != len(y):
             raise _damaged(
                 folder / f"subject_{part}.txt", f"{len(subjects)} lines for {len(y)} windows"

@@ -17,15 +17,16 @@ from fl_lightning.papers import Paper
 
 
 class ImageDataModule(FederatedDataModule):
-    """Base class of image data sets: uint8 in memory, normalised per channel, augmented at once.
+    """Base class of image data sets: uint8 in memory, normalised per channel, and augmented
+    together.
 
     Args:
         root: the folder that holds the data set's own folder.
-        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: for
-            CIFAR alone; or a mapping, ``{padding: 4, flip: true, probability: 1.0}``, what it
-            leaves out as written here. Or names, ``[crop, flip, randaugment]``, as
-            ``FederatedDataModule`` has them.
-        download: get the files first, where they are missing.
+        augment: random crops (padding 4; with flips for CIFAR) of the training images; None: only
+            for CIFAR. Or a mapping, ``{padding: 4, flip: true, probability: 1.0}``; keys that it
+            leaves out have these values. Or names, ``[crop, flip, randaugment]``, as in
+            ``FederatedDataModule``.
+        download: get the files first if they are missing.
         arguments: those of ``FederatedDataModule``; without ``num_clients`` the partition's own
             number, else 100.
     """
@@ -61,7 +62,7 @@ class ImageDataModule(FederatedDataModule):
         raise NotImplementedError  # abstract: each torchvision class takes other arguments
 
     def _broken(self) -> str | None:
-        """The first damaged file, or None."""
+        """Return the first damaged file, or None."""
         raise NotImplementedError  # abstract: each dataset has its own files and checksums
 
     def _samples(self, dataset: Any) -> TensorSamples:

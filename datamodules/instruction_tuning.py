@@ -1,4 +1,6 @@
-"""Instructions with their answers, and conversations, as tokens and what of them is learned."""
+"""Instructions with their answers, and conversations, as tokens and a mask of the tokens to
+learn.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ class RecordSamples(TensorSamples):
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
-        """Tokens of each text ``(N,)``."""
+        """Return the number of tokens of each text ``(N,)``."""
         return (self.x != NO_TOKEN).sum(1).numpy()
 
     def with_samples(self, x: Tensor, y: Tensor) -> TensorSamples:
@@ -42,7 +44,7 @@ class RecordSamples(TensorSamples):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         starts = range(0, len(index), size)
         for start, (x, y) in zip(starts, super().batches(index, size, *rest, **more), strict=True):
-            # Known without the device, for which nobody waits.
+            # These sizes are known without the device, so nothing waits for it.
             longest = int(self.lengths[index[start : start + size]].max())
             yield x[:, :longest], y[:, :longest]
 
@@ -50,32 +52,33 @@ class RecordSamples(TensorSamples):
 class InstructionTuning(FederatedDataModule):
     """Records ``{instruction, input, output}`` or ``{messages: [{role, content}, …]}``.
 
-    x ``(L,)`` are tokens, -1 where a text has ended; y ``(L,)`` is the token where it is learned,
-    else -1. With ``response_only`` these are the tokens of the answers and their ends. L is the
-    longest text of the batch. ``CausalLanguageModel`` takes such batches.
+    x ``(L,)`` are tokens, -1 after the end of a text; y ``(L,)`` is the token if it is to be
+    learned, else -1. With ``response_only`` only the tokens of the answers and their ends are
+    learned. L is the longest text of the batch. ``CausalLanguageModel`` takes such batches.
 
     Args:
-        root: the folder that holds the files; None where ``train`` and ``test`` are records.
-        train, test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
+        root: the folder that holds the files; None if ``train`` and ``test`` are records. train,
+            test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
             library ``datasets``; or the records themselves, a list of dicts or a ``Dataset`` whose
-            rows are dicts. ``train`` None: 360 small sums, made here, to try a run with, and 40
-            others to test on. ``input`` may be absent; ``response`` and ``answer`` stand for
-            ``output``, ``context`` for ``input``.
+            rows are dicts. ``train`` None: 360 small sums for a first try, and 40 others to test
+            on. ``input`` may be absent; ``response`` and ``answer`` stand for ``output``,
+            ``context`` for ``input``.
         template: ``"alpaca"``, or a prompt with ``{instruction}`` and, if wanted, ``{input}``.
-        length: tokens of a record; longer ones are cut at the end, and left out if none is left to
-            learn.
+        length: tokens of a record; longer records are cut at the end, and left out if no token is
+            left to learn.
         tokenizer: a local folder with a tokenizer of transformers, whose chat template is used for
-            messages; None: bytes are the tokens.
-        response_only: learn answers only; False: all tokens but the first.
+            messages; None: the tokens are bytes.
+        response_only: learn only answers; False: all tokens but the first.
         pack: join the training records of each client, in their order, and cut them into rows of
-            ``length`` tokens, the last one shorter. No token is padding then; positions run on, and
-            a record sees those before it in its row. A sample is a row.
-        group: the field that names the client; None: a ``partition``.
-        augment, biases, download: have to be False and empty: there are none of text.
-        arguments: as ``FederatedDataModule`` has them.
+            ``length`` tokens; the last row may be shorter. No token of such a row is padding;
+            positions continue, and a record can attend to the earlier records in its row. A sample
+            is a row.
+        group: the field that names the client; None: use a ``partition``. augment, biases,
+            download: have to be False and empty, because texts have none.
+        arguments: as in ``FederatedDataModule``.
 
     Raises:
-        UserError: a file is missing or holds other records; a template without its fields.
+        UserError: a file is missing or holds other records; or a template lacks its fields.
     """
 
     texts = True  # tells the command line that the samples are not images
@@ -117,9 +120,9 @@ class InstructionTuning(FederatedDataModule):
         held_out = (self.val_fraction, self.client_test_fraction, self._test_clients, self._pooled)
         if pack and any(held_out):
             raise UserError(
-                "InstructionTuning's pack is true, which joins all records of a client, so none "
-                "of them can be held out (val_fraction, client_test_fraction, test_clients, "
-                "pooled). Give data.test, a file of its own, or leave pack out."
+                "InstructionTuning's pack is true, which joins all records of a client, so none of "
+                "them can be held out (val_fraction, client_test_fraction, test_clients, pooled). "
+                "Give data.test, a separate file, or leave pack out."
             )
         self.root = None if root is None else Path(root)
         self.train = train
@@ -131,7 +134,7 @@ class InstructionTuning(FederatedDataModule):
         self.pack = pack
         self.group = group
         self.encoder: Bytes | Folder | None = None  # None until the data are loaded
-        # Records that are packed: each one's tokens and targets, and all as samples.
+        # Records that are packed: tokens and targets of each record, and all of them as samples.
         self._texts: list[tuple[list[int], list[int]]] = []
         self._unpacked: RecordSamples | None = None
         # number of tokens in the vocabulary; None until the data are loaded
@@ -165,7 +168,7 @@ class InstructionTuning(FederatedDataModule):
             self._join(self._split)
 
     def _join(self, split: Split | None) -> None:
-        """Put the rows of each client in the place of its records."""
+        """Replace the records of each client by its rows."""
         assert split is not None
         x: list[list[int]] = []
         y: list[list[int]] = []
@@ -182,7 +185,7 @@ class InstructionTuning(FederatedDataModule):
             for start in range(0, len(tokens), self.length):
                 row = wanted[start : start + self.length]
                 x.append(tokens[start : start + self.length])
-                # No token comes before a row's first one, so it is not predicted.
+                # No token comes before a row's first token, so the first one is not predicted.
                 y.append([NO_TOKEN, *row[1:]])
             clients.append(np.arange(first, len(x)))
         longest = max(map(len, x))
@@ -211,7 +214,7 @@ class InstructionTuning(FederatedDataModule):
                     raise UserError(f"{place} has no {self.group!r}, which data.group names.")
                 every_group[str(record[self.group])] = None
             wanted = [t if yes else NO_TOKEN for t, yes in zip(tokens, learned, strict=True)]
-            # No token comes before the first one, so it is not predicted.
+            # No token comes before the first one, so the first one is not predicted.
             if all(target == NO_TOKEN for target in wanted[1:]):
                 continue
             texts.append(tokens)
@@ -243,7 +246,7 @@ class InstructionTuning(FederatedDataModule):
         return samples, groups
 
     def _records(self, given: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
-        """What records are called in messages, and the records."""
+        """Return the name of records in messages, and the records."""
         if not isinstance(given, str | Path):
             fits = len(given) and all(isinstance(record, Mapping) for record in given)
             if not fits:
@@ -259,7 +262,7 @@ class InstructionTuning(FederatedDataModule):
         return repr(str(path)), read_records(path, "InstructionTuning")
 
     def _encoded(self, record: Mapping[str, Any], tokenizer: Bytes | Folder, place: str) -> Pair:
-        """A record's tokens, and which of them are learned."""
+        """Return a record's tokens, and which of them are to be learned."""
         if record.get("messages") is not None:
             tokens, answers = conversation(record["messages"], tokenizer, place)
         else:
@@ -272,7 +275,7 @@ class InstructionTuning(FederatedDataModule):
 
 
 def small_sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Records to train on and to test on, always the same; ``digits`` names a group.
+    """Return records to train on and to test on, always the same; ``digits`` names a group.
 
     >>> small_sums()[0][1]
     {'instruction': 'What is 0 + 1?', 'output': '1', 'digits': 1}
@@ -292,7 +295,7 @@ def small_sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
 
 
 def saved_rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a folder that ``save_to_disk`` of the library ``datasets`` wrote.
+    """Return the rows of a folder that ``save_to_disk`` of the library ``datasets`` wrote.
 
     Raises:
         UserError: it is not such a folder, or the library is not installed.
@@ -320,7 +323,7 @@ def saved_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def end_of(tokenizer: Bytes | Folder) -> int:
-    """The token that ends a text."""
+    """Return the token that ends a text."""
     number = tokenizer.end
     if number is None:
         raise UserError(
@@ -330,7 +333,9 @@ def end_of(tokenizer: Bytes | Folder) -> int:
 
 
 def conversation(messages: Any, tokenizer: Bytes | Folder, place: str) -> Pair:
-    """The tokens of a conversation; the assistant's words and their ends are learned."""
+    """Return the tokens of a conversation; the assistant's words and their ends are to be
+    learned.
+    """
     fits = isinstance(messages, list) and all(
         isinstance(each, dict)
         and isinstance(each.get("role"), str)
@@ -352,7 +357,9 @@ def conversation(messages: Any, tokenizer: Bytes | Folder, place: str) -> Pair:
 def _with_message(
     messages: list[dict[str, str]], before: list[int], tokenizer: Bytes | Folder, place: str
 ) -> tuple[list[int], int]:
-    """The tokens up to the last message, and where its words begin; ``before``: without it."""
+    """Return the tokens up to the last message, and where its words begin; ``before``: the
+    tokens without it.
+    """
     last = messages[-1]
     rendered = tokenizer.chat(messages)
     if rendered is None:

@@ -27,7 +27,7 @@ class _LabelSkew(Partition):
     samples_per_client: int | None
 
     def _proportions(self, rng: np.random.Generator, counts: Indices) -> NDArray[np.float64]:
-        """One client's class proportions ``(C,)``, given the data's class counts."""
+        """Return one client's class proportions ``(C,)``, given the data's class counts."""
         raise NotImplementedError  # abstract: only this differs between Dirichlet and Pathological
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
@@ -48,7 +48,7 @@ class _LabelSkew(Partition):
                 f"most {len(labels) // num_clients}, or replacement=True."
             )
         _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
-        # Refuse impossible settings now, and not when the first client is drawn.
+        # Refuse impossible settings here, and not only when the first client is drawn.
         self._proportions(generator(seed, "partition", 0), counts)
         pool = np.argsort(inverse, kind="stable")
         if not self.replacement:
@@ -104,11 +104,11 @@ class Dirichlet(_LabelSkew):
     All sizes are ⌊N/m⌋.
 
     Args:
-        alpha: the smaller, the fewer classes a client has.
-        replacement: True draws each class's samples from all of that class, so that clients may
-            share samples and the union is not balanced; False deals them out: a class that is used
-            up is dropped from q_i.
-        samples_per_client: replaces ⌊N/m⌋.
+        alpha: with a smaller alpha a client has fewer classes.
+        replacement: True draws each class's samples from all of that class, so clients may share
+            samples and the union is not balanced. False gives each sample to one client: a class
+            that is used up is dropped from q_i.
+        samples_per_client: number of samples per client, instead of ⌊N/m⌋.
         prior: ``"uniform"`` (1/C each, so Dir(alpha · 1)) or the ``"frequencies"`` of the classes.
     """
 
@@ -135,10 +135,10 @@ class Dirichlet(_LabelSkew):
 
 
 class Pathological(_LabelSkew):
-    """Each client has ``classes`` classes, drawn without replacement for it, in equal proportions.
+    """Each client has ``classes`` classes, drawn for it without replacement, in equal proportions.
 
     ``replacement`` and ``samples_per_client`` as for ``Dirichlet``; without replacement, the last
-    clients may get samples of other classes where their own are used up.
+    clients may get samples of other classes if their own are used up.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""A plain text, cut into windows, each client with a part of its own."""
+"""A plain text, cut into windows; each client has its own part."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ NO_LABEL = -1
 
 
 class LanguageModelling(FederatedDataModule):
-    """Windows of ``length`` + 1 tokens of a text file, each beginning with the last token of the
-    one before.
+    """Windows of ``length`` + 1 tokens of a text file; each begins with the last token of the
+    previous one.
 
-    x ``(length + 1,)`` are tokens, of which a learner predicts all but the first; y is -1, as there
-    are no classes. By default clients hold contiguous parts of the text, of equal numbers of
+    x ``(length + 1,)`` are tokens, of which a learner predicts all but the first; y is -1, because
+    there are no classes. By default clients hold contiguous parts of the text with equal numbers of
     windows. The end of the text is the test set.
 
     Args:
         root: the folder that holds ``file``.
         file: a text in UTF-8, such as tinyshakespeare's ``input.txt``.
-        length: tokens that a window predicts.
-        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259
+        length: number of tokens that a window predicts.
+        tokenizer: a local folder with a tokenizer of transformers; None: the tokens are bytes, 259
             numbers.
-        test_fraction: the share of the text, from its end, that is the test set.
-        augment, biases, download: have to be False and empty: there are none of text.
-        eval_batch_size: windows of a batch in evaluation; a network's outputs have a number for
-            each token there is.
-        arguments: as ``FederatedDataModule`` has them.
+        test_fraction: the share of the text, from its end, that is the test set. augment, biases,
+            download: have to be False and empty, because texts have none.
+        eval_batch_size: windows per batch in evaluation; a network's outputs have one number per
+            possible token.
+        arguments: as in ``FederatedDataModule``.
     """
 
     texts = True  # tells the command line that the samples are not images

@@ -35,7 +35,7 @@ class Kind:
     """How samples of one kind become tensors.
 
     Args:
-        length: of an x, where all have the same; None: they have none.
+        length: length of an x, if all have the same; None: they differ.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Kind:
         return None if self.name in ("sent140", "celeba") else len(x)
 
     def right(self, x: Any) -> bool:
-        """Whether an x is of this kind."""
+        """Return whether an x is of this kind."""
         if self.name in ("femnist", "numbers"):
             return isinstance(x, list) and (self.name == "numbers" or len(x) == 784)
         if self.name == "sent140":
@@ -53,7 +53,7 @@ class Kind:
         return isinstance(x, str)
 
     def label(self, y: Any) -> int | None:
-        """The class of a y; None if y is not a class."""
+        """Return the class of a y; None if y is not a class."""
         if self.name == "shakespeare":
             one = y if isinstance(y, str) and len(y) == 1 else ""
             return PLACES.get(one, len(ALPHABET) if self.unknown and one else None)
@@ -66,7 +66,9 @@ class Kind:
         return int(y)
 
     def check(self, user: User, first: Any) -> NDArray[np.int64]:
-        """The labels of a user's samples, all of which are like the first sample of the data."""
+        """Return the labels of a user's samples, after checking that all are like the first
+        sample of the data.
+        """
         if len(user.x) != len(user.y):
             raise user.wrong(f"has {len(user.x)} x and {len(user.y)} y")
         labels = []
@@ -78,7 +80,7 @@ class Kind:
                 )
             label = self.label(y)
             if label is None:
-                raise user.wrong(f"has a sample {place} whose y is {y!r}, which is no class")
+                raise user.wrong(f"has a sample {place} whose y is {y!r}, which is not a class")
             labels.append(label)
         if self.name in ("femnist", "numbers") and user.x:
             self._check_finite(user)
@@ -94,11 +96,11 @@ class Kind:
             except (TypeError, ValueError, OverflowError):
                 finite = False
             if not finite:
-                raise user.wrong(f"has a sample {place} with an x that is no finite number")
+                raise user.wrong(f"has a sample {place} with an x that is not a finite number")
 
 
 def kind_of(x: Any) -> str:
-    """The kind of data whose first x this is."""
+    """Return the kind of data that has this x as its first."""
     if isinstance(x, str):
         return "celeba" if x.lower().endswith(PICTURE) else "shakespeare"
     if isinstance(x, list) and any(isinstance(part, str) for part in x):
@@ -107,30 +109,32 @@ def kind_of(x: Any) -> str:
 
 
 class FromLEAF(FileDataModule):
-    """Federated data from LEAF's files: ``path/train/*.json`` and, perhaps, ``path/test/*.json``.
+    """Federated data from LEAF's files: ``path/train/*.json`` and optionally ``path/test/*.json``.
 
-    Clients are LEAF's users, ascending by name. The first run reads the files once and keeps an
-    index of them in ``.fl_lightning/`` beside the data; later runs read the samples that they need.
+    Clients are LEAF's users, in ascending order of their names. The first run reads the files once
+    and stores an index of them in ``.fl_lightning/`` beside the data. Later runs read only the
+    samples that they need.
 
     Args:
         path: the folder with ``train`` and ``test``.
         kind: ``"femnist"`` (x ``(1, 28, 28)``), ``"shakespeare"`` (x int64 ``(80,)``),
             ``"sent140"`` (x int64 ``(length,)`` or ``(words,)``), ``"celeba"`` (x ``(3, image_size,
-            image_size)``), ``"numbers"`` (x ``(d,)``); ``"auto"`` looks at the first sample.
-        images: of ``celeba``, the folder of the pictures.
-        image_size: of ``celeba``.
-        vocabulary: of ``sent140``, a JSON file with a list of words, or ``{"vocab": […]}``; x is
-            then the place of each word, unknown ones and padding the number of words.
-        words: of ``sent140`` with ``vocabulary``, the words of an x.
-        length: of ``sent140`` without one, the tokens of an x, −1 after its end.
-        tokenizer: of ``sent140``, a local folder with a tokenizer; None: bytes are the tokens.
-        unknown: of ``shakespeare``, number labels outside of the alphabet 80; False: refuse them.
-        tests: as :class:`~fl_lightning.datamodules.FederatedDataModule`'s readers have it:
-            ``"own"`` or ``"common"``.
+            image_size)``), ``"numbers"`` (x ``(d,)``); ``"auto"`` recognises the kind from the
+            first sample.
+        images: for ``celeba``, the folder of the pictures.
+        image_size: for ``celeba``.
+        vocabulary: for ``sent140``, a JSON file with a list of words, or ``{"vocab": […]}``. x is
+            then the place of each word; unknown words and padding get the number of words.
+        words: for ``sent140`` with ``vocabulary``, the number of words of an x.
+        length: for ``sent140`` without vocabulary, the number of tokens of an x, −1 after its end.
+        tokenizer: for ``sent140``, a local folder with a tokenizer; None: the tokens are bytes.
+        unknown: for ``shakespeare``, labels outside of the alphabet get the number 80; False: they
+            are refused.
+        tests: ``"own"`` or ``"common"``, as for all readers of files.
 
     Raises:
-        UserError: by file and place: a broken file, a user in two files, a NaN, samples of
-            different kinds.
+        UserError: a broken file, a user in two files, a NaN, or samples of different kinds; the
+            error names file and place.
     """
 
     def __init__(
@@ -160,14 +164,14 @@ class FromLEAF(FileDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Shape of x, where the kind tells it."""
+        """Return the shape of x, if it follows from the kind."""
         size = arguments.get("image_size", 84)
         shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
         return shapes.get(str(arguments.get("kind")))
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Of the kinds that have a number of their own."""
+        """Return the number of classes, if it follows from the kind."""
         letters = len(ALPHABET) + bool(arguments.get("unknown"))
         return {"femnist": 62, "shakespeare": letters}.get(str(arguments.get("kind")))
 
@@ -207,7 +211,7 @@ class FromLEAF(FileDataModule):
         return train, (self._side(index, "test") if sides["test"] else None), None
 
     def _index(self, sides: dict[str, list[Path]]) -> Arrays:
-        """Each user's place, number of samples and labels."""
+        """Return each user's place, number of samples and labels."""
         made: Arrays = {}
         notes: list[str] = []
         first: Any = None
@@ -274,7 +278,7 @@ def _samples(
     made: Any,
     client: int,
 ) -> list[Any]:
-    """A user's samples, from its place in its file."""
+    """Return a user's samples, read from its place in its file."""
     (number, start, stop, _) = rows[client].tolist()
     with open(files[number], "rb") as file:
         file.seek(start)
@@ -316,7 +320,7 @@ def _picture(folder: Path, pictures: Pictures, x: str) -> Tensor:
 
 
 def _words_of(path: Path) -> dict[str, int]:
-    """The words of a vocabulary and their places."""
+    """Return the words of a vocabulary and their places."""
     try:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:

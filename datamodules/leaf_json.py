@@ -17,7 +17,7 @@ BLANK = re.compile(r"[ \t\r\n]*")
 
 @dataclass
 class User:
-    """A user's samples, which lie in the bytes ``start`` to ``stop`` of ``file``."""
+    """A user whose samples lie in the bytes ``start`` to ``stop`` of ``file``."""
 
     file: Path
     name: str
@@ -34,7 +34,7 @@ class User:
 
 
 class _Text:
-    """A JSON text that is read object by object, so that places are known."""
+    """A JSON text that is read object by object, so that the places of objects are known."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -50,7 +50,7 @@ class _Text:
         self._at = (0, 0)
 
     def byte(self, place: int) -> int:
-        """The byte at which a character begins; places ascend from call to call."""
+        """Return the byte at which a character begins; places have to ascend from call to call."""
         if self._plain:
             return place
         (character, byte) = self._at if self._at[0] <= place else (0, 0)
@@ -60,12 +60,12 @@ class _Text:
 
     def wrong(self, place: int, what: str) -> UserError:
         return UserError(
-            f"The file {str(self.file)!r} is broken at byte {self.byte(place)}: {what}. It may be "
-            "cut off; copy it again, or make it again with LEAF's scripts."
+            f"The file {str(self.file)!r} is broken at byte {self.byte(place)}: {what}. The file "
+            "may be cut off; copy it again, or make it again with LEAF's scripts."
         )
 
     def past(self, place: int) -> int:
-        """The next place that is not blank."""
+        """Return the next place that is not blank."""
         blank = BLANK.match(self.text, place)
         assert blank is not None
         return blank.end()
@@ -79,9 +79,9 @@ class _Text:
             raise self.wrong(place, "it is nested too deeply") from None
 
     def members(self, place: int) -> Iterator[tuple[str, int]]:
-        """Keys of the object at ``place``, each with the place of its value.
+        """Yield keys of the object at ``place``, each with the place of its value.
 
-        Whoever asks sends the place after the value.
+        The caller sends back the place after the value.
         """
         place = self._expect("{", place)
         if self.text[place : place + 1] == "}":
@@ -107,7 +107,7 @@ class _Text:
 
 
 def users_of(file: Path, notes: list[str]) -> Iterator[User]:
-    """The users of a file, in its order; what is odd and harmless goes to ``notes``.
+    """Return the users of a file, in its order; odd but harmless findings are added to ``notes``.
 
     Raises:
         UserError: the file is broken, lists users without data, or has none.

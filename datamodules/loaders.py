@@ -32,9 +32,10 @@ KEPT_BYTES = 256 * 2**20  # evaluation batches up to this total size are made on
 
 
 class Batches:
-    """A loader for Lightning: batches made by ``make``, kept after the first pass if ``keep``.
+    """A loader for Lightning: ``make`` makes the batches, which are kept after the first pass if
+    ``keep``.
 
-    It is a class, since Lightning would take a list for several loaders.
+    The loader is a class, because Lightning would take a list for several loaders.
     """
 
     def __init__(self, make: Callable[[], Iterator[Batch]], count: int, keep: bool) -> None:
@@ -60,7 +61,7 @@ class Batches:
 
 
 def _versions(batches: list[tuple[Tensor, ...]]) -> list[int]:
-    """The count of changes in place of each tensor."""
+    """Return the version counter of each tensor, which counts in-place changes."""
     return [tensor._version for tensor in chain.from_iterable(batches)]
 
 
@@ -82,10 +83,10 @@ class SamplesOfAll(Dataset[Any]):
 
 
 class RoundToken:
-    """The training loader as Lightning sees it: one batch an epoch, as an epoch is a round.
+    """The training loader as Lightning sees it: one batch per epoch, because an epoch is a round.
 
-    A learner that asks outside of a client's step, as in ``on_fit_start``, finds the samples of all
-    clients in ``dataset``, and the size of the clients' batches in ``batch_size``.
+    A learner that reads the loader outside of a client's step, as in ``on_fit_start``, finds the
+    samples of all clients in ``dataset``, and the size of the clients' batches in ``batch_size``.
     """
 
     def __init__(self, data: Any) -> None:
@@ -95,20 +96,21 @@ class RoundToken:
 
     @classmethod
     def of(cls, data: Any) -> RoundToken:
-        """The loader of a federated fit on ``data``.
+        """Return the loader of a federated fit on ``data``.
 
         Raises:
-            UserError: a learner by itself is fitted, whose training step knows nothing of rounds.
+            UserError: a learner is fitted without FederatedModule, so its training step knows
+                nothing of rounds.
         """
         trainer = data.trainer
         fitted = getattr(trainer, "lightning_module", None)
         if fitted is not None and not hasattr(fitted, "global_model"):
             name = type(fitted).__name__
             raise UserError(
-                f"data: {type(data).__name__} is for federated runs, and {name} was "
-                "given to the Trainer by itself. Wrap it: "
-                f"trainer.fit(FederatedModule({name}(…)), data); to train {name} as it is, give "
-                "it a DataLoader, or federate with one client that has all samples."
+                f"data: {type(data).__name__} is for federated runs, but the Trainer got {name} "
+                f"without a FederatedModule. Wrap it: trainer.fit(FederatedModule({name}(…)), "
+                f"data); to train {name} as it is, give it a DataLoader, or federate with one "
+                "client that has all samples."
             )
         return cls(data)
 
@@ -153,7 +155,7 @@ class RoundBatch:
 
 
 def say(trainer: Any, text: str) -> None:
-    """Say it as a note of the run, which its card repeats; without a run as a warning."""
+    """Report this as a note of the run, which its card repeats; without a run as a warning."""
     getattr(getattr(trainer, "lightning_module", None), "note", rank_zero_warn)(text)
 
 
@@ -165,16 +167,16 @@ def evaluation_loader(
     source: Callable[[torch.device], torch.device] = lambda device: device,
     seed: int = 0,
 ) -> Any:
-    """Large ready batches for evaluation.
+    """Return a loader of large ready batches for evaluation.
 
-    Processes get as many of them each, of sizes that differ by at most one sample.
+    All processes get equally many batches, whose sizes differ by at most one sample.
 
     Args:
-        index: of the samples; None: all.
-        size: of a batch; None: ``EVALUATION_BATCH``, of a Dataset as many as take
+        index: positions of the samples; None: all.
+        size: batch size; None: ``EVALUATION_BATCH``, and with a Dataset as many samples as take
             ``EVALUATION_BYTES``.
-        source: where batches have to be made to be evaluated on a device.
-        seed: of what processes that read ahead draw.
+        source: function that returns the device on which batches for a device are made.
+        seed: for random draws of processes that read ahead.
     """
     if data is None:
         return []

@@ -1,4 +1,4 @@
-"""Numbers by which two splits are compared: how unlike clients' labels are, and their sizes."""
+"""Measures to compare two splits: how different clients' labels are, and their sizes."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from numpy.typing import NDArray
 
 
 def total_variation(counts: NDArray[np.int64]) -> float:
-    """Mean over clients of the total variation distance between the client's class shares and
-    those of all clients together; from 0 (all alike) to 1.
+    """Return the mean over clients of the total variation distance between the client's class
+    shares and those of all clients together; from 0 (all alike) to 1.
 
     Args:
         counts: samples by client and class ``(m, C)``.
@@ -22,8 +22,8 @@ def total_variation(counts: NDArray[np.int64]) -> float:
 
 
 def effective_classes(counts: NDArray[np.int64]) -> float:
-    """Mean over clients of exp(entropy of the client's class shares): as many classes of equal
-    shares have that entropy.
+    """Return the mean over clients of exp(entropy of the client's class shares): the number of
+    equally frequent classes with that entropy.
 
     >>> effective_classes(np.array([[5, 5], [10, 0]]))
     1.5
@@ -34,7 +34,7 @@ def effective_classes(counts: NDArray[np.int64]) -> float:
 
 
 def gini(sizes: NDArray[np.int64]) -> float:
-    """Gini coefficient of the clients' sizes ``(m,)``: 0 where all are alike, towards 1 where one
+    """Return the Gini coefficient of the clients' sizes ``(m,)``: 0 if all are equal, near 1 if one
     client has everything.
 
     >>> gini(np.array([5, 5])), gini(np.array([0, 10]))

@@ -16,14 +16,14 @@ class InMemoryDataModule(FederatedDataModule):
     """Federated data from tensors, NumPy arrays, or frames of pandas or polars, in memory.
 
     Args:
-        train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used, any
-            other dtype stays, and a frame's float64 becomes float32; whole numbers y become int64.
-        test, val: ``(x, y)``; without ``val`` the test set is validated on.
-        clients: one array of positions in the training data for each client; any sequence, lazy
-            ones too.
-        partition, num_clients: instead of ``clients``: how to split, and over how many.
-        transform: called on x of each batch, in training and evaluation alike; the same input has
-            to give the same output.
+        train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used,
+            other dtypes do not change, and a frame's float64 becomes float32; whole numbers y
+            become int64. test, val: ``(x, y)``; without ``val`` the run validates on the test set.
+        clients: one array of positions in the training data per client; any sequence, also a lazy
+            one. partition, num_clients: how to split, and over how many clients, instead of
+            ``clients``.
+        transform: function that is called on x of each batch, in training and in evaluation; the
+            same input has to give the same output.
 
     >>> import torch
     >>> train = (torch.eye(6), torch.arange(6) % 2)

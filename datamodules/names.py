@@ -9,7 +9,7 @@ from fl_lightning.errors import UserError, suggest
 
 
 def by_name(clients: Any, test_clients: Any) -> tuple[tuple[str, ...], Any, Any]:
-    """The clients' names (none where they have none), and both arguments by number.
+    """Return the clients' names (none if they have none), and both arguments by number.
 
     A client's number is its place in ``clients``. A client without an entry in ``test_clients`` has
     an empty one.
@@ -39,7 +39,7 @@ def by_name(clients: Any, test_clients: Any) -> tuple[tuple[str, ...], Any, Any]
 
 
 def refuse_alike(names: Sequence[str]) -> None:
-    """Refuse names of clients that two have, or that are empty."""
+    """Refuse names that two clients share, or that are empty."""
     seen: set[str] = set()
     for name in names:
         if not name.strip() or name in seen:

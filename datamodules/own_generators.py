@@ -36,10 +36,11 @@ ONE_AT_A_TIME = threading.RLock()  # clients train on threads and share the data
 
 
 def generators_of(*roots: Any) -> list[tuple[str, Any]]:
-    """Generators that these objects reach, and objects with MONAI's ``set_random_state``, by place.
+    """Return generators that these objects reach, and objects with MONAI's ``set_random_state``, by
+    place.
 
-    The roots are a dataset and its collate function. The process's own generators are left out:
-    they are seeded for each client.
+    The roots are a dataset and its collate function. The process's own generators are left out,
+    because they are seeded for each client.
     """
     found: dict[int, tuple[str, Any]] = {}
     for root in roots:
@@ -71,7 +72,9 @@ def _reached(root: Any) -> list[tuple[str, Any]]:
 
 
 def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """The contents of an object: items, attributes, a closure, and generators of its classes."""
+    """Return the contents of an object: items, attributes, a closure, and generators of its
+    classes.
+    """
     if isinstance(value, list | tuple):
         yield from ((f"{where}[{i}]", v) for i, v in enumerate(value[:ITEMS]))
     elif isinstance(value, dict):
@@ -100,7 +103,7 @@ def _inside(where: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def seed_all(found: list[tuple[str, Any]], seed: int) -> None:
-    """Make what these generators draw from here on a function of the seed."""
+    """Make later draws of these generators a function of the seed."""
     draws = generator(seed, "own generators").integers(2**63, size=len(found))
     for (_, one), draw in zip(found, draws.tolist(), strict=True):
         if isinstance(one, np.random.Generator):

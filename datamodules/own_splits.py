@@ -19,12 +19,12 @@ from fl_lightning.sampling import generator
 
 
 class LabelShares(Partition):
-    """Each client's shares of the classes, as a table gives them.
+    """Each client's shares of the classes come from a table.
 
     Args:
         shares: one row per client, one share per class, each row with the sum 1; a list of rows or
             the path of a ``.npy`` file.
-        sizes: samples of each client; None: ⌊N / m⌋ each.
+        sizes: number of samples of each client; None: ⌊N / m⌋ each.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class LabelShares(Partition):
 
 
 def _apportioned(size: int, row: NDArray[np.float64]) -> NDArray[np.int64]:
-    """Whole numbers with the sum ``size``; the largest remainders are rounded up."""
+    """Return whole numbers with the sum ``size``; the largest remainders are rounded up."""
     quota = size * row
     whole = np.floor(quota + 1e-9).astype(np.int64)
     order = np.argsort(whole - quota, kind="stable")
@@ -93,11 +93,12 @@ def _apportioned(size: int, row: NDArray[np.float64]) -> NDArray[np.int64]:
 
 
 class Mixed(Partition):
-    """A share of all samples dealt out evenly at random, and the rest by another split.
+    """A share of all samples is divided evenly at random, and the rest by another split.
 
     Args:
         iid: the share.
-        partition: of the rest; a client's list is the rest's first, then its even part.
+        partition: the split of the rest; a client's list has its part of the rest first, then its
+            even part.
     """
 
     def __init__(self, iid: UnitInterval, partition: Partition) -> None:
@@ -148,8 +149,8 @@ class Imported(Partition):
     test data.
 
     Raises:
-        UserError: by file and client: a position out of range, twice in a list, or in a client's
-            training and test samples; a client without training samples.
+        UserError: a position is out of range, twice in a list, or in a client's training and test
+            samples; or a client has no training samples. The error names file and client.
     """
 
     needs_labels = False
@@ -197,7 +198,7 @@ class Imported(Partition):
     def _checked(
         self, name: str, given: Any, total: int, places: Indices | None
     ) -> NDArray[np.int64]:
-        """A client's positions, all of which are there."""
+        """Return a client's positions, after checking that all exist."""
         try:
             own = np.asarray(given)
         except ValueError:
@@ -249,7 +250,7 @@ TO_JSON = (
 
 
 def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
-    """The clients' names, training lists and test lists (None: no such list), in order."""
+    """Return the clients' names, training lists and test lists (None: no such list), in order."""
     if path.suffix in (".pkl", ".pickle"):
         raise UserError(
             f"The index lists {str(path)!r} are a pickle, which can run any program when it is "
@@ -313,7 +314,7 @@ def _of_folder(path: Path) -> dict[str, Any]:
 
 
 def _plain(name: str) -> str:
-    """NumPy calls unnamed arrays arr_0, arr_1, …"""
+    """Return NumPy's name of an unnamed array (arr_0, arr_1, …) without its prefix."""
     return name.removeprefix("arr_") if name.removeprefix("arr_").isdecimal() else name
 
 

@@ -1,4 +1,4 @@
-"""Rows of Parquet files, of which a row group is read when one of its rows is asked for."""
+"""Rows of Parquet files; a row group is read when one of its rows is asked for."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ KEPT_BYTES = 2**30
 
 
 class ParquetRows:
-    """Rows that are numbered file by file, as the library datasets gives them.
+    """Rows that are numbered file by file, as in the library datasets.
 
-    No file stays open: worker processes and threads read on their own.
+    No file stays open, so worker processes and threads can read on their own.
 
     Args:
-        files: with the same columns.
+        files: files with the same columns.
         datasets: the library, which decodes pictures.
-        columns: that a row has; None: all.
+        columns: columns of a row; None: all.
 
     Raises:
         UserError: a file has other columns or types than the first.
@@ -72,14 +72,14 @@ class ParquetRows:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def select_columns(self, columns: Sequence[str]) -> ParquetRows:
-        """The same rows with these columns only; others are not read."""
+        """Return the same rows with only these columns; others are not read."""
         selected = object.__new__(ParquetRows)
         selected.__dict__.update(self.__dict__)
         selected._bind(columns)
         return selected
 
     def column(self, name: str) -> Any:
-        """A column of all rows, as pyarrow has it."""
+        """Return a column of all rows as a pyarrow array."""
         import pyarrow
 
         chunks: list[Any] = []

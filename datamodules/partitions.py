@@ -1,8 +1,9 @@
-"""Partitions: who holds which training samples.
+"""Partitions decide which client has which training samples.
 
-They are pure functions of (labels, number of clients, seed). Where possible, each client is drawn
-by itself: a million clients with replacement cost nothing until they are sampled. Those of skewed
-labels, Dirichlet among them, are in ``label_skew.py``.
+Partitions are pure functions of (labels, number of clients, seed). If possible, each client is
+drawn
+separately: a million clients with replacement cost nothing until they are sampled. Partitions of
+skewed labels, such as Dirichlet, are in ``label_skew.py``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class LazyClients(Sequence[Indices]):
 
     ``sizes`` are the clients' numbers of samples ``(m,)``; ``draw(i)`` gives client i's indices,
     always the same; ``recipe`` names everything the draw depends on (for the partition's hash).
-    ``flat``: all clients' indices, one client after the other, where they lie like this.
+    ``flat``: all clients' indices, one client after the other, if they lie in memory like this.
     """
 
     def __init__(
@@ -85,12 +86,13 @@ class Partition:
 
     @property
     def clients(self) -> int | None:
-        """The number of clients where the partition itself fixes it, else None."""
+        """Return the number of clients if the partition itself fixes it, else None."""
         return None
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:
-        """One index array per client: positions in ``labels`` ``(N,)``; the same for the same three
-        arguments. Tuples ``(train, test)`` in their place give each client test samples, too.
+        """Return one index array per client: positions in ``labels`` ``(N,)``; the same for the
+        same three arguments. Return tuples ``(train, test)`` instead to give each client test
+        samples, too.
 
         Draw random numbers only from ``fl_lightning.sampling.generator(seed, "partition", …)``.
 
@@ -101,15 +103,17 @@ class Partition:
 
     @property
     def names(self) -> Sequence[str]:
-        """The clients' names, where the partition itself names them."""
+        """Return the clients' names, if the partition itself names them."""
         return []
 
     def bound(self, data: Any) -> Partition:
-        """The partition with what it takes from a data module that has been loaded."""
+        """Return the partition with what it reads from a data module that has been loaded."""
         return self
 
     def restrict(self, kept: Indices) -> Partition:
-        """The partition of only the samples ``kept`` (the rest is held out for validation)."""
+        """Return the partition of only the samples ``kept``; the others are held out for
+        validation.
+        """
         return self
 
     def __repr__(self) -> str:
@@ -131,7 +135,7 @@ def need_samples(num_clients: int, samples: int) -> None:
 
 
 class IID(Partition):
-    """A shuffled equal split: sizes differ by at most one."""
+    """A shuffled split into equal parts, whose sizes differ by at most one."""
 
     needs_labels = False
 
@@ -141,8 +145,7 @@ class IID(Partition):
 
 
 class Contiguous(Partition):
-    """Samples in the order in which they lie, cut into equal pieces: of a text, one part after the
-    other.
+    """Samples in the order of the data, cut into equal pieces; of a text, one part after the other.
 
     >>> [client.tolist() for client in Contiguous().split(np.zeros(5, np.int64), 2, seed=0)]
     [[0, 1, 2], [3, 4]]
@@ -164,8 +167,8 @@ class SortedShards(Partition):
 
 
 class QuantitySkew(Partition):
-    """Sizes proportional to lognormal(0, sigma), at least one sample each; the samples themselves
-    iid.
+    """Sizes proportional to lognormal(0, sigma), with at least one sample each; the samples
+    themselves are iid.
     """
 
     needs_labels = False
@@ -181,10 +184,13 @@ class QuantitySkew(Partition):
 
 
 def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
-    """Whole numbers of at least one that sum to ``total``, nearly proportional to ``weights``."""
+    """Return whole numbers of at least one that sum to ``total``, nearly proportional to
+    ``weights``.
+    """
     weights = weights / weights.max()
-    # A client whose share would be below one sample gets one sample. This reduces what is left for
-    # the others, so repeat. Each pass adds at least one such client, so the loop ends.
+    # A client whose share would be below one sample gets one sample. Giving one sample reduces what
+    # is left for the other clients, so repeat. Each pass adds at least one client with one sample,
+    # so the loop ends.
     ones = np.zeros(len(weights), dtype=bool)
     while True:
         rest = np.where(ones, 0.0, weights)
@@ -201,9 +207,9 @@ def _apportion(total: int, weights: NDArray[np.float64]) -> Indices:
 
 class ByGroup(Partition):
     """The data's own clients: one for each distinct value of ``groups`` ``(N,)``, in ascending
-    order; whole numbers or names.
+    order; values are whole numbers or names.
 
-    ``groups=None``: those that come with the data set (``HumanActivity``: the subjects).
+    ``groups=None``: the groups of the data set (``HumanActivity``: the subjects).
     """
 
     needs_labels = False
@@ -219,7 +225,7 @@ class ByGroup(Partition):
 
     @property
     def names(self) -> list[str]:
-        """The clients' names, where groups have names and no numbers."""
+        """Return the clients' names, if groups have names and not numbers."""
         if self.groups is None or self.groups.dtype.kind not in "UO":
             return []
         return [str(name) for name in np.unique(self.groups)]
@@ -242,7 +248,7 @@ class ByGroup(Partition):
         return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "", order)
 
     def check_number(self, samples: int) -> None:
-        """Refuse groups of more or fewer samples than there are."""
+        """Refuse a number of groups that differs from the number of samples."""
         if self.groups is not None and self.groups.shape != (samples,):
             raise UserError(
                 f"ByGroup's groups have the shape {self.groups.shape}: give one for each of the "
@@ -261,9 +267,7 @@ def _part(order: Indices, ends: Indices, sizes: Indices, client: int) -> Indices
 
 
 class Saved(Partition):
-    """A split written by ``FederatedDataModule.save_partition``: the same clients, whatever the
-    seed.
-    """
+    """A split written by ``FederatedDataModule.save_partition``: the same clients for any seed."""
 
     needs_labels = False
 
@@ -327,12 +331,12 @@ class Saved(Partition):
 
 
 def digest(array: NDArray[Any]) -> str:
-    """Sixteen hexadecimal digits of an array's content."""
+    """Return sixteen hexadecimal digits of an array's content."""
     return hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
 
 
 def positions(given: Any) -> NDArray[Any]:
-    """A client's indices as an array."""
+    """Return a client's indices as an array."""
     # If your sequence has a length, it is read only up to there, because it may not end.
     is_sequence = hasattr(given, "__len__") and hasattr(given, "__getitem__")
     read = hasattr(given, "__array__") or isinstance(given, list | tuple | range)
@@ -346,10 +350,10 @@ def positions(given: Any) -> NDArray[Any]:
 
 
 def check_sequence(name: str, clients: Any, each: str) -> None:
-    """Refuse clients that cannot be counted, or not be asked for by number.
+    """Refuse clients that cannot be counted, or not be read by number.
 
     Args:
-        each: what ``clients[i]`` has to be.
+        each: the type that ``clients[i]`` has to have.
 
     Raises:
         UserError: names ``name`` and its type.
@@ -363,7 +367,9 @@ def check_sequence(name: str, clients: Any, each: str) -> None:
 
 
 def check_client(client: int, indices: Any, total: int) -> None:
-    """Refuse a client without indices, or with others than whole numbers from 0 below ``total``."""
+    """Refuse a client without indices, or with indices that are not whole numbers from 0 to
+    below ``total``.
+    """
     array = positions(indices)
     if array.ndim != 1 or len(array) == 0:
         raise UserError(

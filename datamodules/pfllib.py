@@ -1,4 +1,4 @@
-"""PFLlib's folders of .npz files, of which nothing is run."""
+"""PFLlib's folders of .npz files, which are read without running any of their code."""
 
 from __future__ import annotations
 
@@ -35,20 +35,21 @@ HARMLESS = {
 class FromPFLlib(FileDataModule):
     """Federated data that PFLlib's ``generate_….py`` wrote: ``train/<i>.npz``, ``test/<i>.npz``.
 
-    Clients are in the order of their numbers, and test samples are their own. x keeps its type, but
-    float64 becomes float32; y is int64.
+    Clients are in the order of their numbers, and each has its own test samples. x keeps its type,
+    except that float64 becomes float32; y is int64.
 
     PFLlib's files are pickles, which can run any program. This reader makes only arrays,
     dictionaries, lists, texts and numbers of them, and refuses anything else. The first run reads
-    each file once and keeps an index in ``.fl_lightning/`` beside the data. Later runs read up to
-    1,000 clients at the start if x take at most 1 GiB, else the clients that they need.
+    each file once and stores an index in ``.fl_lightning/`` beside the data. Later runs read up to
+    1,000 clients at the start if x take at most 1 GiB, and otherwise only the clients that they
+    need.
 
     Args:
         path: the folder with ``train``, ``test`` and ``config.json``, such as ``dataset/MNIST``.
 
     Raises:
-        UserError: by file: an object of another class, a client without a training file, another
-            ``num_clients`` in ``config.json``.
+        UserError: a file has an object of another class, a client has no training file, or
+            ``config.json`` has another ``num_clients``; the error names the file.
     """
 
     def __init__(self, path: str | Path, **arguments: Any) -> None:
@@ -96,7 +97,7 @@ class FromPFLlib(FileDataModule):
 
 
 def numbered(folder: Path) -> dict[int, Path]:
-    """The files <i>.npz of a folder, by number."""
+    """Return the files <i>.npz of a folder, by number."""
     files: dict[int, Path] = {}
     for file in folder.glob("*.npz"):
         if not file.stem.isdecimal():
@@ -111,7 +112,7 @@ def numbered(folder: Path) -> dict[int, Path]:
 
 
 def index_of(sides: dict[str, list[Path]]) -> Arrays:
-    """Each file's number of samples and labels.
+    """Return each file's number of samples and labels.
 
     Raises:
         UserError: a file is damaged, or has x of another shape than the first file.
@@ -153,7 +154,7 @@ def samples_of(files: list[Path], client: int) -> list[tuple[Tensor, int]]:
 
 
 class Harmless(pickle.Unpickler):
-    """Makes arrays and plain data only."""
+    """Reads only arrays and plain data from a pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in HARMLESS:
@@ -165,7 +166,7 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
     """x and y of a file.
 
     Raises:
-        UserError: it is damaged, holds other objects, or has x and y of different lengths.
+        UserError: the file is damaged, holds other objects, or has x and y of different lengths.
     """
     try:
         with zipfile.ZipFile(file) as archive:
@@ -182,8 +183,8 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
     # pickle, zipfile and NumPy raise many kinds of errors for damaged files
     except Exception as error:
         raise UserError(
-            f"The file {str(file)!r} cannot be read as PFLlib's: {str(error)[:160]}. It needs an "
-            "array data with the dictionary of x and y, which are arrays of numbers."
+            f"The file {str(file)!r} cannot be read as PFLlib's: {str(error)[:160]}. The file "
+            "needs an array data with the dictionary of x and y, which are arrays of numbers."
         ) from None
     if x.dtype.kind not in "iufb" or y.dtype.kind not in "iuf" or y.ndim != 1 or len(x) != len(y):
         raise UserError(

@@ -16,13 +16,13 @@ from fl_lightning.errors import UserError
 
 @dataclass(frozen=True)
 class Pictures:
-    """How pictures become tensors.
+    """Settings by which pictures become tensors.
 
     Args:
-        size: ``(height, width)``, to which each is resized; None: as they are.
-        mode: PIL's, such as ``"RGB"`` or ``"L"``; None: as the picture has it.
-        mean, std: one number per channel, or nothing.
-        filter: of the resizing; None: PIL's default.
+        size: ``(height, width)``, to which each picture is resized; None: pictures keep their size.
+        mode: PIL's mode, such as ``"RGB"`` or ``"L"``; None: the picture's own. mean, std: one
+            number per channel, or nothing.
+        filter: PIL's filter for resizing; None: its default.
     """
 
     size: tuple[int, int] | None = None
@@ -32,7 +32,8 @@ class Pictures:
     filter: Literal["bilinear"] | None = "bilinear"
 
     def read(self, file: Any, what: str = "") -> NDArray[np.uint8]:
-        """A file's or PIL's picture, uint8 ``(height, width)`` or ``(height, width, channels)``.
+        """Return a file's picture, or PIL's, as uint8 ``(height, width)`` or ``(height, width,
+        channels)``.
 
         Raises:
             UserError: it cannot be decoded.
@@ -53,7 +54,7 @@ class Pictures:
             ) from None
 
     def array(self, picture: Any) -> NDArray[np.uint8]:
-        """The same of a picture of PIL."""
+        """Return a picture that PIL has opened as an array of the same form."""
         from PIL import Image
 
         if picture.mode[0] in "IF":
@@ -70,7 +71,7 @@ class Pictures:
         return np.asarray(picture, np.uint8)
 
     def tensor(self, pixels: NDArray[np.uint8]) -> Tensor:
-        """float32 ``(channels, height, width)``, in [0, 1], then normalised."""
+        """Return float32 ``(channels, height, width)``, in [0, 1], then normalised."""
         x = torch.from_numpy(np.array(pixels)).float() / 255
         x = x.unsqueeze(0) if x.ndim == 2 else x.permute(2, 0, 1).contiguous()
         if self.mean:
@@ -81,7 +82,7 @@ class Pictures:
 
 
 def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
-    """Height and width of one number, or of two."""
+    """Return height and width, given one number or two."""
     if given is None:
         return None
     pair = (given, given) if isinstance(given, int) else tuple(given)
@@ -93,7 +94,7 @@ def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
 
 
 def check_normalised(mean: Sequence[float], std: Sequence[float]) -> None:
-    """Refuse numbers by which nothing can be divided."""
+    """Refuse numbers by which x cannot be divided."""
     if any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
         raise UserError(
             f"data.mean is {list(mean)} and data.std {list(std)}: give one number per channel "

@@ -1,4 +1,4 @@
-"""Training and test data as one pool of samples, which is split."""
+"""Training and test data joined to one pool of samples, which is split."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from fl_lightning.errors import UserError
 
 
 def joined(name: str, train: Samples, test: Samples | None) -> Samples:
-    """The training samples followed by the test samples.
+    """Return the training samples followed by the test samples.
 
     Args:
-        name: of the data module, for errors.
+        name: name of the data module, for errors.
 
     Raises:
-        UserError: there are no test data, or they are of another kind or shape.
+        UserError: there are no test data, or they have another kind or shape.
     """
     if test is None:
         raise UserError(
@@ -49,7 +49,7 @@ def joined(name: str, train: Samples, test: Samples | None) -> Samples:
 
 
 def part_of(samples: Samples, index: Indices) -> Samples:
-    """The samples ``index`` (n,), in this order."""
+    """Return the samples ``index`` (n,), in this order."""
     if isinstance(samples, TensorSamples):
         return samples.with_samples(samples.x[index], samples.y[index])
     assert isinstance(samples, DatasetSamples)
@@ -58,13 +58,13 @@ def part_of(samples: Samples, index: Indices) -> Samples:
 
 
 def _like(samples: DatasetSamples, dataset: Dataset[Any], labels: Any) -> DatasetSamples:
-    """Another dataset, read and collated in the same way."""
+    """Return another dataset, read and collated in the same way."""
     read = samples.read
     return DatasetSamples(dataset, labels, read.collate, samples.workers, read.fetch)
 
 
 def global_test(pool: Samples, split: Split) -> Samples | None:
-    """All clients' test samples, ascending; None: they have none.
+    """Return all clients' test samples, ascending; None: they have none.
 
     Raises:
         UserError: neither the split nor an option gives clients test samples.

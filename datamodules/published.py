@@ -1,4 +1,4 @@
-"""Splits of skewed labels as other tools make them, with their lists to the sample."""
+"""Splits of skewed labels as other tools make them; the lists equal the tools' sample by sample."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ TRIES_OF_FLWR = 11
 
 
 def least(source: str, samples: int, clients: int) -> int:
-    """The smallest client size that a tool accepts by default."""
+    """Return the smallest client size that a tool accepts by default."""
     return int(min(40, samples / clients / 2)) if source == "pfllib" else 10
 
 
 class DirichletByClass(Partition):
-    """Each class is dealt out by shares p ~ Dir(alpha) over the clients (Yurochkin et al., 2019).
+    """Each class is divided among the clients by shares p ~ Dir(alpha) (Yurochkin et al., 2019).
 
-    Sizes differ. Where a client would have fewer than ``min_samples``, all is drawn again.
-    ``source`` chooses whose rule it is; with ``tool_seed`` the lists are those of that tool, to the
-    sample, for the same labels in the same order.
+    Sizes differ. If a client would have fewer than ``min_samples``, all classes are drawn again.
+    ``source`` chooses the tool whose rule is used. With ``tool_seed`` the lists are exactly those
+    of that tool, for the same labels in the same order.
 
     Args:
         alpha: one number, or one per client.
         source: ``"flwr"`` (flwr-datasets' DirichletPartitioner), ``"pfllib"``, ``"niid-bench"`` or
             ``"fl-bench"``.
-        min_samples: None: 10, of ``pfllib`` min(40, N / m / 2).
-        balance: clients that have their share N / m get no more. None: as the tool does (only
-            ``pfllib`` and ``niid-bench`` balance).
-        shuffle: each client's list; None: as the tool does (``flwr`` and ``niid-bench``).
+        min_samples: None: 10, and with ``pfllib`` min(40, N / m / 2).
+        balance: clients that have their share N / m get no more samples. None: ``source`` decides
+            (only ``pfllib`` and ``niid-bench`` balance).
+        shuffle: shuffle each client's list; None: as the tool does (``flwr`` and ``niid-bench``).
         tool_seed: the seed of the tool's own generator; None: the run's seed and generator.
         test_share: each client's share of test samples, as ``pfllib`` and ``fl-bench`` cut it.
     """
@@ -94,7 +94,7 @@ class DirichletByClass(Partition):
         return tested(self, r, clients, self.source, self.test_share)
 
     def _drawn(self, r: Stream, labels: Indices, alpha: NDArray[np.float64]) -> list[Any]:
-        """The first try in which every client has enough."""
+        """Return the first try in which every client has enough samples."""
         m = len(alpha)
         wanted = self.min_samples
         if wanted is None:
@@ -118,7 +118,7 @@ class DirichletByClass(Partition):
     def _tried(
         self, r: Stream, members: list[Indices], alpha: NDArray[np.float64], total: int
     ) -> list[Any] | None:
-        """One try; None if balancing leaves no client for a class."""
+        """Return one try; None if balancing leaves no client for a class."""
         m = len(alpha)
         clients: list[list[int]] = [[] for _ in range(m)]
         balance = self.source in ("pfllib", "niid-bench") if self.balance is None else self.balance
@@ -146,19 +146,20 @@ class DirichletByClass(Partition):
 
 
 class LabelsPerClient(Partition):
-    """Each client has ``classes`` classes, and every sample of a class has one owner.
+    """Each client has ``classes`` classes, and every sample belongs to one client.
 
-    ``source="pfllib"`` is PFLlib's ``pat``: clients with a free place are taken in order, so that
+    ``source="pfllib"`` is PFLlib's ``pat``: clients that still need a class are taken in order, so
     clients hold blocks of classes. ``"niid-bench"`` is its ``#label k``: client i has class i, and
-    others that are drawn. ``"flwr"`` is flwr-datasets' PathologicalPartitioner. With ``tool_seed``
-    the lists are those of that tool, to the sample.
+    the others are drawn. ``"flwr"`` is flwr-datasets' PathologicalPartitioner. With ``tool_seed``
+    the lists are exactly those of that tool.
 
     Args:
         classes: per client.
-        balance: of ``pfllib``: owners of a class get equal numbers; else numbers are drawn.
-        mode: of ``flwr``: ``"random"``, ``"deterministic"`` (client i has the classes i, i + 1, …)
-            or ``"first-deterministic"`` (only the first of them is class i).
-        tool_seed, test_share: as for :class:`DirichletByClass`.
+        balance: with ``pfllib``, all clients with a class get equal numbers; if False, the numbers
+            are drawn.
+        mode: with ``flwr``, ``"random"``, ``"deterministic"`` (client i has the classes i, i + 1,
+            …) or ``"first-deterministic"`` (only the first of them is class i). tool_seed,
+            test_share: as for :class:`DirichletByClass`.
     """
 
     def __init__(
@@ -229,7 +230,7 @@ class LabelsPerClient(Partition):
         return clients
 
     def _holders(self, r: Stream, classes: int, m: int, seed: int) -> list[list[int]]:
-        """The classes of each client, of ``niid-bench`` and ``flwr``."""
+        """Return the classes of each client, for ``niid-bench`` and ``flwr``."""
         # NIID-Bench draws its classes from Python's generator, and everything else from NumPy's.
         python = None
         if self.source == "niid-bench" and self.tool_seed is not None:
@@ -258,7 +259,7 @@ class LabelsPerClient(Partition):
         return holders
 
     def _dealt(self, r: Stream, members: list[Indices], holders: list[list[int]]) -> list[Any]:
-        """Each class in equal pieces to the clients that hold it."""
+        """Divide each class into equal pieces among the clients that hold it."""
         clients: list[list[int]] = [[] for _ in holders]
         for c, own in enumerate(members):
             if self.source == "niid-bench":

@@ -1,6 +1,6 @@
-"""RandAugment's operations (Cubuk et al., 2020), as torchvision has them.
+"""RandAugment's operations (Cubuk et al., 2020), as in torchvision.
 
-Its own class draws from the process's generator, which belongs to the training.
+torchvision's own class draws from the process's generator, which belongs to the training.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ SIGNED = range(1, 10)
 
 
 def changed(picture: Tensor, operations: int, magnitude: int, rng: np.random.Generator) -> Tensor:
-    """A picture uint8 ``(channels, height, width)`` after so many operations drawn by ``rng``."""
+    """Return a picture uint8 ``(channels, height, width)`` after so many operations drawn by
+    ``rng``.
+    """
     every = all_operations()
     places = rng.integers(len(every), size=operations)
     for place, sign in zip(places, rng.random(operations), strict=True):
@@ -31,7 +33,7 @@ def changed(picture: Tensor, operations: int, magnitude: int, rng: np.random.Gen
 
 @cache
 def all_operations() -> tuple[Operation, ...]:
-    """RandAugment's fourteen, in torchvision's order."""
+    """Return RandAugment's fourteen operations, in torchvision's order."""
     from torchvision.transforms import functional
 
     def moved(picture: Tensor, across: float, down: float) -> Tensor:

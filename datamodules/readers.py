@@ -1,4 +1,6 @@
-"""What all readers of files have: clients by name, their test samples, facts of the files."""
+"""The common part of all readers of files: clients by name, their test samples, facts of the
+files.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,18 @@ from fl_lightning.errors import UserError
 
 # Number of clients whose samples are kept in memory.
 KEPT = 1000
-# A label from here on is no number of a class: tables would have a column for each below it.
+# A label of at least this size is not the number of a class: tables would have a column for each
+# smaller number.
 MOST_CLASSES = 10_000_000
 SHOWN = 20
 
 
 class OfClients(Dataset[Any]):
-    """Samples that are read a client at a time, and the latest clients kept.
+    """Samples that are read one client at a time; the latest clients stay in memory.
 
     Args:
-        sizes: samples of each client ``(m,)``; samples are numbered client by client.
-        read: all samples of a client.
+        sizes: number of samples of each client ``(m,)``; samples are numbered client by client.
+        read: function that returns all samples of a client.
         targets: labels of all samples ``(N,)``.
     """
 
@@ -68,7 +71,9 @@ class OfClients(Dataset[Any]):
         return own[i - (int(self.ends[client - 1]) if client else 0)]
 
     def keep_all(self) -> None:
-        """Read every client now: forked worker processes would each read theirs in each round."""
+        """Read every client now, because forked worker processes would each read their clients
+        in each round.
+        """
         for client in range(len(self.ends)):
             self._latest[client] = self._read(client)
 
@@ -81,7 +86,7 @@ class Side:
     """Training, test or validation samples.
 
     ``names``: the clients' names; ``groups``: the client of each sample ``(N,)``; ``dataset`` has
-    the labels as ``targets``, where there are labels.
+    the labels as ``targets``, if there are labels.
     """
 
     names: list[str]
@@ -94,7 +99,7 @@ class Side:
 
 
 def ascending(names: Sequence[str]) -> list[int]:
-    """Places of the names in ascending order, by number where all are numbers.
+    """Return the places of the names in ascending order, by number if all are numbers.
 
     >>> ascending(["10", "9"]), ascending(["b10", "b9"])
     ([1, 0], [0, 1])
@@ -106,12 +111,12 @@ def ascending(names: Sequence[str]) -> list[int]:
 
 
 class FileDataModule(FederatedDataModule):
-    """Clients that lie in files. Subclasses override ``read``.
+    """A data module whose clients lie in files. Subclasses override ``read``.
 
     Args:
-        tests: ``"own"``: test samples of a client of the same name are its own test set, and all
-            of them together are the global one. ``"common"``: only the global one. None: ``"own"``
-            where both sides have the same names.
+        tests: ``"own"``: test samples under a client's name are its own test set, and all of them
+            together are the global one. ``"common"``: they are only the global test set. None:
+            ``"own"`` if training and test files have the same client names.
     """
 
     default_partition = ByGroup()
@@ -133,11 +138,13 @@ class FileDataModule(FederatedDataModule):
         self._files: list[Path] = []
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
-        """Training, test and validation samples; sets ``_files``, perhaps ``class_names``."""
+        """Return training, test and validation samples; set ``_files``, and optionally
+        ``class_names``.
+        """
         raise NotImplementedError  # abstract: each reader knows its own file format
 
     def tell(self, text: str) -> None:
-        """Say something once, above the run."""
+        """Report a text once, before the run."""
         say(self.trainer, text)
 
     def load(self) -> None:
@@ -165,7 +172,7 @@ class FileDataModule(FederatedDataModule):
         return DatasetSamples(dataset, getattr(dataset, "targets", None), workers=self._workers)
 
     def _tests_are_own(self, train: Side, test: Side) -> bool:
-        """Whether test samples of a client's name are its own."""
+        """Return whether test samples under a client's name are its own."""
         if self.tests is not None:
             return self.tests == "own"
         both = set(train.names) & set(test.names)
@@ -179,7 +186,7 @@ class FileDataModule(FederatedDataModule):
         return bool(both)
 
     def _check_labels(self, side: Side | None) -> None:
-        """Refuse labels that number no classes."""
+        """Refuse labels that are not numbers of classes."""
         labels = None if side is None else side.labels
         if side is None or labels is None or labels.dtype.kind not in "iu" or not len(labels):
             return
@@ -191,7 +198,7 @@ class FileDataModule(FederatedDataModule):
             )
 
     def _without_empty(self, train: Side) -> None:
-        """Number the clients that have training samples."""
+        """Number only the clients that have training samples."""
         sizes = np.bincount(train.groups, minlength=len(train.names))
         empty = np.flatnonzero(sizes == 0)
         if len(empty):
@@ -201,7 +208,7 @@ class FileDataModule(FederatedDataModule):
             train.names = [name for name, size in zip(train.names, sizes, strict=True) if size]
 
     def _tell_of_labels(self, train: Side, test: Side | None) -> None:
-        """Say which numbers of classes only the test samples have."""
+        """Report which classes only the test samples have."""
         if train.labels is None or test is None or test.labels is None:
             return
         if train.labels.dtype.kind not in "iu":

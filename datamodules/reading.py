@@ -1,4 +1,6 @@
-"""Reading batches ahead in worker processes: in order, to the same bits for any number of them."""
+"""Reading batches ahead in worker processes, in order, with the same bits for any number of
+processes.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,11 @@ Request = tuple[int, NDArray[np.int64]]
 
 @dataclass(frozen=True)
 class Reading:
-    """How a dataset is read: a batch of positions.
+    """How a dataset is read: it takes positions and returns a batch.
 
-    ``fetch``: what ``dataset[…]`` takes and gives: ``"sample"`` by position, ``"list"``: what
-    ``collate`` takes by a list of positions, ``"batch"``: the same by one position, so that batches
-    are what is split.
+    ``fetch``: what ``dataset[…]`` takes and returns. ``"sample"``: a sample by position;
+    ``"list"``: the input of ``collate`` by a list of positions; ``"batch"``: the same by one
+    position, so that the split divides batches.
     """
 
     dataset: Any
@@ -49,10 +51,10 @@ class Reading:
         return self.collate(self.dataset[positions if self.fetch == "list" else positions[0]])
 
     def _batch(self, samples: list[Any]) -> Any:
-        """The samples as a batch.
+        """Return the samples as a batch.
 
         Raises:
-            UserError: torch's ``default_collate`` was to stack what cannot be stacked.
+            UserError: torch's ``default_collate`` cannot stack these samples.
         """
         try:
             return self.collate(samples)
@@ -70,7 +72,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Workers:
-    """Settings as of torch's DataLoader; ``number=0``: read in the process itself."""
+    """Settings as in torch's DataLoader; with ``number=0`` the process itself reads."""
 
     number: int = 0
     ahead: int = 2  # batches, for each worker
@@ -80,14 +82,14 @@ class Workers:
 
 
 class AheadReader:
-    """Reads batches in ``workers.number`` processes, which all who read at the same time share.
+    """Read batches in ``workers.number`` processes, which all current readers share.
 
-    torch's DataLoader serves one reader at a time and starts processes for each; clients that train
-    side by side would each have their own. Processes start when they are first needed and stay
-    until :meth:`close`.
+    torch's DataLoader serves one reader at a time and starts processes for each, so parallel
+    clients would each have their own. Processes start when they are first needed and run until
+    :meth:`close`.
 
-    What is drawn meanwhile from torch, NumPy or Python follows the request's seed, so that it does
-    not depend on which process reads.
+    Random draws from torch, NumPy or Python in these processes follow the request's seed, so they
+    do not depend on which process reads.
     """
 
     def __init__(self, read: Reading, workers: Workers) -> None:
@@ -105,7 +107,7 @@ class AheadReader:
         AheadReader.__init__(self, **state)
 
     def batches(self, requests: Iterable[Request]) -> Iterator[Any]:
-        """The batches asked for, in this order."""
+        """Yield the batches asked for, in this order."""
         pool = self._begin()
         waiting = deque[Future[Any]]()
         rest = iter(requests)
@@ -161,7 +163,9 @@ _own: list[tuple[str, Any]] | None = None
 
 
 def _start(read: Reading, init: Callable[[int], None] | None, number: int, count: Any) -> None:
-    """Begin a worker process, which computes on one thread, as one of torch's DataLoader does."""
+    """Begin a worker process, which computes on one thread, as a worker of torch's DataLoader
+    does.
+    """
     global _read
     _read = read
     # The run handles a Ctrl-C in the terminal, and ends its workers.
@@ -181,7 +185,7 @@ def _start(read: Reading, init: Callable[[int], None] | None, number: int, count
 
 
 def _end_with(parent: int) -> None:
-    """End with the parent process, so that a run that is killed leaves no worker behind."""
+    """End with the parent process, so that a killed run leaves no worker behind."""
     while os.getppid() == parent:
         time.sleep(1)
     os._exit(1)
@@ -206,7 +210,7 @@ def _answer(request: Request) -> Any:
 
 
 def _seeded(read: Reading, seed: int, positions: NDArray[np.int64]) -> Any:
-    """A batch; what it draws from the process's generators follows the seed."""
+    """Return a batch; draws from the process's generators follow the seed."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
@@ -214,8 +218,8 @@ def _seeded(read: Reading, seed: int, positions: NDArray[np.int64]) -> Any:
 
 
 def own_generator(dataset: Any) -> str:
-    """The place of a random generator of the dataset's own; empty where it has none."""
-    # Each worker process would have a copy of it, and all would draw the same numbers.
+    """Return the place of the dataset's own random generator; empty if it has none."""
+    # Each worker process would have a copy of the generator, and all would draw the same numbers.
     return next((where for where, _ in generators_of(dataset)), "")
 
 
@@ -223,7 +227,7 @@ def check_workers(number: Any, dataset: Any) -> None:
     """Refuse datasets whose random numbers would depend on the number of processes that read.
 
     Raises:
-        UserError: names the setting and the way out.
+        UserError: a setting is refused; the error names it and says what to do instead.
     """
     if number and (where := own_generator(dataset)):
         raise UserError(

@@ -1,4 +1,4 @@
-"""Samples, which become batches: tensors in memory, or any map-style dataset."""
+"""Samples, from which batches are made: tensors in memory, or any map-style dataset."""
 
 from __future__ import annotations
 
@@ -51,16 +51,18 @@ class Samples(Protocol):
         biases: Change | None = None,
         augment: Change | None = None,
     ) -> Iterator[Batch]:
-        """The samples ``index`` in this order, ``size`` at a time; the last batch is the rest."""
+        """Yield the samples ``index`` in this order, ``size`` at a time; the last batch has the
+        rest.
+        """
         ...
 
 
 class TensorSamples:
     """Samples x ``(N, …)`` and y ``(N, …)`` in memory; batches are slices of one gathered tensor.
 
-    uint8 images are kept as they are, and become float32 ``(x / scale - mean) / std`` when gathered
-    (one mean and std per channel); every other dtype stays what it is. Finally, ``transform`` is
-    called on each batch's x.
+    uint8 images are stored as they are, and become float32 ``(x / scale - mean) / std`` when
+    gathered (one mean and std per channel); every other dtype does not change. Finally,
+    ``transform`` is called on each batch's x.
     """
 
     def __init__(
@@ -101,13 +103,13 @@ class TensorSamples:
 
     @property
     def in_pixel_range(self) -> bool:
-        """Whether x are pixels: with channels, and of uint8 or floats in [0, 1]."""
+        """Return whether x are pixels: with channels, and uint8 or floats in [0, 1]."""
         x = self.x
         unit = x.is_floating_point() and float(x.min()) >= 0 and float(x.max()) <= 1
         return x.ndim >= 3 and (self.image or unit)
 
     def _on(self, device: torch.device) -> tuple[Tensor, ...]:
-        """x, y, factor and shift on ``device``."""
+        """Return x, y, factor and shift on ``device``."""
         with self._lock:
             if device not in self._there:
                 # x and y stay on the CPU if they would fill more than half of the free GPU memory.
@@ -149,7 +151,7 @@ class TensorSamples:
         return x, y
 
     def with_samples(self, x: Tensor, y: Tensor) -> TensorSamples:
-        """Other samples, scaled and transformed in the same way."""
+        """Return other samples, scaled and transformed in the same way."""
         other = copy(self)
         other.x = x
         other.y = y
@@ -178,14 +180,15 @@ class TensorSamples:
 
 
 class DatasetSamples:
-    """Samples of a map-style Dataset, read and collated one by one: any kind of batch, but slower.
+    """Samples of a map-style Dataset, read and collated one by one: this allows any kind of batch,
+    but is slower.
 
     Args:
-        targets: labels ``(N,)``; None: the dataset's own, where they are found without reading
+        targets: labels ``(N,)``; None: the dataset's own, if they are found without reading
             samples.
         collate: makes a batch of a list of samples; None: torch's ``default_collate``.
-        workers: how many processes read ahead, and how.
-        fetch: as ``Reading`` has it.
+        workers: number of processes that read ahead, and their settings.
+        fetch: as in ``Reading``.
     """
 
     def __init__(
@@ -220,16 +223,16 @@ class DatasetSamples:
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether processes of its own read batches ahead."""
+        """Return whether its own processes read batches ahead."""
         return self._ahead is not None
 
     def each(
         self, cut: Iterable[NDArray[np.int64]], seed: Callable[[int], int], device: torch.device
     ) -> Iterator[Batch]:
-        """A batch of each of these index arrays.
+        """Yield a batch for each of these index arrays.
 
-        ``seed(k)``: of what is drawn for the k-th by processes that read, and by generators of the
-        dataset's own.
+        ``seed(k)``: seed of the k-th batch, for draws of processes that read and of the dataset's
+        own generators.
         """
         read: Iterator[Batch]
         if self._ahead is None:
@@ -239,7 +242,7 @@ class DatasetSamples:
         return (batch_to_device(batch, device) for batch in read)
 
     def _seeded(self, index: NDArray[np.int64], seed: Callable[[], int]) -> Batch:
-        """A batch, for which the dataset's own generators follow the seed."""
+        """Return a batch, for which the dataset's own generators follow the seed."""
         # Until the search is done, only one reader reads at a time: a second one would draw from a
         # generator that the first has just created.
         with nullcontext() if self._looked else ONE_AT_A_TIME:
@@ -247,8 +250,8 @@ class DatasetSamples:
                 self._generators = generators_of(self.read.dataset, self.read.collate)
             if not self._generators and not self._looked:
                 batch = self.read(index)
-                # A dataset may create its generators when it is first read, so search again. The
-                # search may raise, and then it is not done.
+                # A dataset may create its generators when it is first read, so search for them
+                # again. If the search raises, it is not marked as done.
                 self._generators = generators_of(self.read.dataset, self.read.collate)
                 self._looked = True
                 if not self._generators:
@@ -272,7 +275,9 @@ class DatasetSamples:
             yield batch_to_device(self.read(index[a : a + size]), device)
 
     def evaluation_size(self) -> int:
-        """Samples of a batch in evaluation: as many like the first as ``EVALUATION_BYTES`` hold."""
+        """Return the batch size in evaluation: as many samples like the first as
+        ``EVALUATION_BYTES`` hold.
+        """
         if self._evaluation_size is None:
             with drawing_apart():
                 each = _nbytes(self.read(np.zeros(1, np.int64)))
@@ -286,14 +291,14 @@ class DatasetSamples:
 
 
 def one_by_one(samples: Samples, index: NDArray[np.int64], biases: Change | None) -> Dataset[Any]:
-    """The samples ``index`` as a dataset."""
+    """Return the samples ``index`` as a dataset."""
     if isinstance(samples, DatasetSamples):
         return Subset(samples.read.dataset, index.tolist())
     return _Singles(samples, index, biases)
 
 
 class _Singles(Dataset[Any]):
-    """Samples of tensors, each made when it is asked for."""
+    """Samples of tensors, each made on request."""
 
     def __init__(self, samples: Samples, index: NDArray[np.int64], biases: Change | None) -> None:
         self.samples = samples
@@ -309,13 +314,15 @@ class _Singles(Dataset[Any]):
 
 
 def makes_batches(samples: Samples) -> bool:
-    """Tell whether the dataset returns a complete batch for each position."""
+    """Return whether the dataset returns a complete batch for each position."""
     return isinstance(samples, DatasetSamples) and samples.read.fetch == "batch"
 
 
 @contextmanager
 def drawing_apart() -> Iterator[None]:
-    """Within, the process's generators begin at 0; afterwards they are as they were."""
+    """Within this context the process's generators begin at 0; afterwards they have their
+    earlier states.
+    """
     with random_state_kept():
         torch.default_generator.manual_seed(0)
         np.random.seed(0)
@@ -324,7 +331,7 @@ def drawing_apart() -> Iterator[None]:
 
 
 def _nbytes(batch: Batch) -> int:
-    """The memory of a batch's tensors and arrays, else the length of its pickle."""
+    """Return the memory of a batch's tensors and arrays, else the length of its pickle."""
     known = sum(leaf.nbytes for leaf in tree_leaves(batch) if isinstance(leaf, Tensor | np.ndarray))
     # A batch's own __reduce__ may raise anything.
     try:
@@ -335,13 +342,13 @@ def _nbytes(batch: Batch) -> int:
 
 @runtime_checkable
 class Movable(Protocol):
-    """A tensor, or what moves itself to a device as tensors do."""
+    """A tensor, or an object with a ``to`` method like a tensor's."""
 
     def to(self, device: torch.device) -> Any: ...
 
 
 def batch_to_device(batch: Batch, device: torch.device) -> Batch:
-    """The batch with all its tensors there."""
+    """Return the batch with all its tensors on the device."""
     if device.type == "cpu":
         return batch
     return apply_to_collection(
@@ -352,7 +359,7 @@ def batch_to_device(batch: Batch, device: torch.device) -> Batch:
 
 
 def find_targets(dataset: Any) -> Any:
-    """A dataset's labels where it has them without reading its samples, else None."""
+    """Return a dataset's labels if it has them without reading its samples, else None."""
     if isinstance(dataset, Subset):
         whole = find_targets(dataset.dataset)
         return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices, np.int64)]

@@ -1,4 +1,6 @@
-"""The training samples split over clients, once a seed: by a partition or given index arrays."""
+"""The training samples, split over clients once per seed: by a partition or by given index
+arrays.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,10 @@ LATEST = 1000
 
 @dataclass
 class Split:
-    """Who holds which of ``total`` training samples.
+    """Which client has which of ``total`` training samples.
 
-    ``clients``: index arrays, into ``kept`` where some samples are ``held_out`` for validation;
-    made ``by_partition``, or given. ``test``: what each is tested on.
+    ``clients``: index arrays, into ``kept`` if some samples are ``held_out`` for validation; made
+    ``by_partition``, or given. ``test``: each client's test samples.
     """
 
     clients: Sequence[Any]
@@ -54,7 +56,9 @@ class Split:
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """Numbers of training samples ``(m,)``; counted once, since it takes all m clients."""
+        """Return the numbers of training samples ``(m,)``; counted once, because it takes all m
+        clients.
+        """
         m = len(self.clients)
         if self.test is not None:
             return np.fromiter((len(self.indices(i)) for i in range(m)), np.int64, m)
@@ -68,24 +72,26 @@ class Split:
         return partition_hash(self.clients, self.kept, self.test)
 
     def indices(self, client: int) -> Indices:
-        """Positions of the samples that a client trains on, in the training data ``(N_i,)``."""
+        """Return the positions of the samples that a client trains on, in the training data
+        ``(N_i,)``.
+        """
         return self._all(client) if self.test is None else self._sides(client)[0]
 
     def asked(self, client: int, what: What) -> Indices:
-        """Positions of a client's samples of this kind in the training data."""
+        """Return the positions of a client's samples of this kind in the training data."""
         if not isinstance(what, str):
             return what
         return self.indices(client) if what == "train" else self.test_indices(client)
 
     def test_indices(self, client: int) -> Indices:
-        """Positions of a client's test samples; may be empty.
+        """Return the positions of a client's test samples; there may be none.
 
-        Those of test sets of clients' own are counted on from ``total``.
+        Positions in clients' own test sets are counted on from ``total``.
         """
         return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
 
     def _sides(self, client: int) -> tuple[Indices, Indices]:
-        """A client's samples to train and to test on."""
+        """Return a client's samples to train on and to test on."""
         assert self.test is not None
         sides = self._latest.get(client)
         if sides is None:
@@ -107,7 +113,7 @@ class Split:
 
 
 def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
-    """Positions of the samples that are used, ascending, of each class its share."""
+    """Return the positions of the samples that are used, ascending, of each class its share."""
     if samples > total:
         raise UserError(
             f"samples is {samples}: there are {total} training samples. Give at most as many, or "
@@ -120,7 +126,7 @@ def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indic
 
 
 def _leaves_out(val_fraction: float, samples: int | None) -> str:
-    """The options that leave samples out, with their verbs."""
+    """Return the options that leave samples out, with their verbs."""
     reasons = []
     if samples is not None:
         reasons.append(f"samples={samples} leaves out")
@@ -142,18 +148,19 @@ def split_samples(
 ) -> Split:
     """Draw ``samples``, hold ``val_fraction`` of them out, and split the rest.
 
-    The rest is split as ``clients`` says, else by the partition. Held-out samples leave the lists
-    of the clients that were given them; the others stay with who had them.
+    The other samples are split as ``clients`` says, else by the partition. Held-out samples are
+    removed from the given lists; the other samples stay with their clients.
 
     Args:
-        samples: how many of all are used; None: all.
-        test: what each client is tested on.
-        counts: the number of clients asked for, and the one where neither that nor the partition
-            says it.
-        groups: ``(N,)``, for a ``ByGroup`` that has none of its own.
+        samples: how many samples are used; None: all.
+        test: each client's test samples.
+        counts: the number of clients asked for, and the default if neither it nor the partition
+            gives one.
+        groups: ``(N,)``, for a ``ByGroup`` without its own groups.
 
     Raises:
-        UserError: too few samples, no number of clients, or classes asked for where there are none.
+        UserError: there are too few samples, no number of clients, or no classes although the
+            partition needs them.
     """
     total = len(data)
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
@@ -168,9 +175,9 @@ def split_samples(
         if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
             rank_zero_warn(
                 f"{partition.clients} of {whole.clients} groups are clients: "
-                f"{_leaves_out(val_fraction, samples)} all samples of the others, and clients are "
-                "numbered without these, so that client 0 is not the first group where that is "
-                "one of them"
+                f"{_leaves_out(val_fraction, samples)} all samples of the other groups. Clients "
+                "are numbered without these groups, so client 0 is not the first group if that "
+                "group is left out"
             )
     if clients is not None:
         clients = _checked(clients, total)
@@ -196,7 +203,9 @@ def _tested(
     total: int,
     other: ClientTests | None,
 ) -> SplitTests:
-    """The test samples that the partition gives; ``other``: those that are asked for beside."""
+    """Return the test samples that the partition gives; ``other``: test samples by other
+    options.
+    """
     if other is not None:
         what, kind = other.described
         raise UserError(
@@ -213,7 +222,9 @@ def _tested(
 def _kept_and_held_out(
     data: Samples, val_fraction: float, samples: int | None, seed: int
 ) -> tuple[Indices | None, Indices | None]:
-    """Positions to train on (None: all), and positions held out for validation (None: none)."""
+    """Return the positions to train on (None: all), and the positions held out for validation
+    (None: none).
+    """
     drawn = None if samples is None else _drawn(samples, data.labels, len(data), seed)
     if val_fraction == 0:
         return drawn, None
@@ -233,7 +244,9 @@ def _kept_and_held_out(
 
 
 def check_partition(partition: Partition, num_clients: int | None, labels: object) -> None:
-    """Refuse a partition without a number of clients, or by classes where there are none."""
+    """Refuse a partition without a number of clients, or one that uses classes if there are
+    none.
+    """
     if num_clients is None:
         raise UserError(
             "num_clients is not given: give the number of clients, or clients=[…] with each "
@@ -241,14 +254,14 @@ def check_partition(partition: Partition, num_clients: int | None, labels: objec
         )
     if labels is None and partition.needs_labels:
         raise UserError(
-            f"The partition is {partition!r}, which goes by classes, but the training data have no "
-            "class labels (whole numbers from 0, one a sample): give targets, or a partition such "
-            "as IID."
+            f"The partition is {partition!r}, which uses classes, but the training data have no "
+            "class labels (whole numbers from 0, one per sample): give targets, or a partition "
+            "such as IID."
         )
 
 
 def without_held_out(clients: Sequence[Any], kept: Indices, total: int) -> LazyClients:
-    """Each client's own list without what is held out, as positions into ``kept``.
+    """Return each client's own list without held-out samples, as positions into ``kept``.
 
     >>> left = without_held_out([[0, 4, 3], [3, 1, 1]], kept=np.array([0, 1, 4]), total=5)
     >>> [client.tolist() for client in left], left.sizes
@@ -286,12 +299,12 @@ def check_given(clients: Any, num_clients: int | None, partition: Partition | No
     if partition is not None or num_clients not in (None, len(clients)):
         raise UserError(
             f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, "
-            f"partition {partition!r}: give either clients alone, or num_clients and partition."
+            f"partition {partition!r}: give either only clients, or num_clients and partition."
         )
 
 
 def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
-    """Lists are checked at once, lazy sequences when a client is asked for."""
+    """Check lists at once, and lazy sequences when a client is read."""
     check_sequence("clients", clients, "each client's sample indices")
     if len(clients) == 0:
         raise UserError("clients is empty: give at least one client's sample indices.")
@@ -304,7 +317,7 @@ def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
 def partition_hash(
     clients: Sequence[Indices], kept: Indices | None, test: ClientTests | None = None
 ) -> str:
-    """A hash of all indices, or of the recipe where there are very many lazy ones."""
+    """Return a hash of all indices, or of the recipe if there are very many lazy ones."""
     state = hashlib.sha256(b"" if kept is None else kept.tobytes())
     if test is not None:
         state.update(test.recipe)

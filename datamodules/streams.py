@@ -1,4 +1,4 @@
-"""The random numbers of a split: ours, or those of the tool whose rule it is."""
+"""The random numbers of a split: this project's, or those of another tool."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Stream = np.random.Generator | np.random.RandomState
 
 
 def stream(seed: int, tool_seed: int | None, source: str = "flwr") -> Stream:
-    """The stream that a split draws from, in the order that its class describes.
+    """Return the stream from which a split draws, in the order that its class describes.
 
     Args:
-        seed: of the run.
-        tool_seed: of the other tool, whose own generator is then used; None: the run's.
-        source: the tool. flwr-datasets has NumPy's default generator, the others the older one.
+        seed: the run's seed.
+        tool_seed: seed of the other tool, whose own generator is then used; None: the run's.
+        source: the tool. flwr-datasets uses NumPy's default generator, the others the older one.
     """
     if tool_seed is None:
         return generator(seed, "partition")
@@ -31,21 +31,21 @@ def stream(seed: int, tool_seed: int | None, source: str = "flwr") -> Stream:
 
 
 def integers(r: Stream, low: int, high: int, size: int | None = None) -> Any:
-    """Whole numbers from ``low`` to below ``high``."""
+    """Return whole numbers from ``low`` to below ``high``."""
     if isinstance(r, np.random.RandomState):
         return r.randint(low, high, size)
     return r.integers(low, high, size)
 
 
 def by_class(labels: Indices) -> tuple[Indices, list[Indices]]:
-    """The classes that occur, ascending, and the positions of each, ascending."""
+    """Return the classes that occur, ascending, and the positions of each, ascending."""
     classes, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     order = np.argsort(inverse, kind="stable")
     return classes, np.split(order, np.cumsum(counts)[:-1])
 
 
 def shuffled(r: Stream, clients: list[Any]) -> list[Indices]:
-    """Each client's list in another order."""
+    """Return each client's list in another order."""
     for own in clients:
         r.shuffle(own)
     return as_arrays(clients)
@@ -56,7 +56,7 @@ def as_arrays(clients: list[Any]) -> list[Indices]:
 
 
 def tested(owner: Partition, r: Stream, clients: list[Any], source: str, share: float) -> list[Any]:
-    """Each client's list cut into what it trains and is tested on, as the source does.
+    """Return each client's list cut into training and test samples, as the source does.
 
     Raises:
         UserError: a client has too few samples for a test sample, or none to train on.
@@ -89,14 +89,14 @@ def check_share(owner: Partition, share: float, source: str) -> None:
     """Refuse a share of test samples that the source does not support."""
     if share and source not in ("pfllib", "fl-bench"):
         raise UserError(
-            f"{type(owner).__name__}'s test_share is {share:g}, which source='pfllib' and "
-            f"'fl-bench' have, and source is {source!r}: give the data module's "
+            f"{type(owner).__name__}'s test_share is {share:g}, but source is {source!r}, and only "
+            "source='pfllib' and 'fl-bench' have a test_share: give the data module's "
             f"client_test_fraction={share:g} in its place."
         )
 
 
 def check_same(owner: Partition, num_clients: int, own: int) -> None:
-    """Refuse another number of clients than the split itself has."""
+    """Refuse a number of clients that differs from the split's own."""
     if num_clients != own:
         raise UserError(
             f"num_clients is {num_clients}, but the partition {type(owner).__name__} has {own} "
@@ -115,16 +115,16 @@ def check_none_empty(owner: Partition, clients: list[Any], mend: str) -> None:
 
 
 def tell_left(owner: Partition, left: int, total: int, why: str) -> None:
-    """Tell how many samples no client has."""
+    """Report how many samples belong to no client."""
     if left:
         rank_zero_warn(
-            f"{type(owner).__name__}: {left:,} of {total:,} training samples are of no client, "
+            f"{type(owner).__name__}: {left:,} of {total:,} training samples belong to no client, "
             f"{why}"
         )
 
 
 def rows(value: Any) -> NDArray[Any]:
-    """Numbers of a list, of lists, or of a file ``.npy``."""
+    """Return the numbers of a list, of lists, or of a file ``.npy``."""
     if isinstance(value, str):
         return np.asarray(np.load(value, allow_pickle=False))
     return np.asarray(value)

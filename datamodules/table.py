@@ -1,4 +1,4 @@
-"""Tables: a row is a sample, and a column may name its client."""
+"""Tables in which a row is a sample, and a column may name its client."""
 
 from __future__ import annotations
 
@@ -52,50 +52,51 @@ MANY_CLASSES = 50
 
 
 class FromTable(FederatedDataModule):
-    """Federated data from a CSV or Parquet file, or a frame in memory: a row is a sample.
+    """Federated data from a CSV or Parquet file, or a frame in memory; a row is a sample.
 
     x ``(N, features)`` are numbers, float32. y ``(N,)`` are classes 0, 1, … in the order of the
-    target's values, by number where all are numbers; a target with fractions is a float32 number,
-    as is any with ``regression``. Nothing is scaled.
+    target's values, by number if all are numbers. A target with fractions, or any target with
+    ``regression``, is a float32 number. Nothing is scaled.
 
     Args:
         path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow), or
             a frame of pandas or polars. The first line of a CSV names its columns. ``{name: file}``
             gives a file per client.
         target: the column to predict.
-        client: the column that names the clients, each of which is then one; in ascending order,
-            their names are ``client_names``. None: rows are split by ``partition``.
-        features: the columns of x, in this order; None: all but ``target`` and ``client``, in the
-            file's, and a column that is a row index (without a name, as ``df.to_csv`` writes it) is
-            refused.
-        test: another file or frame, ``{"share": 0.34, "rule": "sklearn", "seed": 43}`` (within each
-            client, as scikit-learn's ``train_test_split`` does it), or the share of rows that is
-            held out to test on: the same rows whatever the seed. If test rows also name their
-            ``client``, they are the client's own test set as well. Other test rows belong only to
-            the global test set.
-        num_clients, partition: how to split; without meaning where ``client`` names a column.
+        client: the column that names the clients; each name is one client. Clients are in ascending
+            order, and ``client_names`` has their names. None: ``partition`` splits the rows.
+        features: the columns of x, in this order. None: all columns but ``target`` and ``client``,
+            in the file's order; a column that is a row index (without a name, as ``df.to_csv``
+            writes it) is refused.
+        test: another file or frame; ``{"share": 0.34, "rule": "sklearn", "seed": 43}`` (within each
+            client, as scikit-learn's ``train_test_split``); or the share of rows that is held out
+            to test on, the same rows for every seed. If test rows also name their ``client``, they
+            are the client's own test set as well. Other test rows belong only to the global test
+            set. num_clients, partition: how to split; not used if ``client`` names a column.
         separator: between a CSV's columns.
         classes: the target's values, in the order of their numbers; None: those of the training
-            rows. For files that lack one which others have, as at sites.
-        regression: y is the target's number, float32, where all are whole too. False: whole numbers
-            are names of classes, and 30, 41, 67 become 0, 1, 2.
-        encode: texts become numbers: ``"one-hot"`` (columns such as ``colour=red``), ``"codes"``
-            (the place among the training rows' values), or a kind by column. None: refuse texts.
+            rows. Give it for files that lack a class which others have, as at sites.
+        regression: y is the target's number, float32, even if all are whole numbers. False: whole
+            numbers are names of classes, so 30, 41, 67 become 0, 1, 2.
+        encode: how texts become numbers: ``"one-hot"`` (columns such as ``colour=red``),
+            ``"codes"`` (the place among the training rows' values), or a kind by column. None:
+            refuse texts.
         drop_first: leave out the first one-hot column of each.
-        missing: ``"refuse"``, or ``"drop"`` rows that lack a value in a column in use.
+        missing: ``"refuse"``, or ``"drop"`` rows that lack a value in a column that is used.
         missing_marks: texts that mark a missing value, in addition to ``NA`` and similar texts.
-        columns: names of the columns of a CSV whose first line has none.
-        root: the folder of relative paths.
+        columns: names of the columns, for a CSV whose first line has none.
+        root: the folder to which paths are relative.
         above: y is 1 if the target exceeds this number, else 0.
         scale: x is (x − mean) / std, by the training rows of each ``"client"``, or of ``"all"``.
 
-    ``column_names``, ``class_names``: of x and y in their order, once the table is read.
+    ``column_names`` and ``class_names`` have the names of x and y in their order, once the table is
+    read.
 
     The other arguments are those of :class:`~fl_lightning.datamodules.FederatedDataModule`.
 
     Raises:
-        UserError: columns that are not there, values that are missing or no numbers, labels of the
-            test data that no training row has; each by name.
+        UserError: a column does not exist, a value is missing or not a number, or no training row
+            has a label of the test data; the error names it.
     """
 
     def __init__(
@@ -160,10 +161,10 @@ class FromTable(FederatedDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """``(features,)``, from the names of the columns.
+        """Return ``(features,)``, from the names of the columns.
 
         Raises:
-            UserError: a column that was asked for is not there: the others would be counted wrong.
+            UserError: a named column does not exist, so the others would be counted wrong.
         """
         features = arguments.get("features")
         # Encoded texts may become several columns, and with one file per client there is one more.
@@ -192,7 +193,9 @@ class FromTable(FederatedDataModule):
 
     @property
     def num_classes(self) -> int | None:
-        """Those of the training file, also where all rows of one are held out to test on."""
+        """Return the classes of the training file, even if all rows of one class are held out
+        to test on.
+        """
         if self.classes is not None:
             return len(self.classes)
         self._ready()
@@ -233,7 +236,7 @@ class FromTable(FederatedDataModule):
         say(self.trainer, text)
 
     def _read_training(self) -> Table:
-        """The training file, or all clients' files as one table."""
+        """Return the training file, or all clients' files, as one table."""
         if not self._per_client:
             return read_table(self.path, self.separator, self.columns)
         assert self.client is not None
@@ -248,7 +251,7 @@ class FromTable(FederatedDataModule):
         return without_missing(table, used, self.missing_marks, drop, self._tell)
 
     def _targets(self, table: Table) -> tuple[NDArray[Any], dict[str, int] | None]:
-        """y ``(N,)``, and its classes by value."""
+        """Return y ``(N,)``, and its classes by value."""
         if self.above is not None:
             numbers = table.target_numbers(self.target)
             return (numbers > self.above).astype(np.int64), {"0": 0, "1": 1}
@@ -262,7 +265,7 @@ class FromTable(FederatedDataModule):
         return coded(table, self.target, known, "data.classes"), known
 
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
-        """The group by whose figures each row is scaled."""
+        """Return the group by whose mean and deviation each row is scaled."""
         if self.scale == "client" and self.groups is None:
             raise UserError(
                 "data.scale is 'client', and data.client names no column of clients: give the "
@@ -272,7 +275,7 @@ class FromTable(FederatedDataModule):
         return np.asarray(self.groups) if by_client else np.zeros(rows, np.int64)
 
     def _rows(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Rows to train and to test on."""
+        """Return rows to train on and to test on."""
         if isinstance(self.test, Mapping):
             groups = np.zeros(len(y), np.int64) if self.groups is None else self.groups
             return held_out(self.test, y, groups)
@@ -318,14 +321,14 @@ class FromTable(FederatedDataModule):
             self._say_of_nobodys_rows(other, of_tests)
 
     def column_values(self, column: str) -> NDArray[np.float32]:
-        """A column's numbers in the training rows, for ``ByValue``."""
+        """Return a column's numbers in the training rows, for ``ByValue``."""
         table, rows = self._table
         require(table.path, table.columns, {"partition.column": [column]})
         found: NDArray[np.float32] = table.numbers([column])[rows, 0]
         return found
 
     def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:
-        """Say where classes are whole numbers that look like amounts."""
+        """Report if classes are whole numbers that look like amounts."""
         names = list(classes or ())
         if not names or not all(map(is_number, names)):
             return
@@ -339,7 +342,7 @@ class FromTable(FederatedDataModule):
             )
 
     def _say_of_nobodys_rows(self, table: Table, of_tests: NDArray[np.int64]) -> None:
-        """Say how many rows to test on are of no client that trains."""
+        """Report how many test rows belong to no client that trains."""
         assert self.client is not None
         nobodys = np.flatnonzero(of_tests < 0).tolist()
         if nobodys:
@@ -353,7 +356,7 @@ class FromTable(FederatedDataModule):
 
     @staticmethod
     def _share(rows: int, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """A share of the rows to test on, and the others."""
+        """Return the rows of a share to test on, and the other rows."""
         count = math.floor(share * rows + 0.5)
         if not 0 < count < rows:
             raise UserError(

@@ -1,4 +1,4 @@
-"""What becomes of a table's columns: rows left out, texts as numbers, scales, test rows."""
+"""Conversions of a table's columns: rows left out, texts as numbers, scales, test rows."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Kind = Literal["one-hot", "codes"]
 
 
 def joined_tables(tables: Mapping[str, Table], column: str) -> Table:
-    """Several tables as one, with a column of their names.
+    """Return several tables as one, with a column of their names.
 
     Raises:
-        UserError: their columns differ, or one is called as the new one.
+        UserError: their columns differ, or one has the name of the new one.
     """
     first, *others = tables.values()
     for other in others:
@@ -48,7 +48,9 @@ def joined_tables(tables: Mapping[str, Table], column: str) -> Table:
 def without_missing(
     table: Table, used: Iterable[str], marks: Sequence[str], drop: bool, tell: Callable[[str], None]
 ) -> Table:
-    """A table in which ``marks`` are missing values, without the rows that lack one if ``drop``."""
+    """Return a table in which ``marks`` are missing values; if ``drop``, without the rows that
+    lack a value.
+    """
     marked = {mark.strip() for mark in marks}
     columns: dict[str, Sequence[Any]] = {}
     for name, values in table.columns.items():
@@ -73,10 +75,10 @@ def without_missing(
 
 @dataclass
 class Encoding:
-    """Texts as numbers, by the categories of the training rows.
+    """Converts texts to numbers, by the categories of the training rows.
 
     Args:
-        given: ``"one-hot"`` or ``"codes"`` of all columns of texts, or a kind by column; None:
+        given: ``"one-hot"`` or ``"codes"`` for all columns of texts, or a kind by column; None:
             texts are refused.
         drop_first: leave out the first one-hot column of each.
     """
@@ -86,7 +88,7 @@ class Encoding:
     categories: dict[str, list[str]] = field(default_factory=dict)
 
     def kind(self, column: str) -> str | None:
-        """How a column is encoded, where it is."""
+        """Return how a column is encoded, if it is."""
         if isinstance(self.given, Mapping):
             return self.given.get(column)
         return self.given if column in self.categories else None
@@ -141,11 +143,11 @@ class Encoding:
 def scaled(
     x: NDArray[np.float32], groups: NDArray[np.int64], trained: Indices
 ) -> NDArray[np.float32]:
-    """(x − mean) / (std + 1e-9) by the training rows of each group; std with n − 1.
+    """Return (x − mean) / (std + 1e-9) by the training rows of each group; std with n − 1.
 
     Args:
-        groups: of each row ``(N,)``.
-        trained: the training rows' positions.
+        groups: group of each row ``(N,)``.
+        trained: positions of the training rows.
     """
     left = np.zeros(len(x), bool)
     left[trained] = True
@@ -190,10 +192,11 @@ def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> 
 def held_out(
     test: Mapping[str, Any], y: NDArray[Any], groups: NDArray[np.int64]
 ) -> tuple[Indices, Indices]:
-    """Rows to train and to test on, within each group, by scikit-learn's train_test_split.
+    """Return rows to train on and to test on, within each group, by scikit-learn's
+    train_test_split.
 
     Raises:
-        UserError: another key or rule, or a group that is too small.
+        UserError: a key or rule is not known, or a group is too small.
     """
     from sklearn.model_selection import train_test_split
 
@@ -219,7 +222,7 @@ def held_out(
 
 
 def under(root: str | Path | None, path: Any) -> Any:
-    """A path below ``root``, where it is relative."""
+    """Return a path below ``root``, if it is relative."""
     if root is None or not isinstance(path, str | Path):
         return path
     return Path(root).expanduser() / path

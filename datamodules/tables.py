@@ -1,4 +1,4 @@
-"""Tables as columns by name, read from files and frames; what is wrong is refused by line."""
+"""Tables as columns by name, read from files and frames; errors name the line."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
 
 @dataclass(frozen=True)
 class Table:
-    """A file's columns as text or numbers, by name; ``first``: the first row's line number."""
+    """A file's columns as text or numbers, by name; ``first`` is the first row's line number."""
 
     path: Path
     columns: dict[str, Sequence[Any]]
@@ -37,7 +37,9 @@ class Table:
         return f"The table {str(self.path)!r}"
 
     def present(self, name: str, option: str = "") -> list[Any]:
-        """A column's values, none of which is missing; ``option``: what else mends it."""
+        """Return a column's values, none of which may be missing; ``option``: text about
+        another remedy.
+        """
         values = list(self.columns[name])
         for row, value in enumerate(values):
             if is_missing(value):
@@ -50,7 +52,7 @@ class Table:
         return values
 
     def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
-        """Columns of numbers as ``(N, k)``, float32."""
+        """Return columns of numbers as ``(N, k)``, float32."""
         x = np.empty((len(self.columns[names[0]]), len(names)), np.float32)
         for k, name in enumerate(names):
             values = self.present(name, ", or leave the column out of data.features")
@@ -60,34 +62,35 @@ class Table:
                 row = next(row for row, value in enumerate(values) if not is_number(value))
                 raise UserError(
                     f"{self.where} has {values[row]!r} in column {name!r} of line "
-                    f"{self.first + row}, which is no number: make numbers of the column, or "
+                    f"{self.first + row}, which is not a number: convert the column to numbers, or "
                     "leave it out of data.features."
                 ) from None
             if not np.isfinite(x[:, k]).all():
                 row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
                 raise UserError(
                     f"{self.where} has {values[row]!r} in column {name!r} of line "
-                    f"{self.first + row}, which is no finite number of single precision."
+                    f"{self.first + row}, which is not a finite number in single precision."
                 )
         return x
 
     def target_numbers(self, name: str) -> NDArray[np.float32]:
-        """The target's column ``(N,)``, float32."""
+        """Return the target's column ``(N,)``, float32."""
         for row, value in enumerate(self.present(name)):
             if not is_number(value):
                 raise UserError(
                     f"{self.where} has {value!r} in column {name!r} of line {self.first + row}, "
-                    "which is no number, and the target is one (data.regression, or numbers with "
-                    "fractions in the training data): make a number of it, or leave the row out."
+                    "which is not a number, but the target is a number (data.regression, or "
+                    "numbers with fractions in the training data): make it a number, or leave the "
+                    "row out."
                 )
         return self.numbers([name])[:, 0]
 
 
 def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[str]:
-    """The columns besides ``others``, in the file's order.
+    """Return the columns except ``others``, in the file's order.
 
     Raises:
-        UserError: one of them is a row index, which says nothing about a sample.
+        UserError: one of the columns is a row index, which has no information about a sample.
     """
     features = []
     for place, name in enumerate(columns, 1):
@@ -96,8 +99,8 @@ def all_but(path: Path, columns: Iterable[str], others: Sequence[str]) -> list[s
         if ROW_INDEX.fullmatch(name):
             raise UserError(
                 f"The table {str(path)!r} has a column {name!r} (its column {place}), which is "
-                "what pandas calls the row index, and data.features is not given, so that the "
-                "number of a row would be learned from: write the file with index=False "
+                "what pandas calls the row index, and data.features is not given, so the model "
+                "would learn from the row's number: write the file with index=False "
                 "(df.to_csv(path, index=False)), or name the columns to learn from by "
                 "data.features."
             )
@@ -113,7 +116,7 @@ def refuse_twice(option: str, names: Sequence[str | int]) -> None:
 
 
 def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
-    """The error for a table whose columns are all answers or clients."""
+    """Return the error for a table whose columns are all answers or clients."""
     besides = f"no columns besides {', '.join(map(repr, columns))}" if columns else "no columns"
     return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
 
@@ -124,13 +127,14 @@ def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> No
         for option, other in others.items():
             if name == other:
                 raise UserError(
-                    f"data.features has {name!r}, which is data.{option}={other!r}: it would be "
-                    f"learned from. Leave it out of data.features, or give another data.{option}."
+                    f"data.features has {name!r}, which is data.{option}={other!r}: the model "
+                    "would learn from it. Leave it out of data.features, or give another "
+                    f"data.{option}."
                 )
 
 
 def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]) -> None:
-    """Refuse names of columns that the table lacks; ``chosen``: those of each option of ours."""
+    """Refuse names of columns that the table lacks; ``chosen`` has the columns of each option."""
     columns = list(columns)
     # An empty file is reported when it is read.
     for option, names in chosen.items():
@@ -143,7 +147,9 @@ def require(path: Path, columns: Iterable[str], chosen: dict[str, Iterable[str]]
 
 
 def truths(values: Sequence[Any]) -> Sequence[Any]:
-    """A column of true and false, as a CSV spells them, as 1 and 0; others as they are."""
+    """Return a column of true and false, as a CSV spells them, as 1 and 0; other columns
+    unchanged.
+    """
     words = {"true": 1, "false": 0}
     if not all(isinstance(value, str) and value.strip().lower() in words for value in values):
         return values
@@ -165,7 +171,7 @@ def is_number(value: Any) -> bool:
 
 
 def ordered(values: Sequence[Any]) -> list[Any]:
-    """The distinct values, ascending; by number where all are numbers."""
+    """Return the distinct values, ascending; by number if all are numbers."""
     distinct = set(values)
     if all(is_number(value) for value in distinct):
         return sorted(distinct, key=exactly)
@@ -173,10 +179,10 @@ def ordered(values: Sequence[Any]) -> list[Any]:
 
 
 def told_apart(table: Table, column: str) -> list[Any]:
-    """The values of a column whose values are names.
+    """Return the values of a column whose values are names.
 
     Raises:
-        UserError: it has one number or name in two ways, which would be two names.
+        UserError: it has one number or name written in two ways, which would count as two names.
     """
     values = table.present(column)
     numbers = all(map(is_number, values))
@@ -194,7 +200,9 @@ def told_apart(table: Table, column: str) -> list[Any]:
 
 
 def exactly(value: Any) -> int | float:
-    """The number that a value stands for: whole ones exactly, however large they are."""
+    """Return the number that a value stands for; whole numbers are exact, however large they
+    are.
+    """
     try:
         return int(str(value))
     except ValueError:
@@ -202,10 +210,10 @@ def exactly(value: Any) -> int | float:
 
 
 def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
-    """The client of each row ``(N,)``, by name; -1: of none.
+    """Return the client of each row ``(N,)``, by name; -1: no client.
 
     Raises:
-        UserError: a row has no name, or a client's in another spelling.
+        UserError: a row has no name, or the name of a client in another spelling.
     """
     places = {name: place for place, name in enumerate(clients)}
     values = told_apart(table, column)
@@ -227,19 +235,21 @@ def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64
 
 
 def spellings(name: str) -> list[Any]:
-    """A common form of names that differ only in spelling."""
+    """Return a common form of names that differ only in spelling."""
     return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
 
 
 def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
-    """Each value's place among the distinct ones ``(N,)``, and these as text."""
+    """Return each value's place among the distinct values ``(N,)``, and these as text."""
     names = ordered(values)
     places = {name: place for place, name in enumerate(names)}
     return np.array([places[value] for value in values], np.int64), [str(name) for name in names]
 
 
 def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
-    """y ``(N,)``, and its classes by value; None where the target is a number with fractions."""
+    """Return y ``(N,)``, and its classes by value; None if the target is a number with
+    fractions.
+    """
     values = table.present(target)
     if all(map(is_number, values)) and any(float(value) % 1 for value in values):
         return table.target_numbers(target), None
@@ -253,10 +263,10 @@ def coded(
     classes: dict[str, int] | None,
     of: str = "the training data",
 ) -> NDArray[Any]:
-    """y of a table by the classes of another one, or given ones.
+    """Return y of a table by the classes of another table, or by given classes.
 
     Raises:
-        UserError: a value is none of them.
+        UserError: a value is not among the accepted ones.
     """
     if classes is None:
         return table.target_numbers(target)
@@ -271,7 +281,7 @@ def coded(
 
 
 def columns_of(path: Path, separator: str) -> list[str]:
-    """The names of a table's columns; its rows are not read."""
+    """Return the names of a table's columns; its rows are not read."""
     if path.suffix == ".parquet":
         with reading(path):
             names: list[str] = parquet().ParquetFile(path).schema_arrow.names
@@ -281,13 +291,13 @@ def columns_of(path: Path, separator: str) -> list[str]:
 
 
 def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = None) -> Table:
-    """All of a table, of a file or a frame.
+    """Read a whole table, from a file or a frame.
 
     Args:
-        given: the columns' names, of a CSV without a first line of names.
+        given: the columns' names, for a CSV without a first line of names.
 
     Raises:
-        UserError: it is not there, has no rows, or rows of other lengths.
+        UserError: it does not exist, has no rows, or has rows of different lengths.
     """
     if not isinstance(path, Path):
         read = columns_of_frame(path)
@@ -327,7 +337,7 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
 
 
 def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
-    """Refuse a table with two columns of one name."""
+    """Refuse a table with two columns of the same name."""
     twice = [name for name in names if list(names).count(name) > 1]
     if twice:
         raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")

@@ -21,34 +21,34 @@ from fl_lightning.datamodules.tokens import Bytes, Folder, padded, read_text, to
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.papers import Paper
 
-# MultiNLI's mark for a text on which the annotators did not agree: it is left out, as is usual.
+# MultiNLI's mark for a text on which the annotators did not agree: such rows are left out, as is
+# usual.
 NO_LABEL = "-"
 URL = "https://cims.nyu.edu/~sbowman/multinli/"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class TextClassification(FederatedDataModule):
-    """Texts with a class each: by default MultiNLI (Williams et al., 2018), its five genres as
+    """Texts with a class each; by default MultiNLI (Williams et al., 2018), with its five genres as
     clients.
 
-    x ``(length,)`` are tokens, -1 where the text has ended. Files are JSON lines (an object a
-    line), or by their name ``.csv`` or ``.tsv`` with a header; each row has the columns below.
+    x ``(length,)`` are tokens, -1 after the end of the text. Files are JSON lines (one object per
+    line), or ``.csv`` or ``.tsv`` with a header; each row has the columns below.
 
     Args:
-        root: the folder that holds the files.
-        train, test: the files; without ``test`` nothing is tested.
+        root: the folder that holds the files. train, test: the files; without ``test`` there is no
+            test set.
         text: the column of the text, or two for pairs.
-        label: the column of the class; rows with ``-`` there are left out.
-        classes: its values, in the order of their numbers; None: those of the training data,
-            sorted.
+        label: the column of the class; rows with ``-`` in it are left out.
+        classes: the values of the label's column, in the order of their numbers; None: the values
+            in the training data, sorted.
         group: the column whose values are the clients, in sorted order; None: ``IID``, unless
             ``partition`` is given.
-        length: tokens of a text; what is longer is cut.
-        tokenizer: a local folder with a tokenizer of transformers; None: bytes are the tokens, 259
-            numbers.
-        augment, biases, download: have to be False and empty.
-        eval_batch_size: texts of a batch in evaluation.
-        arguments: as ``FederatedDataModule`` has them.
+        length: number of tokens of a text; longer texts are cut.
+        tokenizer: a local folder with a tokenizer of transformers; None: the tokens are bytes, 259
+            numbers. augment, biases, download: have to be False and empty.
+        eval_batch_size: texts per batch in evaluation.
+        arguments: as in ``FederatedDataModule``.
     """
 
     paper = Paper("williams2018multinli")
@@ -145,7 +145,7 @@ class TextClassification(FederatedDataModule):
     def _read(
         self, file: str, groups: list[str] | None = None
     ) -> tuple[list[list[str]], list[str]]:
-        """Texts and labels of a file; adds the groups to ``groups``."""
+        """Return texts and labels of a file; add the groups to ``groups``."""
         texts = []
         labels = []
         columns = [*self.text, self.label]
@@ -177,15 +177,15 @@ class TextClassification(FederatedDataModule):
         for label in labels:
             if label not in number:
                 raise UserError(
-                    f"{str(self.root / file)!r} has the class {label!r}, which is none of "
-                    f"{', '.join(number)[:200]} (data.classes; if not given, those of the "
-                    f"training data).{suggest(label, number)}"
+                    f"{str(self.root / file)!r} has the class {label!r}, which is not one of "
+                    f"{', '.join(number)[:200]} (data.classes; if not given, those of the training "
+                    f"data).{suggest(label, number)}"
                 )
         return np.asarray([number[label] for label in labels], np.int64)
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows with their numbers, from 1."""
+    """Yield rows with their numbers, from 1."""
     text = read_text(path, "TextClassification's file")
     if path.suffix in DELIMITERS:
         yield from enumerate(
@@ -199,11 +199,11 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             row = json.loads(line)
         except ValueError as error:
             raise UserError(
-                f"{str(path)!r}, line {number}, is no JSON ({error}): one object a line is "
+                f"{str(path)!r}, line {number}, is not JSON ({error}): one object per line is "
                 "expected."
             ) from None
         if not isinstance(row, dict):
             raise UserError(
-                f"{str(path)!r}, line {number}, is no JSON object, with a key for each column."
+                f"{str(path)!r}, line {number}, is not a JSON object with a key for each column."
             )
         yield number, row

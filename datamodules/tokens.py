@@ -1,4 +1,6 @@
-"""Texts as whole numbers: by a tokenizer in a local folder, or byte by byte without any."""
+"""Texts as whole numbers: by a tokenizer in a local folder, or one number per byte without a
+tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,8 @@ from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
 
-# Marks the end of a text. It is not a tokenizer's number, so that each network may fill in its own.
+# Marks the end of a text. The mark is not a tokenizer's number, so that each network may fill in
+# its own.
 NO_TOKEN = -1
 # ByT5's numbers (Xue et al., 2022): padding, end, unknown, and then the 256 bytes.
 END = 1
@@ -19,7 +22,7 @@ FIRST_BYTE = 3
 
 
 class Bytes:
-    """A token a byte of UTF-8, and one for the end of a text: 259 numbers, ByT5's.
+    """One token per byte of UTF-8, and one for the end of a text: 259 numbers, as in ByT5.
 
     >>> Bytes().pairs([("ab", "c")], 8), Bytes().pairs([("abcdef", "xyz")], 6)
     ([[100, 101, 1, 102, 1]], [[100, 101, 1, 123, 124, 1]])
@@ -29,20 +32,24 @@ class Bytes:
     end: int | None = END
 
     def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int] | None:
-        """None: there is no chat template."""
+        """Return None: there is no chat template."""
         return None
 
     def whole(self, text: str) -> NDArray[np.int32]:
-        """A long text ``(tokens,)``, without an end."""
+        """Return a long text ``(tokens,)``, without an end."""
         return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones; bytes that are not UTF-8 are replaced."""
+        """Return the text of tokens, without special tokens; bytes that are not UTF-8 are
+        replaced.
+        """
         numbers = [t - FIRST_BYTE for t in tokens if FIRST_BYTE <= t < self.size]
         return bytes(numbers).decode(errors="replace")
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
-        """At most ``length`` tokens of each text, or pair of texts; longer ones lose their end."""
+        """Return at most ``length`` tokens of each text, or pair of texts; longer texts lose
+        their end.
+        """
         rows = []
         for parts in texts:
             tokens = [self.whole(part).tolist() for part in parts]
@@ -95,7 +102,9 @@ class Folder:
         self.end: int | None = self._tokenizer.eos_token_id
 
     def chat(self, messages: list[dict[str, str]], asks: bool = False) -> list[int] | None:
-        """Messages by the chat template, ``asks``: up to the answer; None: there is no template."""
+        """Return messages rendered by the chat template, with ``asks`` up to the answer; None:
+        there is no template.
+        """
         if not getattr(self._tokenizer, "chat_template", None):
             return None
         text: str = self._tokenizer.apply_chat_template(
@@ -109,7 +118,7 @@ class Folder:
         )
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without special ones."""
+        """Return the text of tokens, without special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
 
     def pairs(self, texts: Sequence[Sequence[str]], length: int) -> list[list[int]]:
@@ -120,12 +129,12 @@ class Folder:
 
 
 def tokenizer_of(path: str | Path | None) -> Bytes | Folder:
-    """The tokenizer in a folder; None: bytes."""
+    """Return the tokenizer in a folder; None: bytes."""
     return Bytes() if path is None else Folder(path)
 
 
 def padded(texts: Sequence[Sequence[int]], length: int) -> NDArray[np.int32]:
-    """``(N, length)``, -1 where a text has ended."""
+    """Return ``(N, length)``, -1 after the end of a text."""
     table = np.full((len(texts), length), NO_TOKEN, np.int32)
     for row, text in zip(table, texts, strict=True):
         row[: len(text)] = text
@@ -136,13 +145,14 @@ def read_text(path: Path, what: str) -> str:
     """A file in UTF-8.
 
     Raises:
-        UserError: it is not there, or is no such text.
+        UserError: the file does not exist, or is not such a text.
     """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise UserError(
-            f"{what} is expected in {str(path)!r}, which is not there. Give the right --data.root."
+            f"{what} is expected in {str(path)!r}, which does not exist. Give the right "
+            "--data.root."
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(

@@ -1,4 +1,6 @@
-"""The transfer hooks of a data module: called here in training, left to Lightning in evaluation."""
+"""The transfer hooks of a data module: the run calls them in training, and Lightning in
+evaluation.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 def overridden(owner: Any, method: str) -> bool:
-    """Tell whether a data module, of either Lightning or of neither, has a method of its own."""
+    """Return whether a data module, of either Lightning or of neither, overrides a method."""
     base = next(
         (c for c in reversed(type(owner).__mro__) if c.__name__ == "LightningDataModule"), None
     )
@@ -28,8 +30,9 @@ def overridden(owner: Any, method: str) -> bool:
 class Transfer:
     """The transfer hooks that ``owner`` overrides, for batches of the clients of ``data``.
 
-    In evaluation Lightning calls them, as methods of ``data``. In training its batch is the round's
-    token, which they never see; there :meth:`batches` applies them to each local batch.
+    In evaluation Lightning calls them, as methods of ``data``. In training Lightning's batch is the
+    round's token, which does not pass through them. There :meth:`batches` applies them to each
+    local batch.
     """
 
     def __init__(self, data: Any, owner: Any) -> None:
@@ -41,12 +44,14 @@ class Transfer:
             setattr(data, name, partial(outside_training, data, hook))
 
     def source(self, device: torch.device) -> torch.device:
-        """The device on which batches have to be made to reach ``device`` through the hooks."""
+        """Return the device on which batches have to be made so that the hooks move them to
+        ``device``.
+        """
         moves = any(name in self.hooks for name in HOOKS[:2])
         return torch.device("cpu") if moves else device
 
     def batches(self, batches: Iterable[Batch], device: torch.device) -> Iterator[Batch]:
-        """Each batch as the hooks leave it on ``device``."""
+        """Yield each batch after the hooks, on ``device``."""
         for batch in batches:
             if self.hooks:
                 with ONE_AT_A_TIME:
@@ -62,7 +67,7 @@ class Transfer:
 
 
 def outside_training(data: Any, hook: Callable[..., Batch], batch: Batch, *rest: Any) -> Batch:
-    """``hook`` as Lightning calls it: in training its batch is the round's token."""
+    """Call ``hook``, except in training, because the batch is then the round's token."""
     if data.trainer is not None and data.trainer.training:
         return batch
     return hook(batch, *rest)

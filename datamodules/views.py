@@ -1,4 +1,4 @@
-"""A partition as an artefact: hash, table, heat map and file."""
+"""A partition as hash, table, heat map and file."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Partitioned(Protocol):
 
 
 def card(data: Partitioned, split: Split) -> dict[str, str]:
-    """Facts for a run's card."""
+    """Return facts for a run's card."""
     sizes = split.sizes
     held = 0 if split.held_out is None else len(split.held_out)
     if sizes.min() == sizes.max():
@@ -87,7 +87,7 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
 
 
 def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
-    """Samples of the first ``limit`` clients ``(clients, classes)``; None without labels."""
+    """Return samples of the first ``limit`` clients ``(clients, classes)``; None without labels."""
     classes = data.num_classes
     labels = data._train.labels
     if classes is None or labels is None:
@@ -97,7 +97,9 @@ def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
 
 
 def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.int64] | None:
-    """Samples of all clients by class ``(classes,)``; None without labels, or of too many."""
+    """Return samples of all clients by class ``(classes,)``; None without labels, or with too
+    many classes.
+    """
     classes = data.num_classes
     labels = data._train.labels
     if classes is None or labels is None or data.num_clients > clients:
@@ -109,7 +111,7 @@ def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.i
 
 
 def deviation_text(totals: NDArray[np.int64]) -> str:
-    """The spread of classes' totals, which sampling with replacement widens."""
+    """Return the spread of classes' totals, which grows by sampling with replacement."""
     deviation = float(totals.std(ddof=1)) if len(totals) > 1 else 0.0
     share = f" ({100 * deviation / totals.mean():.2g} %)" if totals.any() else ""
     return (
@@ -119,7 +121,7 @@ def deviation_text(totals: NDArray[np.int64]) -> str:
 
 
 def partition_measures(data: Partitioned) -> dict[str, float]:
-    """Measures of the split by name; those of labels only where there are labels."""
+    """Return measures of the split by name; measures of labels only if there are labels."""
     found: dict[str, float] = {}
     counts = class_counts(data, MANY_CLIENTS) if data.num_clients <= MANY_CLIENTS else None
     if counts is not None:
@@ -130,7 +132,7 @@ def partition_measures(data: Partitioned) -> dict[str, float]:
 
 
 def measures_text(data: Partitioned, short: bool = False) -> str:
-    """The measures in a line."""
+    """Return the measures in one line."""
     found = partition_measures(data)
     words = []
     if short and "total_variation" in found:
@@ -263,9 +265,9 @@ def _classes_named(axes: Any, data: Partitioned, classes: int) -> None:
 
 
 def save_partition(path: Path, split: Split, labels: Indices | None) -> None:
-    """Write clients' indices to ``path``, so that a file of this name is always whole.
+    """Write clients' indices to ``path``; a file of this name is always complete.
 
-    ``labels`` ``(N,)``: of all training samples; None: they have none.
+    ``labels`` ``(N,)``: labels of all training samples; None: they have none.
     """
     labels = np.zeros(split.total, np.int64) if labels is None else labels
     clients = split.clients

@@ -316,7 +316,7 @@ def test_a_learner_by_itself_is_evaluated_and_its_training_refused():
     assert learner.seen == [("val", 359)]
     with pytest.raises(
         UserError,
-        match="Digits is for federated runs, and Learner was given to the Trainer by itself",
+        match="Digits is for federated runs, but the Trainer got Learner without a FederatedModule",
     ):
         trainer.fit(learner, datamodule=Digits())
     assert learner.seen == [("val", 359)]

@@ -210,7 +210,7 @@ def test_files_of_other_columns_are_refused(tmp_path: Path) -> None:
         ({"client": "writer", "partition": DirichletByClass(1)}, "give one of the two"),
         ({"data": "gone"}, r"data\.data is 'gone', and there is no such file"),
         ({"data": 7}, "is of type int"),
-        ({"classes": ["cat"]}, "has 'dog' in row 0, which is none of the classes cat"),
+        ({"classes": ["cat"]}, "has 'dog' in row 0, which is not one of the classes cat"),
     ],
 )
 def test_what_is_not_there_is_refused(arguments: dict[str, Any], what: str) -> None:

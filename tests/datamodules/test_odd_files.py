@@ -52,10 +52,10 @@ TWO = np.zeros((2, 2))
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "label beyond int64": (
         lambda p: leaf(p, {"a": user(10**20)}),
-        r"a\.json': user 'a' .*no class",
+        r"a\.json': user 'a' .*not a class",
     ),
     "label that is no class": (lambda p: leaf(p, {"a": user(2**40)}), "client 'a' has the label 1"),
-    "number too large": (lambda p: leaf(p, {"a": user(x=10**400)}), "no finite number"),
+    "number too large": (lambda p: leaf(p, {"a": user(x=10**400)}), "not a finite number"),
     "users no list": (lambda p: leaf(p, {"a": user()}, users=5), "that are not lists"),
     "users of lists": (lambda p: leaf(p, {"a": user()}, users=[["a"]]), "lists the user \\['a'"),
     "infinite label": (lambda p: hdf5(p, TWO, np.array([0, np.inf])), "'examples/b': the labels"),

@@ -35,7 +35,7 @@ from fl_lightning.sampling import generator
 ANY: Any = str
 Y = np.random.RandomState(0).randint(0, 4, 240)
 X = np.arange(480, dtype=np.float32).reshape(240, 2)
-TOLD = pytest.mark.filterwarnings("ignore:.*training samples are of no client")
+TOLD = pytest.mark.filterwarnings("ignore:.*training samples belong to no client")
 
 
 def data(partition: Partition, **given: Any) -> InMemoryDataModule:
@@ -200,7 +200,7 @@ def written(path: Path, form: str) -> Path:
     return file
 
 
-@pytest.mark.filterwarnings("ignore:.*are of no client")
+@pytest.mark.filterwarnings("ignore:.*belong to no client")
 @pytest.mark.parametrize(
     "form", ["list.json", "map.json", "pairs.json", "both.json", "npz", "npy", "txt"]
 )

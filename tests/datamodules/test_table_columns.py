@@ -73,7 +73,9 @@ def test_texts_are_encoded_by_the_training_rows(tmp_path: Path) -> None:
 def test_gaps_are_refused_unless_dropped(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no value in column 'size' of line 6"):
         FromTable(table(tmp_path), "sick", encode="codes", num_clients=1).setup()
-    with pytest.raises(UserError, match="'red' in column 'colour' of line 2, which is no number"):
+    with pytest.raises(
+        UserError, match="'red' in column 'colour' of line 2, which is not a number"
+    ):
         FromTable(
             table(tmp_path), "sick", missing="drop", num_clients=1, features=["colour"]
         ).setup()

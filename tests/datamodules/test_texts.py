@@ -155,7 +155,7 @@ def test_a_tokenizer_in_a_local_folder(tmp_path: Path) -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no file": (
         {"train": "other.jsonl"},
-        r"other\.jsonl', which is not there. Give the right --data\.root",
+        r"other\.jsonl', which does not exist. Give the right --data\.root",
     ),
     "no column": (
         {"label": "gold"},
@@ -163,7 +163,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a class that is new": (
         {"classes": CLASSES[:2]},
-        r"has the class 'neutral', which is none of contradiction, ent",
+        r"has the class 'neutral', which is not one of contradiction, ent",
     ),
     "three texts": ({"text": ["a", "b", "c"]}, r"give one column, or two"),
     "no tokenizer": ({"tokenizer": "nowhere"}, r"data\.tokenizer is 'nowhere', which is no folder"),
@@ -186,7 +186,7 @@ def test_what_cannot_be_is_refused_by_name(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("line", "says"), [("{", "line 2, is no JSON"), ("[1]", "line 2, is no JSON object")]
+    ("line", "says"), [("{", "line 2, is not JSON"), ("[1]", "line 2, is not a JSON object")]
 )
 def test_a_damaged_line_is_named(tmp_path: Path, line: str, says: str) -> None:
     path = multinli_files(tmp_path) / "multinli_1.0_train.jsonl"
@@ -202,7 +202,7 @@ def test_a_damaged_line_is_named(tmp_path: Path, line: str, says: str) -> None:
         ({"length": 10**6}, r"fewer than a window of data\.length 1000000"),
         ({"length": 0}, "length=0"),
         ({"test_fraction": 1.0}, "test_fraction=1.0"),
-        ({"file": "other.txt"}, r"other\.txt', which is not there"),
+        ({"file": "other.txt"}, r"other\.txt', which does not exist"),
         ({"file": "latin.txt"}, "cannot be read as UTF-8"),
         ({"download": True}, "you have to bring the text yourself"),
     ],
