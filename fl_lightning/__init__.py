@@ -77,18 +77,19 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """A public name, imported at first use."""
+    """Import a public name at its first use."""
     # The command line's help must not wait until torch is imported.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: Any = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
     if name == "FederatedModule":
-        # A run from Python shows our progress bar too. The module does not import it: set it here.
+        # A run from Python also shows our progress bar. The module does not import this submodule:
+        # set it here.
         bar = importlib.import_module(f"{__name__}.callbacks.progress_bar")
         value.own_bar = bar.FederatedProgressBar
     return value
 
 
 def __dir__() -> list[str]:
-    """The public names, so that they are completed before their first use."""
+    """Return the public names, so that they are completed before their first use."""
     return sorted({"__version__", *__all__})

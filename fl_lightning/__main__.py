@@ -1,4 +1,4 @@
-"""``fl-lightning``: help and quick answers are given here, all else is imported when needed."""
+"""``fl-lightning``: this file gives help and quick answers, and imports all else when needed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ COMMANDS = {
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }
 
-# These commands have a parser of their own.
+# These commands have their own parser.
 _MODULES = {
     "check": "fl_lightning.check_command",
     "new": "fl_lightning.cli.new_command",
@@ -53,9 +53,9 @@ _BINDING = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
 
 
 def _keep_cores() -> None:
-    """Before PyTorch is imported, see that OpenMP does not bind this process to one core.
+    """Before PyTorch is imported, make sure that OpenMP does not bind this process to one core.
 
-    Clients that train side by side, and the runs of a sweep, would all share that core.
+    Otherwise parallel clients, and the runs of a sweep, would all share that core.
     """
     bound = [name for name in _BINDING if os.environ.get(name, "false").lower() != "false"]
     for name in bound:
@@ -69,7 +69,7 @@ def _keep_cores() -> None:
 
 
 def usage() -> str:
-    """The help of the whole command line."""
+    """Return the help of the whole command line."""
     lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
     return "\n".join(
         [
@@ -109,7 +109,7 @@ def _configs(names: Sequence[str]) -> str:
 
 
 def _show(text: str, end: str = "\n") -> None:
-    """Print a text of many lines; who reads it may stop early, as ``| head`` does."""
+    """Print a text of many lines; its reader may stop early, as ``| head`` does."""
     try:
         print(text, end=end, flush=True)
     except BrokenPipeError:
@@ -123,7 +123,7 @@ def _fall_silent() -> None:
 
 
 def _has_reader() -> bool:
-    """Whether what is printed is still read; if so, an empty line was printed."""
+    """Return whether the output still has a reader; if so, an empty line was printed."""
     try:
         print(flush=True)
     except BrokenPipeError:
@@ -132,7 +132,7 @@ def _has_reader() -> bool:
 
 
 def _run(command: str, rest: list[str], debug: bool) -> int:
-    """Run one command; each imports what it needs, and no more."""
+    """Run one command; each imports only what it needs."""
     if command == "--version":
         from importlib.metadata import version
 
@@ -181,9 +181,9 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line ``argv`` (default: the process's) and give its exit status.
 
-    0 done · 1 an error in the user's own code, said in one paragraph with its line · 2 something to
-    mend, said in one paragraph · 3 diverged · 128 + n stopped by signal n after its round, 141
-    where nobody reads what is printed. Any other exception is raised unchanged (status 1), and with
+    0 done · 1 an error in the user's own code, in one paragraph with its line · 2 something for the
+    user to correct, in one paragraph · 3 diverged · 128 + n stopped by signal n after its round,
+    141 if the output has no reader. Any other exception is raised unchanged (status 1), and with
     --debug all are.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)

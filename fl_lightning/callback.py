@@ -1,4 +1,4 @@
-"""A federated method is a callback: hooks in the order of a round, and state that is declared.
+"""A federated method is a callback: it has hooks in the order of a round, and declares its state.
 
 The framework saves, moves, counts and restores declared state; a method keeps nothing hidden.
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
@@ -126,7 +126,7 @@ Part = tuple[Tensor, int | None]
 
 @dataclass(frozen=True)
 class RunBinding:
-    """What a callback knows of its run outside of rounds, too.
+    """Facts about a run that its callbacks also have outside of rounds.
 
     Args:
         seed: the run's.
@@ -158,7 +158,7 @@ OLD_NAMES: dict[str, tuple[str, tuple[str, Any] | None]] = {
 
 
 def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
-    """Tell whether the hook is defined as ``perturbation(self, clients)``."""
+    """Return whether the hook is defined as ``perturbation(self, clients)``."""
     parameters = list(inspect.signature(perturbation).parameters.values())
     return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
@@ -168,9 +168,9 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end`
     and :meth:`on_server_update`. Hooks that take ``clients`` may run in several threads at once
-    with different clients: they set no attribute of ``self``, do not synchronise with the host and
-    do not branch on data. A hook with one owner (it says so) may be overridden by only one callback
-    of a run.
+    with different clients. Such hooks must not set an attribute of ``self``, synchronise with the
+    host or branch on data. If a hook has one owner (its docstring says so), only one callback of a
+    run may override it.
 
     Example:
         >>> class Proximal(FederatedCallback):
@@ -184,71 +184,80 @@ class FederatedCallback(Given, Resting, pl.Callback):
     """
 
     neutral: ClassVar[dict[str, Any] | None] = None
-    """Arguments with which the method is FedAvg; None where there are none."""
+    """Arguments with which the method is FedAvg; None if there are none."""
 
     title: ClassVar[str] = ""
-    """The method's name in the field, for the line that says what runs; empty: the class name."""
+    """The method's name in the literature, for the line that describes the run; empty: the
+    class name.
+    """
 
     paper: ClassVar[Paper] = Paper()
-    """The papers that it implements, and how they count what it sends. A call of ``Paper`` with
-    nothing but builtins in it, since it is read from the source, too."""
+    """The papers that it implements, and how they count the communication. The value is a call of
+    ``Paper`` with only builtins in it, because the source text is also read without importing the
+    class.
+    """
 
     sends: ClassVar[Literal["x", "displacement", ""]] = ""
-    """The server can compute this from the result of ``transmit``: x_{i,K}, the displacement
-    x_{i,K} - x_{i,0}, or neither."""
+    """The value that the server can compute from the result of ``transmit``: x_{i,K}, the
+    displacement x_{i,K} - x_{i,0}, or neither.
+    """
 
     moves_start: ClassVar[bool] = True
-    """Whether ``on_local_start`` changes ``clients.x``. False: it only prepares the local steps;
-    clients then start at w, so that the server knows their displacement from what they send."""
+    """Whether ``on_local_start`` changes ``clients.x``. If False, it only prepares the local
+    steps. Clients then start at w, so the server knows their displacement from their messages.
+    """
 
     taps: dict[str, str] = {}
-    """Modules of the learner to look at: ``{"logits": "last", "features": "last:in"}``.
+    """Modules of the learner whose outputs the method reads: ``{"logits": "last", "features":
+    "last:in"}``.
 
-    A name, and a module's path in the learner: its output, or with ``:in`` its first positional
-    input. ``"last"`` is the last module with parameters of its own (norms aside), ``""`` the
-    learner. Of a module that a step calls several times, the last call counts. It may be set in
-    ``__init__``.
+    Each name stands for a module's path in the learner: its output, or with ``:in`` its first
+    positional input. ``"last"`` is the last module with its own parameters (not counting norms),
+    ``""`` the learner. If a step calls a module several times, the last call counts. ``taps`` may
+    be set in ``__init__``.
     """
 
     tolerates_staleness: ClassVar[bool] = False
-    """Whether it works where clients train from earlier models, at other rounds than the server's:
-    its clients read no sent ServerState, and its server no number of participants."""
+    """Whether it works if clients train from earlier models, at other rounds than the server's:
+    its clients read no sent ServerState, and its server does not read the number of
+    participants.
+    """
 
     draws_by_client: ClassVar[bool] = False
-    """Whether what it draws for a client, or does with it, depends on the client's number. Then
+    """Whether its random draws or its actions for a client depend on the client's number. Then
     registering the clients in another order gives another result."""
 
     every_round: ClassVar[bool] = False
-    """Whether its ``on_round_end`` comes, and its server states are committed, where no client
-    finished, too. If it has ``aggregate``, the server then steps, too."""
+    """Whether its ``on_round_end`` is called, and its server states are committed, even if no
+    client finished. If it has ``aggregate``, the server then also takes its step.
+    """
 
     role: ClassVar[Role] = "method"
-    """``"measurement"``: it only measures. What it keeps does not count as the method's.
-    ``"system"``: it says on what system a run trains, who takes part and how much each does. A
-    run's title names only methods, and only their arguments and those of systems have to be the
-    same in a resumed run."""
+    """``"measurement"``: it only measures, and its rows do not count as the method's. ``"system"``:
+    it simulates the system on which a run trains: who takes part and how much each client does. A
+    run's title names only methods. Only the arguments of methods and systems have to be the same in
+    a resumed run."""
 
     order: ClassVar[int] = 0
     """Its place in ``on_local_gradient``, ``on_local_step_end``, ``on_updates`` and
-    ``on_server_update``: methods of a
-    smaller number come first. -1: its ``on_updates`` stands for what clients do. 1: it keeps
-    coordinates at rest in some steps."""
+    ``on_server_update``: methods with a smaller number come first. -1: its ``on_updates`` stands
+    for the clients' actions. 1: it keeps coordinates unchanged in some steps."""
 
     cannot_run_with: dict[str, str] = {}
-    """``{hook or class name: reason}``: another callback of the run must not override that hook,
-    or be of that class. ``"moves_start"``: another must not move where clients start.
-    ``"clients.w"``: clients train from models of this method's own, so no
-    other hook may read ``clients.w``."""
+    """``{hook or class name: reason}``: no other callback of the run may override that hook, or be
+    of that class. ``"moves_start"``: no other callback may change the points from which clients
+    start. ``"clients.w"``: clients train from this method's own models, so no other hook may read
+    ``clients.w``."""
 
     notes: ClassVar[tuple[Note, ...]] = ()
     """Warnings about a run before it begins."""
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """The source of participation's coins and of :meth:`Server.private_generator`.
+        """Return the source of participation's draws and of :meth:`Server.private_generator`.
 
-        ``"secret"``: 32 bytes that only the run knows. An integer: as if it were the
-        run's seed, for tests. None: the run is not private.
+        ``"secret"``: 32 bytes that only the run knows. An integer: this number takes the place of
+        the run's seed, for tests. None: the run is not private.
         """
         return None
 
@@ -277,55 +286,57 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
     @classmethod
     def is_method(cls) -> bool:
-        """Tell whether a run is named after it: it neither only measures nor only simulates."""
+        """Return whether a run is named after it, because it neither only measures nor only
+        simulates.
+        """
         return cls.role == "method"
 
     @property
     def gathers(self) -> bool:
-        """Whether it takes all updates in one place."""
+        """Return whether it takes all updates in one place."""
         return self.has("on_updates") or self.reads_of_clients("aggregate", "updates")
 
     @property
     def reads_loss(self) -> bool:
-        """Whether it reads ``clients.loss``."""
+        """Return whether it reads ``clients.loss``."""
         return self.reads_of_clients("on_local_end", "loss")
 
     @property
     def personal_of_all(self) -> bool:
-        """Whether clients that never finished a round have a ``personal`` model, too.
+        """Return whether clients that never finished a round have a ``personal`` model, too.
 
-        They have, if the method keeps no state of a client, which they would lack.
+        They have such a model if the method keeps no client state, which they would lack.
         """
         kept = [each for each in self.declarations().values() if each.keeps_rows]
         return self.has("personal") and not kept
 
     @property
     def needs_classes(self) -> bool:
-        """Whether ``batch[1]`` has to be class indices, one integer per sample."""
+        """Return whether ``batch[1]`` has to be class indices, one integer per sample."""
         return CLASS_LABELS in self.notes
 
     @property
     def blind(self) -> bool:
-        """Whether its ``perturbation`` takes no gradient."""
+        """Return whether its ``perturbation`` takes no gradient."""
         return self.has("perturbation") and takes_no_gradient(self.perturbation)
 
     def reads_of_clients(self, hook: str, attribute: str) -> bool:
-        """Tell whether a hook's source reads an attribute of its clients, or of its server."""
+        """Return whether a hook's source reads an attribute of its clients, or of its server."""
         return self.has(hook) and attribute in reading.of_others(self, getattr(self, hook))
 
     def declare(self, name: str, declaration: Declaration) -> None:
-        """Declare state in ``__init__``, where it depends on arguments."""
+        """Declare state in ``__init__``, if it depends on arguments."""
         declaration.name = name
         self._declared[name] = declaration
 
     def use(self, hook: str, call: Callable[..., Any]) -> None:
-        """Let only this instance have a hook, if that depends on arguments."""
+        """Give only this instance a hook, if that depends on arguments."""
         vars(self)[hook] = call
 
     def has(self, hook: str) -> bool:
-        """Tell whether it overrides a hook: in its class, or by :meth:`use`.
+        """Return whether it overrides a hook, in its class or by :meth:`use`.
 
-        An attribute of that name that cannot be called, such as a state, is no hook.
+        An attribute of that name that cannot be called, such as a state, is not a hook.
         """
         if callable(vars(self).get(hook)):
             return True
@@ -345,7 +356,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
             super().__setattr__(name, value)
 
     def declarations(self) -> dict[str, Declaration]:
-        """All declared state by name, of the class and of this instance."""
+        """Return all declared state by name, of the class and of this instance."""
         declarations: dict[str, Declaration] = {}
         # Go from the base classes down, so that a subclass may declare a name again.
         for cls in reversed(type(self).__mro__):
@@ -370,74 +381,77 @@ class FederatedCallback(Given, Resting, pl.Callback):
         return self._bound_run
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
-        """Random numbers keyed by (the run's seed, purpose, counters), in any hook.
+        """Return random numbers keyed by (the run's seed, purpose, counters), in any hook.
 
-        They are the same in every engine and process, and after a resume. Another call with the
-        same arguments begins them anew.
+        The numbers are the same in every engine and process, and after a resume. Another call with
+        the same arguments starts the same numbers again.
 
         Args:
-            purpose: what is drawn; methods that name it alike draw alike.
+            purpose: name of the draw; methods that use the same name draw the same numbers.
             counters: up to three, such as the round and the client's number.
         """
         return self._keyed("method: " + purpose, *counters)
 
     def steps_of(self, client: int, epochs: float) -> int:
-        """Local steps of so many epochs of a client, to compute :meth:`steps` from."""
+        """Return the local steps of so many epochs of a client, for use in :meth:`steps`."""
         steps_of = self._run.steps_of
         assert steps_of is not None
         return steps_of(client, epochs)
 
     def _keyed(self, purpose: str, *counters: int) -> np.random.Generator:
-        """As :meth:`generator`, for packaged methods: their purposes are keys as they are."""
+        """As :meth:`generator`, for packaged methods, whose purposes are used as keys unchanged."""
         return sampling.generator(self._run.seed, purpose, *counters)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({arguments(self)})"
 
     def facts(self) -> dict[str, str]:
-        """Entries of the run's card, besides the arguments; asked for when rounds begin."""
+        """Return entries of the run's card, besides the arguments; called when rounds begin."""
         return {}
 
     def local_batch(self, client: int, batch: Any) -> Any:
-        """One owner. The batch that a client trains on in place of its own.
+        """One owner. Return the batch that a client trains on instead of its own.
 
-        It is used in local steps and full gradients.
+        The batch that is returned is used in local steps and full gradients.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
-        """One owner. Choose who takes part: ``n`` distinct ids of ``available``, in any order.
+        """One owner. Choose who takes part: return ``n`` distinct ids of ``available``, in any
+        order.
 
         ``available`` ``(a,)`` is ascending, int64. The hook is called in every process with the
-        same values, before all else of a round; it draws from ``server.generator``. Choices are
-        checkpointed.
+        same values, before everything else in a round; it draws from ``server.generator``. Choices
+        are checkpointed.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def steps(self, t: int, ids: Tensor) -> Tensor | Sequence[int]:
-        """One owner. K_i of each client of ``ids`` ``(k,)`` in round t, integers from 1.
+        """One owner. Return K_i of each client of ``ids`` ``(k,)`` in round t, integers of at least
+        1.
 
-        It depends only on (seed, t, id): it draws from :meth:`generator`, and may ask
-        :meth:`steps_of`. ``ids`` is int64, on the CPU. The hook is called whenever somebody wants
-        to know, before the round too. ``local_epochs`` and ``local_steps`` then play no part.
+        The result depends only on (seed, t, id): draw from :meth:`generator`; you may call
+        :meth:`steps_of`. ``ids`` is int64, on the CPU. The hook is called whenever the value is
+        needed, also before the round. ``local_epochs`` and ``local_steps`` are then ignored.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_layout(self, layout: Layout) -> None:
-        """Called before all other hooks, once the model is known, also after a resume.
+        """Called before all other hooks, once the model is known, and after a resume.
 
-        It sets attributes that depend on the model, such as the sizes that a state's ``shape``
-        names.
+        Such a hook sets attributes that depend on the model, such as the sizes in a state's
+        ``shape``.
         """
 
     def on_round_start(self, server: Server) -> None:
-        """At the server, before any client trains."""
+        """Called at the server, before any client trains."""
 
     def broadcast(self, server: Server) -> Tensor:
-        """One owner. The model ``(D,)`` that clients get as w, once a round.
+        """One owner. Return the model ``(D,)`` that clients get as w; called once per round.
 
-        Their updates are measured from it. ``server.sent(parameters=…, bytes=…)`` says how much
-        each participant is sent in place of D numbers.
+        The clients' updates are measured from the model that is returned. Call
+        ``server.sent(parameters=…, bytes=…)`` to say how much each participant is sent instead of D
+        numbers.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
@@ -454,46 +468,53 @@ class FederatedCallback(Given, Resting, pl.Callback):
     def local_loss(
         self, clients: Clients, loss: Tensor, seen: dict[str, Any], batch: Any
     ) -> Tensor:
-        """Return the loss, a scalar, that a client's local step minimises in place of ``loss``.
+        """Return the loss, a scalar, that a client's local step minimises instead of ``loss``.
 
-        ``clients`` is one client, ``seen[name]`` what the module of ``taps[name]`` gave in this
-        step, with graph, before any ``local_output``; ``batch`` the learner's. Methods come one
-        after the other, each with the loss so far; the loss that is logged stays the learner's.
-        It holds wherever a gradient of the loss is taken: at a perturbed point, by
+        ``clients`` is one client. ``seen[name]`` is the output of the module ``taps[name]`` in this
+        step, with graph, from before any ``local_output``. ``batch`` is the learner's. Methods are
+        called one after the other, each with the loss so far; the logged loss stays the learner's.
+        The changed loss is used for every gradient: at a perturbed point, and in
         ``clients.gradient_at`` and ``clients.full_gradient``.
         """
         raise NotImplementedError  # called only on a callback that overrides it
 
     def perturbation(self, clients: Clients, gradient: Any) -> Tensor:
-        """One owner. Return e ``(n, D)``: the loss gradient is taken again at x + e.
+        """One owner. Return e ``(n, D)``; the loss gradient is then taken at x + e.
 
-        Batch and randomness are the same. ``gradient`` ``(n, D)`` may be changed and returned; its
-        memory is reused, so keep a copy of what is needed later. If you define ``perturbation(self,
-        clients)``, the step computes only the gradient at x + e.
+        The other vector's outputs use the same batch and random numbers. You may change and return
+        ``gradient`` ``(n, D)``. The memory of ``gradient`` is reused, so copy values that you need
+        later. If you define ``perturbation(self, clients)``, the step computes only the gradient at
+        x + e.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """One owner. Mix the loss gradient ``(n, D)`` with others, in place or returned."""
+        """One owner. Mix the loss gradient ``(n, D)`` with others, in place or as a new tensor
+        that you return.
+        """
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """Add a correction to the gradient ``(n, D)``, in place or returned; then it is clipped."""
+        """Add a correction to the gradient ``(n, D)``, in place or as a new tensor that you
+        return; then it is clipped.
+        """
 
     def precondition(self, clients: Clients, gradient: Tensor) -> Tensor | None:
-        """One owner. The direction ``(n, D)`` that the client optimizer follows.
+        """One owner. Return the direction ``(n, D)`` that the client optimizer follows.
 
-        It comes after clipping, so clipping limits the gradient and not the direction. The client
-        optimizer has to be plain SGD: its step is then η (direction + λ x).
+        This hook follows clipping, so clipping limits the gradient and not the direction. The
+        client optimizer has to be plain SGD: its step is then η (direction + λ x).
         """
 
     def on_direction(self, clients: Clients, direction: Tensor) -> Tensor | None:
-        """One owner. Change the direction of the step ``(n, D)``, in place or returned.
+        """One owner. Change the direction of the step ``(n, D)``, in place or as a new tensor that
+        you return.
 
-        It comes after ``precondition``; if no method has that, ``direction`` is the gradient.
+        This hook follows ``precondition``; if no method has that, ``direction`` is the gradient.
         """
 
     def step_rate(self, clients: Clients) -> Tensor:
-        """One owner. The factor ``(n, 1)`` of the clients' learning rate in the present step.
+        """One owner. Return the factor ``(n, 1)`` of the clients' learning rate in the present
+        step.
 
         ``clients.elapsed`` sums the rates that were used; ``clients.lr`` stays the round's.
         """
@@ -506,31 +527,33 @@ class FederatedCallback(Given, Resting, pl.Callback):
         """Called after the last step: ``clients.x`` holds x_{i,K}, read-only."""
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
-        """One owner. The message ``(n, D)`` that clients send instead of x_{i,K} - w."""
+        """One owner. Return the message ``(n, D)`` that clients send instead of x_{i,K} - w."""
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
-        """The message of one client in the bytes that ``transmit`` counts, as arrays by name.
+        """Return the message of one client as arrays by name, in the bytes that ``transmit``
+        counts.
 
-        For a ``transmit`` owner that sends less than D numbers; it does what ``transmit`` does, and
-        after it gives the same message.
+        This hook is for a ``transmit`` owner that sends less than D numbers. ``encode`` does the
+        same as ``transmit``, and if called after it returns the same message.
         """
         raise NotImplementedError  # called only on a callback that overrides it
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         """Return a client's transmitted update ``(D,)``, from only the arrays of ``encode``.
 
-        It is the same bits. What is drawn from the seed is drawn again, and not sent.
+        The result has the same bits. Values that are drawn from the seed are drawn again, and not
+        sent.
         """
         raise NotImplementedError  # called only on a callback that overrides it
 
     def on_updates(self, server: Server) -> None:
-        """Change or assign ``server.updates`` ``(n, D)``, which the mean uses too."""
+        """Change or assign ``server.updates`` ``(n, D)``, which the mean uses, too."""
 
     def aggregate(self, server: Server) -> Tensor:
-        """One owner. The aggregated update ``(D,)`` in place of the weighted mean.
+        """One owner. Return the aggregated update ``(D,)``, which replaces the weighted mean.
 
-        ``server.updates`` ``(n, D)`` has each participant's, ascending by client.
+        ``server.updates`` ``(n, D)`` has each participant's update, ascending by client.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
@@ -538,30 +561,30 @@ class FederatedCallback(Given, Resting, pl.Callback):
         """Add to the aggregated ``server.update`` ``(D,)``; then the server optimizer steps."""
 
     def evaluated(self, server: Server) -> Tensor:
-        """One owner. The model ``(D,)`` that is evaluated and exported after the round.
+        """One owner. Return the model ``(D,)`` that is evaluated and exported after the round.
 
         ``server.w`` is w^{t+1}, ``server.w_before`` w^t; before round 0 it is w^0.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def on_round_end(self, server: Server) -> None:
-        """Called when the new w is in place; staged rows can be read.
+        """Called when the new w is set; staged rows can be read.
 
-        Then the round is logged, and all of it committed at once.
+        After this hook the round is logged, and all of it is committed at once.
         """
 
     def parts(self, layout: Layout) -> list[Part]:
-        """One owner. Disjoint ``((D,) bool, period)``: which coordinates are averaged when.
+        """One owner. Return disjoint ``((D,) bool, period)``: which coordinates are averaged when.
 
         ``period`` is in rounds; None: never.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def personal(self, clients: Clients) -> Tensor:
-        """One owner. The model ``(n, D)`` that a client uses itself after a round.
+        """One owner. Return the model ``(n, D)`` that a client uses itself after a round.
 
-        Without this hook it is w with the client's kept parts. It is called for clients that have
-        finished a round; the others use w. There are ``ids``, ``w``, ``x`` (w with the client's
-        kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
+        Without this hook it is w with the client's kept parts. This hook is called for clients that
+        have finished a round; the others use w. ``clients`` has ``ids``, ``w``, ``x`` (w with the
+        client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it

@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
     """Check the class that ``argv`` names and print the report; 0 if every contract holds, else 1.
 
     Raises:
-        UserError: no such class, or arguments that it does not take.
+        UserError: there is no such class, or it does not take these arguments.
     """
     if not argv or argv[0] in ("-h", "--help"):
         print(USAGE)

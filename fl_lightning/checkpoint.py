@@ -1,4 +1,4 @@
-"""The run's part of a checkpoint, besides Lightning's own, and resuming from it."""
+"""The run's part of a checkpoint, in addition to Lightning's own, and resuming from it."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ from fl_lightning.storage.schema import (
 from fl_lightning.storage.secret import Secret
 from fl_lightning.storage.segments import Index
 
-VERSION = 1  # of the run's part
+VERSION = 1  # version of the run's part of a checkpoint
 NO_COSTS = torch.zeros(0, dtype=torch.int64)
 
 
@@ -61,7 +61,7 @@ class Identity:
     Args:
         arguments: the settings that decide what a round does, as text, by name.
         methods: stateful callbacks with their arguments, by name.
-        partition: the partition's hash; empty where there is none.
+        partition: the partition's hash; empty if there is none.
     """
 
     seed: int
@@ -71,7 +71,7 @@ class Identity:
 
     @classmethod
     def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
-        """The identity of a run; the data's and methods' arguments are added to ``arguments``."""
+        """Return a run's identity; arguments of data and methods are added to ``arguments``."""
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
@@ -85,7 +85,7 @@ class Identity:
         """Refuse a checkpoint of a run with other settings.
 
         Raises:
-            UserError: with what differs.
+            UserError: it names the settings that differ.
         """
         # A checkpoint has these entries only if the run used them.
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
@@ -112,7 +112,7 @@ class Identity:
 
 
 def other_settings(differing: Iterable[str]) -> UserError:
-    """The error if a run would resume with other settings; ``differing``: old and new values."""
+    """Return the error about other settings in a resume; ``differing``: old and new values."""
     shown = "; ".join(list(differing)[:4])
     return UserError(
         f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
@@ -123,10 +123,10 @@ def other_settings(differing: Iterable[str]) -> UserError:
 
 
 def ended_early(trainer: Any) -> tuple[bool, str]:
-    """Whether EarlyStopping ended the resumed run, and the note about it.
+    """Return whether EarlyStopping ended the resumed run, and the note about it.
 
-    Lightning restores that the callback stopped, and goes on for a round all the same. Up to the
-    Trainer's ``min_epochs`` there are rounds left to do, and nothing is said.
+    Lightning restores that the callback stopped, but still goes on for a round. Until the Trainer's
+    ``min_epochs`` there are rounds left to do, and no note is given.
     """
     for callback in trainer.early_stopping_callbacks if trainer.ckpt_path else ():
         done = trainer.current_epoch
@@ -149,7 +149,7 @@ class _Version:
 
 @dataclass(frozen=True)
 class _Chosen:
-    """Choices of all rounds: the rounds, how many clients each has, and who."""
+    """Choices of all rounds: the rounds, the number of clients in each, and the clients."""
 
     rounds: Tensor = entry(IDS)
     numbers: Tensor = entry(IDS)
@@ -186,14 +186,14 @@ def chosen_written(chosen: Mapping[int, tuple[int, ...]]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class _Sent:
-    """The clients that were sent w, and the round in which each was so last."""
+    """The clients that were sent w, and for each the last round in which it was."""
 
     clients: Tensor = entry(IDS)
     rounds: Tensor = entry(IDS)
 
 
 def sent_read(held: Any, place: str) -> dict[int, int]:
-    """The kind of the round in which each client was sent w last."""
+    """The kind of the last round in which each client was sent w."""
     columns = record(_Sent)(held, place)
     if len(columns.clients) != len(columns.rounds):
         raise damaged(place)
@@ -207,25 +207,25 @@ def sent_written(sent: Mapping[int, int]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """The run's part of a checkpoint: what is written, checked and read back.
+    """The run's part of a checkpoint: it is written, checked and read back by this class.
 
     Args:
-        rounds: how many are committed; 0: an older checkpoint, which does not say.
-        logged: the metrics of the last of them.
-        versions: models and buffers from which clients of an asynchronous run still train.
-        chosen: who took part, by round, where a method chose.
-        w: the server's model, where another one is evaluated; None: the checkpoint's weights are.
-        w0: w^0, where a state starts from it.
-        buffers: those that the checkpoint's ``state_dict`` does not have.
+        rounds: number of committed rounds; 0: an older checkpoint, which does not store it.
+        logged: the metrics of the last committed round.
+        versions: models and buffers from which clients of an asynchronous run are still training.
+        chosen: the participants by round, if a method chose them.
+        w: the server's model, if another model is evaluated; None: the checkpoint's weights are w.
+        w0: w^0, if a state starts from it.
+        buffers: buffers that the checkpoint's ``state_dict`` does not have.
         server: server states by key.
-        clients: the segment of each client row; ``folders``: where segments lie.
-        arguments, methods, partition: as of :class:`Identity`. The partition is that of the rows: a
-            fit on other data, which is refused, may save a checkpoint too.
-        engine: who trains the clients.
-        secret: the name of the run's secret; empty: it has none.
-        sent: the round in which each client was sent w last, where a method depends on it.
-        base: frozen weights that methods changed, where the checkpoint's weights have fewer bits;
-            ``base_costs``: of each round and weight; ``base_kinds``: shape and dtype by name.
+        clients: the segment of each client row; ``folders``: the folders of the segments.
+        arguments, methods, partition: as in :class:`Identity`. The partition is that of the rows,
+            because a fit on other data, which is refused, may also save a checkpoint.
+        engine: the plan of how clients are trained.
+        secret: the name of the run's secret; empty if it has none.
+        sent: the last round in which each client was sent w, if a method depends on it.
+        base: frozen weights that methods changed, if the checkpoint's weights have fewer bits;
+            ``base_costs``: costs by round and weight; ``base_kinds``: shape and dtype by name.
     """
 
     version: int = entry(COUNT, VERSION)
@@ -263,10 +263,10 @@ class Held:
         disk: RowsOnDisk,
         secret: Secret,
     ) -> Held:
-        """What a run holds now; every process calls it, to write its rows.
+        """Collect what a run holds now; every process calls it, to write its rows.
 
-        ``named``: names in the checkpoint's ``state_dict``, which holds the learner as it is
-        evaluated.
+        ``named``: names in the checkpoint's ``state_dict``, which holds the learner with the
+        evaluated model.
         """
         committed = model.committed()
         buffers = committed.buffers.items()
@@ -295,7 +295,7 @@ class Held:
         )
 
     def entries(self) -> dict[str, Any]:
-        """The entries of the file; older versions had no ``versions``, ``secret`` and ``sent``."""
+        """Return the file's entries; older ones had no ``versions``, ``secret`` and ``sent``."""
         held = written(self)
         if not self.sent:
             del held["sent"]
@@ -307,10 +307,10 @@ class Held:
     def restore(
         self, rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
     ) -> RunState:
-        """The run's state, whose rows are read when needed; sets w and buffers too.
+        """Return the run's state, whose rows are read when needed; also set w and the buffers.
 
         Raises:
-            UserError: the rows are not where the checkpoint says, or models have other shapes.
+            UserError: rows are missing at the checkpoint's place, or models have other shapes.
         """
         if self.clients:
             rows.store.load(self.clients, find_folder(ckpt_path, self.folders))
@@ -356,10 +356,10 @@ class LightningsPart:
 
 
 def resumed(saved: dict[str, Any], trainer: Any) -> Held:
-    """The run's part of a checkpoint that a fit resumes from; Lightning's part is checked, too.
+    """Return the run's part of a checkpoint to resume from; Lightning's part is checked, too.
 
     Raises:
-        UserError: with the first place that is not as a run would have written it.
+        UserError: it names the first value that no run would have written.
     """
     held = federated_part(saved)
     lightnings = record(LightningsPart)(saved, "")
@@ -372,9 +372,9 @@ def resumed(saved: dict[str, Any], trainer: Any) -> Held:
 
 
 def _check_callback(state: Any, callback: Any) -> None:
-    """Refuse a state that a callback of Lightning or of this package cannot take.
+    """Refuse a state that a callback of Lightning or of this package cannot load.
 
-    Other people's callbacks raise their own errors.
+    Callbacks by others raise their own errors.
     """
     home = type(callback).__module__.split(".")[0]
     if state is None or home not in ("pytorch_lightning", "lightning", "fl_lightning"):
@@ -384,15 +384,15 @@ def _check_callback(state: Any, callback: Any) -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             copy.copy(callback).load_state_dict(copy.deepcopy(state))
-    except Exception:  # whatever it stumbles over
+    except Exception:  # a callback may raise any error here
         raise damaged(f"callbacks.{type(callback).__name__}") from None
 
 
 def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
-    """Refuse a state that the server optimizer could not take up, or not step with.
+    """Refuse a state that the server optimizer could not load, or with which it could not step.
 
     Raises:
-        UserError: with its place.
+        UserError: it names the place of the state.
     """
     place = "optimizer_states"
     own = optimizer.state_dict()["param_groups"]
@@ -421,35 +421,35 @@ def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
 
 
 def check_states(held: Mapping[str, Tensor], declared: Mapping[str, Any], w: Tensor) -> None:
-    """Refuse server states of another shape or type than methods declared."""
+    """Refuse server states whose shape or dtype differs from the methods' declarations."""
     own = {key: declared[key].zeros(w) for key in held if key in declared}
     check_alike(held, own, f"{KEY}.server")
 
 
 def _as_loops(held: Any, own: Any) -> bool:
-    """Tell whether this fits into a loop's state: a count from 0, or any number for a float."""
+    """Return whether this fits a loop's state: a count of at least 0; for a float any number."""
     if type(own) is float:
         return is_number(held)
     return type(held) is type(own) and (type(own) is not int or 0 <= held < 2**63)
 
 
 def _as_options(held: Any, own: Any) -> bool:
-    """Tell whether this fits an optimizer's option; a number may be one of another type."""
+    """Return whether this fits an optimizer's option; a number may have another numeric type."""
     if type(own) in (int, float):
         return (is_number(held) and abs(held) < 2**63) or isinstance(held, Tensor)
     return type(held) is type(own)
 
 
 def begin_round_again(loops: dict[str, Any], rounds: int, interrupted: bool) -> None:
-    """Let a checkpoint that is written within a round resume at the round's beginning.
+    """Let a checkpoint that is written within a round resume at the beginning of the round.
 
-    Lightning resumes in the middle, which leaves out the round (saved in ``on_train_epoch_start``)
-    or its validation. A committed round is not trained again. Only where validation is over, and
-    nothing failed, there is nothing to repeat.
+    Lightning resumes in the middle. That would leave out the round (if saved in
+    ``on_train_epoch_start``) or its validation. A committed round is not trained again. Only if
+    validation is over, and nothing failed, is there nothing to repeat.
 
     Args:
-        loops: the state of Lightning's loops, changed in place.
-        rounds: how many are committed.
+        loops: the state of Lightning's loops, which is changed in place.
+        rounds: number of committed rounds.
         interrupted: whether this is the checkpoint of an exception.
     """
     if "fit_loop" not in loops:
@@ -476,12 +476,12 @@ class CheckpointFolder:
         self._rows: RowsOnDisk | None = None
 
     def claim(self, trainer: Any, begins: bool) -> None:
-        """Make the folder this run's own, before a checkpoint in it is read.
+        """Lock the folder for this run, before a checkpoint in it is read.
 
-        ``begins``: make the folder, to write there.
+        ``begins``: also make the folder, to write to it.
 
         Raises:
-            UserError: another process writes there.
+            UserError: another process writes to it.
         """
         # On the command line a callback claims the run's folder, earlier than this module could.
         claimed = any(hasattr(callback, "claims_folder") for callback in trainer.callbacks)
@@ -496,13 +496,13 @@ class CheckpointFolder:
             self._lock.use()
 
     def release(self) -> None:
-        """Let other processes write there."""
+        """Let other processes write to the folder."""
         if self._lock is not None:
             self._lock.release()
             self._lock = None
 
     def tidy(self, rows: ClientRows) -> None:
-        """After the last round: keep on disk what the checkpoints there need, and no more."""
+        """After the last round: keep on disk only what the checkpoints in the folder need."""
         if self._rows is not None:
             self._rows.tidy(rows)
 
@@ -528,10 +528,10 @@ class CheckpointFolder:
 
 
 def check_savable(trainer: Any) -> None:
-    """Refuse a checkpoint that processes cannot write together.
+    """Refuse a checkpoint that several processes cannot write together.
 
     Raises:
-        UserError: one of several fails.
+        UserError: an exception occurred in one of several processes.
     """
     if trainer.interrupted and trainer.world_size > 1:
         raise UserError(
@@ -541,7 +541,7 @@ def check_savable(trainer: Any) -> None:
 
 
 def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Put the learner's hyper-parameters into a checkpoint, and the data's where plain."""
+    """Put the learner's hyper-parameters into a checkpoint, and plain ones of the data."""
     saved.update(model.hyper_parameters())
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
     saved["datamodule_hyper_parameters"] = {
@@ -550,10 +550,10 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
 
 
 def federated_part(checkpoint: dict[str, Any]) -> Held:
-    """The run's part of a checkpoint.
+    """Return the run's part of a checkpoint.
 
     Raises:
-        UserError: the checkpoint is no federated run's, or damaged.
+        UserError: no federated run wrote the checkpoint, or it is damaged.
     """
     held = checkpoint.get(KEY)
     if held is None:
@@ -561,7 +561,7 @@ def federated_part(checkpoint: dict[str, Any]) -> Held:
             "ckpt_path: the checkpoint was not written by a federated run, so it cannot be "
             "resumed. To start from its weights, give it as model.init_from."
         )
-    # The version decides how to read the other entries.
+    # The version decides how the other entries are read.
     version = values(Held, held, KEY, ("version",)).get("version", VERSION)
     if version > VERSION:
         raise UserError(
@@ -573,7 +573,7 @@ def federated_part(checkpoint: dict[str, Any]) -> Held:
 
 
 def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
-    """Some entries of the run's part, by name; none if no federated run wrote the checkpoint.
+    """Return some entries of the run's part, by name; empty for a checkpoint of another program.
 
     Raises:
         UserError: the checkpoint is damaged.
@@ -582,7 +582,7 @@ def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def check_vector(held: Any, own: Tensor) -> None:
-    """Refuse a global vector that cannot be the run's."""
+    """Refuse a global vector that cannot be this run's."""
     if (
         not isinstance(held, Tensor)
         or held.shape != own.shape

@@ -1,4 +1,4 @@
-"""Refusals, before training starts, of settings that cannot work: the reason and the way out."""
+"""Refusals, before training starts, of settings that cannot work, with the reason and a remedy."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ REFUSED_CALLBACKS = {
 
 
 def check_learner(learner: Any) -> None:
-    """Refuse learners that the federated loop cannot honour.
+    """Refuse learners that the federated loop cannot train as they ask for.
 
     Raises:
         UserError: not a LightningModule, manual optimization, or a hook that a federated run cannot
@@ -79,7 +79,7 @@ def check_learner(learner: Any) -> None:
         else:
             hint = "pass one"
         raise UserError(
-            f"learner: {name} is no LightningModule; accepted is any LightningModule of "
+            f"learner: {name} is not a LightningModule; accepted is any LightningModule of "
             "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
             f"{hint}."
         )
@@ -104,12 +104,14 @@ def check_learner(learner: Any) -> None:
 
 
 def clears_gradients(learner: Any) -> bool:
-    """Tell whether the learner's own ``optimizer_zero_grad`` clears gradients, on a trial one."""
+    """Return whether the learner's own ``optimizer_zero_grad`` clears gradients, tried on a
+    parameter.
+    """
     probe = nn.Parameter(torch.zeros(1))
     probe.grad = torch.ones(1)
     try:
         learner.optimizer_zero_grad(0, 0, torch.optim.SGD([probe], lr=0.0))
-    except Exception:  # the hook asks for more than this stand-in has
+    except Exception:  # the hook reads something that this stand-in lacks
         return False
     return probe.grad is None or not bool(probe.grad.any())
 
@@ -118,7 +120,7 @@ def check_trainer(trainer: Any) -> None:
     """Refuse Trainer settings that have no meaning when one epoch is one round.
 
     Raises:
-        UserError: names the setting, its value and what to use.
+        UserError: a setting is refused; the error names it, its value and what to use instead.
     """
     for name in ("lr_decay", "server_lr_decay"):
         if trainer.lightning_module is not None:
@@ -135,9 +137,9 @@ def check_options(trainer: Any) -> None:
     """Refuse options of the Trainer that have no meaning when one epoch is one round.
 
     Raises:
-        UserError: names the option, its value and what to use.
+        UserError: an option is refused; the error names it, its value and what to use instead.
     """
-    # A trial run (fast_dev_run) sets some of them itself.
+    # A trial run (fast_dev_run) sets some of these options itself.
     quick = bool(trainer.fast_dev_run)
 
     def require(name: str, value: object, accepted: bool, instead: str) -> None:
@@ -185,7 +187,7 @@ def check_callback(trainer: Any, callback: Any) -> None:
     """Refuse a callback of Lightning that cannot work when one epoch is one round.
 
     Raises:
-        UserError: with its name and what to use.
+        UserError: a callback is refused; the error names it and what to use instead.
     """
     name = type(callback).__name__
     # Compare names of classes: Lightning has two namespaces, and each has its own classes.
@@ -202,8 +204,8 @@ def check_callback(trainer: Any, callback: Any) -> None:
             raise UserError(
                 "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
                 "the statistics of the averaged weights, and here that epoch would be a round, "
-                "which trains them on. Use a learner without BatchNorm (GroupNorm), or average "
-                "exported models of late rounds outside the run."
+                "which trains the weights further. Use a learner without BatchNorm (GroupNorm), or "
+                "average exported models of late rounds outside the run."
             )
 
 
@@ -211,7 +213,7 @@ def check_processes(trainer: Any) -> None:
     """Refuse a strategy or a callback that cannot work in several processes.
 
     Raises:
-        UserError: with what to use.
+        UserError: the object is refused; the error says what to use instead.
     """
     if not isinstance(trainer.strategy, FederatedStrategy):
         raise UserError(
@@ -238,7 +240,7 @@ def check_fixed_parameters(trainer: Any) -> None:
     """Refuse callbacks that change which parameters are trained during a fit.
 
     Raises:
-        UserError: with the callback's name.
+        UserError: it names the callback.
     """
     for callback in trainer.callbacks:
         if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
@@ -254,7 +256,7 @@ def check_data(data: Any) -> None:
     """Refuse data without clients.
 
     Raises:
-        UserError: with the line that federates it.
+        UserError: it has the line of code that federates the data.
     """
     if callable(getattr(data, "client_batches", None)):
         return
@@ -270,13 +272,14 @@ def check_data(data: Any) -> None:
 
 
 def count_participants(participation: str | int | float, num_clients: int) -> int:
-    """n of m: a fraction is rounded half up, computed exactly from its decimal form; at least one.
+    """Return n of m: a fraction is rounded half up, computed exactly from its decimal form; at
+    least one.
 
     >>> [count_participants(p, 25) for p in ("all", 3, 0.1, 0.001)]
     [25, 3, 3, 1]
 
     Raises:
-        UserError: more than there are, none, or not a number.
+        UserError: the number is larger than m, less than one, or not a number.
     """
     accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
     if participation == "all":
@@ -314,10 +317,10 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
     """Refuse a decay that becomes negative, or too large for single precision, within a run.
 
     Args:
-        rounds: how many are asked for; -1: no end.
+        rounds: number of rounds; -1: no end.
 
     Raises:
-        UserError: names the first such round.
+        UserError: it names the first such round.
     """
     # Check a schedule at its first rounds and its last one now, and at other rounds when they
     # begin.
@@ -330,29 +333,30 @@ def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
             value = float(decay(t))
             if not 0 <= value <= LARGEST:
                 raise UserError(
-                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are "
-                    "multiplied by it, so it has to be a finite number from 0."
+                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are multiplied "
+                    "by it, so it has to be a finite number of at least 0."
                 )
     elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(LARGEST)):
         run = f"{rounds} rounds"
         if rounds < 0:
             run = "a run without an end (trainer.max_epochs=-1)"
         raise UserError(
-            f"{name}={decay!r} multiplies the learning rate in every round: over {run} it grows "
-            "beyond every number. Give one up to 1, such as 0.998, or a schedule that stays "
-            "finite."
+            f"{name}={decay!r} multiplies the learning rate in every round: over {run} it becomes "
+            "larger than any floating-point number. Give a number up to 1, such as 0.998, or a "
+            "schedule that stays finite."
         )
 
 
 def check_optimizer(name: str, optimizer: Any) -> None:
-    """Refuse an object that is not an optimizer, or an optimizer whose step cannot be taken here.
+    """Refuse an object that is not an optimizer, or an optimizer with a step that a run cannot
+    take.
 
     Args:
-        name: the option that made it, ``"client_optimizer"`` or ``"server_optimizer"``.
+        name: the option that gave it, ``"client_optimizer"`` or ``"server_optimizer"``.
 
     Raises:
-        UserError: also for learning rates that are negative or not finite, which torch's optimizers
-            partly take.
+        UserError: also for learning rates that are negative or not finite, some of which torch's
+            optimizers accept.
     """
     if not isinstance(optimizer, Optimizer):
         result = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
@@ -383,13 +387,13 @@ def check_optimizer(name: str, optimizer: Any) -> None:
         if not isinstance(group.get("lr"), Real | torch.Tensor):
             raise UserError(
                 f"{name}: {kind} has lr={group.get('lr')!r}, and a run sets the learning rate in "
-                "each round, so it needs a number. Give one; transformers' Adafactor takes it as "
-                "Adafactor(params, lr=1e-3, relative_step=False, scale_parameter=False)."
+                "each round, so it needs a number. Give a number; transformers' Adafactor takes it "
+                "as Adafactor(params, lr=1e-3, relative_step=False, scale_parameter=False)."
             )
         if not 0 <= float(group["lr"]) <= LARGEST:
             raise UserError(
-                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number from "
-                "0."
+                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number of at "
+                "least 0."
             )
         for option, value in group.items():
             # Infinity has a meaning in some options; a finite number beyond single precision has

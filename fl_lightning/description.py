@@ -40,13 +40,13 @@ class Reporter:
         log_to(self.trainer.loggers, of_run(run, self.trainer))
 
     def log(self, metrics: dict[str, float], t: int) -> None:
-        """Log metrics of round t to every logger, and where callbacks that monitor find them."""
+        """Log metrics of round t to every logger, and where monitoring callbacks find them."""
         self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=t)
 
     def client_ended(self, done: int, of: int) -> None:
-        """Tell callbacks that ask for it how many of a round's clients are done."""
+        """Report to callbacks how many of a round's clients are done, if they define this hook."""
         for callback in self.trainer.callbacks:
             if hasattr(callback, "on_client_end"):
                 callback.on_client_end(self.trainer, self.trainer.lightning_module, done, of)
@@ -55,7 +55,7 @@ class Reporter:
         self._validation_began = time.perf_counter()
 
     def validation_ends(self, trainer: Any) -> None:
-        """Log how long validation took, where it belongs to this fit."""
+        """Log how long validation took, if it belongs to this fit."""
         of_fit = trainer is self.trainer and trainer.state.fn == "fit"
         if of_fit and not trainer.sanity_checking:
             seconds = time.perf_counter() - self._validation_began
@@ -63,7 +63,7 @@ class Reporter:
 
 
 def line(run: Any) -> str:
-    """Methods, cohort, optimizers and engine in one line.
+    """Return methods, cohort, optimizers and engine in one line.
 
     Raises:
         UserError: the run has not begun.
@@ -83,7 +83,7 @@ def line(run: Any) -> str:
 
 
 def title_of(run: Any) -> str:
-    """The methods' names, and that of asynchrony."""
+    """Return the methods' names, and that of asynchrony."""
     names: str = run.methods.title()
     asynchronous = run.settings.asynchronous
     if asynchronous is None:
@@ -93,13 +93,15 @@ def title_of(run: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """The versions of packages that a result may depend on."""
+    """Return the versions of packages on which a result may depend."""
     numbers = {package: version_of(package) or "not installed" for package in _PACKAGES}
     return {**numbers, "python": platform.python_version()}
 
 
 def of_learner(learner: Any) -> HyperParameters:
-    """The learner's class, its plain hyper-parameters, and how many parameters are trained."""
+    """Return the learner's class, its plain hyper-parameters, and the number of trained
+    parameters.
+    """
     entries: HyperParameters = {"learner": type(learner).__name__}
     network = getattr(learner, "network", None)
     if network is not None:
@@ -112,7 +114,9 @@ def of_learner(learner: Any) -> HyperParameters:
 
 
 def of_run(run: Any, trainer: Any) -> HyperParameters:
-    """Learner, method, data, partition, seed, engine and versions of a run, before its rounds."""
+    """Return learner, method, data, partition, seed, engine and versions of a run, before its
+    rounds.
+    """
     data = trainer.datamodule
     entries: HyperParameters = {**of_learner(run.model.learner), "method": title_of(run)}
     for callback in run.methods.callbacks:
@@ -165,7 +169,7 @@ def log_to(loggers: list[Any], entries: HyperParameters) -> None:
 
 
 def as_paths(entries: HyperParameters) -> HyperParameters:
-    """The entries under names that are paths of files, as MLflow's store needs them.
+    """Return the entries under names that are valid paths of files, as MLflow's store needs them.
 
     >>> as_paths({"learner": "Lit", "learner/lr": 0.1, "data/f(x)": 1})
     {'learner.class': 'Lit', 'learner/lr': 0.1, 'data/f_x_': 1}
@@ -191,7 +195,7 @@ def as_paths(entries: HyperParameters) -> HyperParameters:
 
 @rank_zero_only
 def _write_hparams(logger: Any) -> None:
-    """Write TensorBoard's hparams.yaml anew."""
+    """Write TensorBoard's hparams.yaml again."""
     # Lightning writes this file once, before the run's settings are known, and never again.
     with suppress(OSError):
         (Path(logger.log_dir) / logger.NAME_HPARAMS_FILE).unlink()
@@ -199,7 +203,7 @@ def _write_hparams(logger: Any) -> None:
 
 
 def _is(logger: Any, name: str) -> bool:
-    """Tell by name whether a logger is of this class, in either Lightning."""
+    """Return by name whether a logger is of this class, in either Lightning package."""
     return any(kind.__name__ == name for kind in type(logger).__mro__)
 
 
@@ -218,7 +222,7 @@ def _value(value: Any) -> str | int | float | bool:
 
 @cache  # this reads through all installed packages, and a run asks several times
 def version_of(package: str) -> str | None:
-    """The version of a package; None: it is not installed, as a checkout need not be."""
+    """Return the version of a package; None: it is not installed, as a checkout need not be."""
     try:
         return version(package)
     except PackageNotFoundError:

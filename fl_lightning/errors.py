@@ -1,4 +1,4 @@
-"""Errors that a user can mend, said in one paragraph, and divergence."""
+"""Errors that a user can correct, in one paragraph, and divergence."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from collections.abc import Iterable
 
 
 class UserError(ValueError):
-    """A setting or a file is to be mended: the message names it, its value and what is accepted.
+    """A setting or a file has to be corrected: the message names it, its value and what is
+    accepted.
 
     The command line prints only the message and exits with status 2.
     """
@@ -23,12 +24,12 @@ class Diverged(RuntimeError):
 
 
 def debugging() -> bool:
-    """Whether the environment asks for the tracebacks of errors: ``FL_DEBUG=1``."""
+    """Return whether the environment asks for the tracebacks of errors: ``FL_DEBUG=1``."""
     return os.environ.get("FL_DEBUG", "") not in ("", "0")
 
 
 def suggest(name: str, accepted: Iterable[str]) -> str:
-    """``" Did you mean 'x'?"`` for a near miss, else an empty string.
+    """Return ``" Did you mean 'x'?"`` for a near miss, else an empty string.
 
     >>> suggest("bernouli", ["uniform", "bernoulli"])
     " Did you mean 'bernoulli'?"
@@ -49,7 +50,7 @@ def cannot_write(path: object, error: OSError) -> UserError:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """The message where a machine's or GPU's memory did not suffice; empty for another error."""
+    """Return the message if a machine's or GPU's memory was too small; empty for another error."""
     text = " ".join(str(error).split())
     # This must not import torch, and a CPU's allocator has no error class. So the class is
     # recognised by its name, or the error by its text.
@@ -67,9 +68,11 @@ def out_of_memory(error: BaseException) -> str:
 
 
 def in_own_code(error: BaseException) -> str:
-    """An error of the user's own code in one paragraph, with the line; empty for another error.
+    """Return an error of the user's own code in one paragraph, with the line; empty for another
+    error.
 
-    The line is the innermost of a file that is neither this package's, nor Python's, nor installed.
+    The line is the innermost one in a file that belongs neither to this package, nor to Python, nor
+    to installed packages.
     """
     installed = tuple(
         os.path.join(folder, "")

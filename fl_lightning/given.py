@@ -1,4 +1,4 @@
-"""The arguments that an object was made with, as a config writes them."""
+"""The arguments with which an object was made, as a config writes them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class NotKnown(Exception):
 
 
 class Given:
-    """Checks arguments of its subclasses' ``__init__``, and notes them for :func:`described`."""
+    """Checks arguments of its subclasses' ``__init__``, and stores them for :func:`described`."""
 
     _made_with: tuple[dict[str, Any], list[str]]
 
@@ -49,7 +49,7 @@ class Given:
 
 
 def _each(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The values that a config can hold, and the names of the others."""
+    """Return the values that a config can hold, and the names of the others."""
     known: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in values.items():
@@ -61,10 +61,10 @@ def _each(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
 
 def described(value: Any) -> Any:
-    """A value as a config has it: plain data, a path of a class, or ``class_path`` and arguments.
+    """Return a value for a config: plain data, a path of a class, or ``class_path`` and arguments.
 
     Raises:
-        NotKnown: it, or something in it, has no such form.
+        NotKnown: the object, or a part of it, has no such form.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -85,10 +85,10 @@ def described(value: Any) -> Any:
 
 
 def path_of(named: Any) -> str:
-    """Where a class or a function is imported from.
+    """Return the path from which a class or a function is imported.
 
     Raises:
-        NotKnown: from nowhere, as it is a script's or a function's own.
+        NotKnown: it cannot be imported, because it belongs to a script or a function.
     """
     module, name = named.__module__, named.__qualname__
     if module in ("__main__", "builtins") or "<" in name:
@@ -97,10 +97,11 @@ def path_of(named: Any) -> str:
 
 
 def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
-    """``class_path`` and ``init_args`` of an object, and the names of arguments that it lacks.
+    """Return ``class_path`` and ``init_args`` of an object, and the names of arguments that it
+    lacks.
 
-    The arguments are those that it noted (:class:`Given`), that it saved as hyper-parameters, or
-    that it keeps as attributes under their names.
+    The arguments are those that it stored (:class:`Given`), that it saved as hyper-parameters, or
+    that it has as attributes of the same name.
 
     Raises:
         NotKnown: its class cannot be imported by another program.
@@ -138,7 +139,7 @@ def described_object(value: Any) -> tuple[dict[str, Any], list[str]]:
 
 
 def made(config: Any) -> Any:
-    """The object that :func:`described` has described."""
+    """Return the object that :func:`described` has described."""
     if isinstance(config, list):
         return [made(item) for item in config]
     if not isinstance(config, dict) or "class_path" not in config:

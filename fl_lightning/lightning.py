@@ -1,9 +1,9 @@
 """The Lightning of this process: ``pytorch_lightning`` or ``lightning.pytorch``.
 
-It is the one that was imported first, or the one that FL_LIGHTNING_NAMESPACE names.
-Both packages are the same code under two names, but their classes differ: a Trainer of one refuses
-a module of the other. So everything here comes from one of them, and nothing else in the
-package names either.
+The process uses the one that was imported first, or the one that FL_LIGHTNING_NAMESPACE names. Both
+packages are the same code under two names, but their classes differ: a Trainer of one refuses a
+module of the other. So all imports of Lightning are in this file, and no other file of the package
+imports either package.
 """
 
 from __future__ import annotations
@@ -97,22 +97,22 @@ else:
     pl = import_module(NAMESPACE)
 FABRIC = import_module("lightning_fabric" if NAMESPACES[0] == NAMESPACE else "lightning.fabric")
 LOGGERS = ("pytorch_lightning", "lightning.pytorch", "lightning_fabric", "lightning.fabric")
-"""Names of Lightning's own loggers, for whoever wants them quiet."""
+"""Names of Lightning's own loggers, for code that wants to silence them."""
 OWN = ("pytorch_lightning", "lightning", "fl_lightning")
 """The packages whose hooks know that a round is a batch to the Trainer."""
 
 
 def is_foreign(hook: Any) -> bool:
-    """Tell whether a hook is a user's or another package's, and not Lightning's or ours."""
+    """Return whether a hook is a user's or another package's, and not Lightning's or ours."""
     home = getattr(hook, "__module__", None) or ""
     return hook is not None and home.split(".")[0] not in OWN
 
 
 def explain_to_other_trainers(kind: type) -> None:
-    """Let a Trainer of the other Lightning say why it takes no ``kind`` of ours.
+    """Let a Trainer of the other Lightning explain why it refuses our ``kind``.
 
-    Another package may have imported it. Its own error is that a module has to be a
-    LightningModule, which ours is.
+    Another package may have imported that Trainer. Lightning's own error would be that a module has
+    to be a LightningModule, although ours is one.
     """
     for name in NAMESPACES:
         other = getattr(sys.modules.get(name), "Trainer", None)
@@ -139,7 +139,7 @@ def _explaining(command: Any, kind: type, other: str) -> Any:
 
 
 def is_default_bar(callback: Any) -> bool:
-    """Tell whether this is a progress bar as a Trainer makes it, where the user gave none."""
+    """Return whether this is a progress bar that a Trainer makes by default."""
     kind = type(callback)
     if kind.__module__.split(".")[0] != NAMESPACE.split(".")[0]:
         return False
@@ -150,7 +150,7 @@ def is_default_bar(callback: Any) -> bool:
 
 
 def __getattr__(name: str) -> Any:
-    """Lightning's own object of this name, imported at first use."""
+    """Return Lightning's own object of this name, imported at first use."""
     # A script does not need the command line's parser, which is slow to import.
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

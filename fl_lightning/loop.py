@@ -45,16 +45,18 @@ class FederatedLoop:
 
     Args:
         client_rates: the client optimizer's settings before any decay.
-        participants: who is sampled in a round.
-        report: takes a round's metrics, before it is committed.
+        participants: function that returns the clients sampled in a round.
+        report: function that gets a round's metrics, before it is committed.
         progress: called after each client with (clients done, clients that this process trains).
-        note: takes what the user should know.
+        note: function that reports a text to the user.
         buffers: which of the learner's buffers are averaged, kept by the server, or each client's.
-        rank, world_size: of this process, which trains every ``world_size``-th participant.
-        device_plan: whose updates a round aggregates on simulated devices; None without any.
-        latest: (t, clients sampled or chosen) of the round that began last; (-1, ()) before any.
-        loss: the latest round's mean over clients of their steps' losses; None where nobody asks.
-        rows_elsewhere: whether clients' rows stay where the clients are, at sites.
+            rank, world_size: of this process, which trains every ``world_size``-th participant.
+        device_plan: the clients whose updates a round aggregates on simulated devices; None without
+            such devices.
+        latest: (t, clients sampled or chosen) of the latest round; (-1, ()) before any.
+        loss: the latest round's mean over clients of their steps' losses; None if no callback reads
+            it.
+        rows_elsewhere: whether clients' rows stay with the clients, at sites.
     """
 
     settings: Settings
@@ -138,7 +140,7 @@ class FederatedLoop:
         return metrics
 
     def begin(self, t: int) -> Ledger:
-        """The ledger of round t, with its facts and those who take part, sampled or chosen."""
+        """Return the ledger of round t, with its facts and its participants, sampled or chosen."""
         # `select` may read server states, so the ledger is bound before participants are chosen.
         ledger = Ledger(self.round_at(t))
         ledger.rows_elsewhere = self.rows_elsewhere
@@ -177,13 +179,13 @@ class FederatedLoop:
         trained = mask_of_round(self.methods, ledger.round)
         if trained is not None:
             ledger.round = replace(ledger.round, trained=trained)
-        # This was the last check that may refuse the round. From here until the commit, a
-        # checkpoint holds the present model.
+        # After this check nothing may refuse the round. From here until the commit, a checkpoint
+        # holds the present model.
         self.model.hold(ledger.round.buffers)
         return ledger
 
     def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:
-        """The participants by a method's choice, ascending; the same in every process."""
+        """Return the participants that a method chose, ascending; the same in every process."""
         available = torch.as_tensor(self.cohort.there(ledger.t), device=ledger.round.w.device)
         n = min(self.cohort.number(ledger.t), len(available))
         with ledger.server_hooks():
@@ -199,7 +201,9 @@ class FederatedLoop:
         return ids
 
     def round_at(self, t: int) -> Round:
-        """The facts of round t before its participants; sets the server optimizer's rates, too."""
+        """Return the facts of round t before its participants; also set the server optimizer's
+        rates.
+        """
         self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
         w = self.model.w.detach()
         buffers = self.model.buffers()
@@ -231,7 +235,7 @@ class FederatedLoop:
         )
 
     def broadcast(self, server: Server) -> Tensor | None:
-        """What clients get as w ``(D,)``, by a method; None: w itself."""
+        """Return the model ``(D,)`` that clients get as w, from a method; None: w itself."""
         owner = self.methods.owner("broadcast")
         if owner is None:
             return None
@@ -265,7 +269,7 @@ class FederatedLoop:
     def by_version(
         self, round: Round, ledger: Ledger, leaves: list[tuple[int, int]]
     ) -> Iterator[tuple[Round, list[tuple[int, int]]]]:
-        """(leaf, client) pairs by the version of the model that they train from.
+        """Return (leaf, client) pairs by the version of the model from which they train.
 
         Each group comes with a ``Round`` that has this version's number, w, buffers and rates.
         In synchronous runs there is one group, of the round itself.
@@ -287,7 +291,7 @@ class FederatedLoop:
         self.model.set_buffers(round.buffers)
 
     def versions(self, ledger: Ledger, server: Server) -> Versions:
-        """The models and buffers from which clients still train after this round."""
+        """Return the models and buffers from which clients still train after this round."""
         needed = frozenset[int]() if ledger.planned is None else ledger.planned.needed
         kept = {v: model for v, model in self.state.versions.items() if v in needed}
         if ledger.t in needed:
@@ -295,7 +299,9 @@ class FederatedLoop:
         return kept
 
     def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
-        """The clients that finished: all but those that dropped, or brought what is not finite."""
+        """Return the clients that finished: all except those that dropped or sent values that
+        are not finite.
+        """
         if diverged and self.settings.on_nonfinite == "stop":
             what = f"the update of client {diverged[0]} or a model that it keeps or sends"
             raise Diverged(diverged_text(round.t, what))
@@ -319,11 +325,13 @@ class FederatedLoop:
         server.update = server_update.masked(server)
 
     def server_steps(self, ledger: Ledger) -> bool:
-        """Tell whether the server takes a step: a client finished, or a method needs no client."""
+        """Return whether the server takes a step: a client finished, or a method needs no
+        client.
+        """
         return bool(ledger.finished) or self.methods.aggregates_nobody
 
     def changed_base(self, ledger: Ledger) -> BaseAfter | None:
-        """The frozen weights that methods change, as the round leaves them.
+        """Return the frozen weights that methods change, after the round.
 
         Raises:
             Diverged: they are not finite.
@@ -351,7 +359,7 @@ class FederatedLoop:
             raise Diverged(diverged_text(server.round, "the server's model"))
 
     def evaluate(self, ledger: Ledger, server: Server) -> None:
-        """Set the model that is evaluated from here on, and the server's buffers."""
+        """Set the model that is evaluated from now on, and the server's buffers."""
         owner = self.methods.owner("evaluated")
         if owner is None:
             vector = server_update.evaluated(ledger, server)
@@ -363,7 +371,7 @@ class FederatedLoop:
         self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
 
     def metrics(self, ledger: Ledger, server: Server) -> RoundMetrics:
-        """The metrics that the learner, clients' and server hooks logged; sets ``loss`` too."""
+        """Return the metrics that learner, clients' and server hooks logged; also set ``loss``."""
         self.warn_of_mean_gradient(ledger)
         for text in ledger.notes:
             self.note(text)
@@ -388,7 +396,7 @@ class FederatedLoop:
         return {**means, **metrics, **logged}
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
-        """Warn where ``clients.mean_gradient`` was read and is not the mean of the gradients."""
+        """Warn if ``clients.mean_gradient`` was read and is not the mean of the gradients."""
         if not ledger.mean_gradient_read:
             return
         rates = self.client_rates

@@ -74,10 +74,10 @@ class Methods:
     """The federated callbacks of a run.
 
     Args:
-        layout: of the model; None: it is told later, by :meth:`lay_out`.
+        layout: layout of the model; None: it is given later, by :meth:`lay_out`.
 
     Raises:
-        UserError: two callbacks of one class, or two owners of a hook that has one.
+        UserError: there are two callbacks of one class, or two owners of one hook.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Methods:
             refuse_misspelt_hooks(callback)
             refuse_inference_mode(callback)
         # Callbacks that change updates for the clients come before those that work at the server.
-        # Those that keep coordinates at rest come after all that move them.
+        # Callbacks that keep coordinates at rest come after all that move them.
         ordered = sorted(self.callbacks, key=lambda c: c.order)
         # `on_local_end` may still ask for a gradient, so callbacks that change the loss end last.
         ending = sorted(self.callbacks, key=looks)
@@ -143,13 +143,13 @@ class Methods:
                 self.declared[declaration.key(callback)] = declaration
 
     def lay_out(self, layout: Layout) -> None:
-        """Tell the callbacks the model, on which the shape of their states may depend."""
+        """Give the callbacks the model's layout, on which the shape of their states may depend."""
         for told in self._hooks["on_layout"]:
             told(layout)
         self._declare()
 
     def _refuse_companions(self, callback: FederatedCallback) -> None:
-        """Refuse callbacks that this one cannot run with, and partial averaging of silent states.
+        """Refuse callbacks that cannot run together, and partial averaging with silent states.
 
         A state is silent if it does not declare how partial averaging affects it.
         """
@@ -180,12 +180,12 @@ class Methods:
             if declared.synchronised is None:
                 raise UserError(
                     f"method: {declared.key(callback)} does not say how partial averaging affects "
-                    "it, so the two cannot run together. Declare synchronised=True (kept "
-                    "where a part is not averaged) or False."
+                    "it, so the two cannot run together. Declare synchronised=True (its state "
+                    "stays as it is if a part is not averaged) or False."
                 )
 
     def notes(self, run: RunFacts) -> list[str]:
-        """The notes of the methods about a run before it begins.
+        """Return the notes of the methods about a run before it begins.
 
         Raises:
             UserError: a method cannot run with these settings.
@@ -205,7 +205,7 @@ class Methods:
         return texts
 
     def _note_step_rates(self) -> list[str]:
-        """Say which methods take steps of their own at the round's rate, beside changing rates."""
+        """Note which methods take their own steps at the round's rate, if rates change in it."""
         if "step_rate" not in self._owners:
             return []
         texts = []
@@ -219,7 +219,7 @@ class Methods:
         return texts
 
     def on_gradient(self, hooks: Sequence[str]) -> list[tuple[str, Callable[..., Any]]]:
-        """The callbacks that change a gradient in these hooks, in order: names and functions."""
+        """Return the callbacks with these hooks of gradients, in order: names and functions."""
         found: list[tuple[str, Callable[..., Any]]] = []
         for hook in hooks:
             calls = self._hooks.get(hook, [])
@@ -229,12 +229,12 @@ class Methods:
         return found
 
     def bind_run(self, binding: RunBinding) -> None:
-        """Let callbacks draw by the run's seed and know its data, from here on."""
+        """From now on let callbacks draw by the run's seed and read its data."""
         for callback in self.callbacks:
             callback._bound_run = binding
 
     def bind(self, ledger: Ledger) -> None:
-        """Let declared state read and write this round's ledger, from here on."""
+        """From now on let declared state read and write this round's ledger."""
         self._ledger = ledger
         self.bind_run(RunBinding(ledger.round.seed, ledger.round.steps_of))
         for callback in self.callbacks:
@@ -249,10 +249,10 @@ class Methods:
     def call(self, hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
         """Call one method's hook.
 
-        ``subject``: the clients or the server; it knows from here on whose hook that is.
+        ``subject``: the clients or the server, which from now on know whose hook is running.
 
         Raises:
-            UserError: it has changed a vector of the run in place, or a state of the server in a
+            UserError: the hook changed a vector of the run in place, or a state of the server in a
                 hook of clients.
         """
         subject._caller = type(getattr(hook, "__self__", hook)).__name__
@@ -295,12 +295,12 @@ class Methods:
                 self.call(call, server)
 
     def of_every_round(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Those of ``states`` that are committed where no client finished."""
+        """Return those of ``states`` that are committed if no client finished."""
         names = {type(c).__name__ for c in self.callbacks if c.every_round}
         return {key: value for key, value in states.items() if key.split(".")[0] in names}
 
     def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
-        """The gradient after a hook, which may change it in place or return another."""
+        """Return the gradient after a hook, which may change it in place or return another."""
         returned = self.call(call, clients, gradient)
         if returned is None:
             return gradient
@@ -315,9 +315,9 @@ class Methods:
 
     @property
     def steps(self) -> Callable[[int, Sequence[int]], list[int]] | None:
-        """``(t, ids)`` → K_i of each, where a method decides on them.
+        """Return ``(t, ids)`` → K_i of each, if a method decides on them.
 
-        It raises a UserError where the method gives no integers from 1.
+        This raises a UserError if the method gives values that are not integers of at least 1.
         """
         owner = self.owner("steps")
         if owner is None:
@@ -331,29 +331,29 @@ class Methods:
         return checked
 
     def name_of_owner(self, hook: str) -> str:
-        """The class that owns a hook."""
+        """Return the name of the class that owns a hook."""
         return type(self._owned_by[hook]).__name__
 
     @property
     def blind(self) -> bool:
-        """Tell whether local steps are perturbed without a gradient at x."""
+        """Return whether local steps are perturbed without a gradient at x."""
         owner = self._owned_by.get("perturbation")
         return owner is not None and owner.blind
 
     @property
     def resting(self) -> FederatedCallback | None:
-        """The callback that chooses the coordinates that clients train; None: they train all."""
+        """Return the callback that chooses which coordinates clients train; None: all."""
         return self._owned_by.get("trained")
 
     @property
     def personal_of_all(self) -> bool:
-        """Tell whether clients that never finished a round have a model of their own, too."""
+        """Return whether clients that never finished a round have their own model, too."""
         owner = self._owned_by.get("personal")
         return owner is not None and owner.personal_of_all
 
     @property
     def move_starts(self) -> bool:
-        """Tell whether a method may let clients start elsewhere than at w.
+        """Return whether a method may let clients start from a point other than w.
 
         Parts that clients keep as their own do not count.
         """
@@ -361,17 +361,17 @@ class Methods:
 
     @property
     def aggregates_nobody(self) -> bool:
-        """Tell whether the server takes its step even if no client finished."""
+        """Return whether the server takes its step even if no client finished."""
         return any(c.every_round for c in self.callbacks if c.has("aggregate"))
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        """The source of a private run's noise and coins: its secret or a seed; else None."""
+        """Return the source of a private run's draws: its secret or a seed; else None."""
         return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
 
     @property
     def look(self) -> str:
-        """The first callback that reads outputs of modules; empty if there is none."""
+        """Return the first callback that reads outputs of modules; empty if there is none."""
         for callback in self.callbacks:
             if looks(callback):
                 return type(callback).__name__
@@ -379,17 +379,17 @@ class Methods:
 
     @property
     def gathering(self) -> list[str]:
-        """The names of callbacks that take all updates of a round together."""
+        """Return the names of callbacks that take all updates of a round together."""
         return [type(c).__name__ for c in self.callbacks if c.gathers]
 
     @property
     def measuring(self) -> set[str]:
-        """The names of callbacks that only measure."""
+        """Return the names of callbacks that only measure."""
         return {type(c).__name__ for c in self.callbacks if c.role == "measurement"}
 
     @property
     def gives_models(self) -> str:
-        """The callback by whose own models clients train; empty: they train from w."""
+        """Return the callback from whose own models clients train; empty: they train from w."""
         for callback in self.callbacks:
             old = getattr(callback, "gives_models", False)
             if old or "clients.w" in callback.cannot_run_with:
@@ -398,19 +398,19 @@ class Methods:
 
     @property
     def reads_loss(self) -> bool:
-        """Tell whether a callback asks for the mean loss of a client's local steps."""
+        """Return whether a callback reads the mean loss of a client's local steps."""
         return any(c.reads_loss for c in self.callbacks)
 
     @property
     def start_from_w0(self) -> bool:
-        """Tell whether a state starts from w^0, so that w^0 has to be kept."""
+        """Return whether a state starts from w^0, so that w^0 has to be kept."""
         return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
 
     def going_up(self) -> dict[str, Declaration]:
-        """The states that clients send besides their update, and that are counted.
+        """Return the states that clients send in addition to their update, and that are counted.
 
-        These are states that are reported, and uploads that the server cannot compute from what is
-        sent anyway.
+        They are the reported states, and the uploads that the server cannot compute from other
+        messages.
         """
         known = {self._sends}
         # If clients start at w, their model determines their displacement, and vice versa.
@@ -419,7 +419,7 @@ class Methods:
         return {key: each for key, each in self.declared.items() if each.goes_up(known)}
 
     def in_steps_of_others(self) -> str:
-        """The first callback of others with a hook in each local step, or an empty string."""
+        """Return the first callback by others with a hook in local steps, or an empty string."""
         for callback in self.callbacks:
             packaged = type(callback).__module__.startswith("fl_lightning.")
             if not packaged and any(callback.has(hook) for hook in IN_STEPS):
@@ -427,11 +427,11 @@ class Methods:
         return ""
 
     def fingerprint(self) -> dict[str, str]:
-        """Stateful callbacks and their plain arguments, to compare with those of a checkpoint."""
+        """Return stateful callbacks and their arguments, to compare with a checkpoint's."""
         return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
 
     def stateless(self) -> str:
-        """Callbacks without state that change the training, such as ``ProximalTerm(mu=0.1)``."""
+        """Return stateless callbacks that change the training: ``ProximalTerm(mu=0.1)``."""
         texts = []
         for callback in self.callbacks:
             changes = (
@@ -444,7 +444,7 @@ class Methods:
         return ", ".join(sorted(texts)) or "none"
 
     def title(self) -> str:
-        """The methods' names, without those that only measure or simulate."""
+        """Return the methods' names, without callbacks that only measure or simulate."""
         names = [c.title or type(c).__name__ for c in self.callbacks if c.is_method()]
         return " + ".join(names) or "FedAvg"
 
@@ -463,7 +463,7 @@ class WithoutGradient:
 
 
 def looks(callback: FederatedCallback) -> bool:
-    """Tell whether a callback reads the outputs of the learner's modules."""
+    """Return whether a callback reads the outputs of the learner's modules."""
     return bool(callback.taps) or any(callback.has(hook) for hook in LOOKING)
 
 
@@ -493,21 +493,21 @@ def refuse_inference_mode(callback: FederatedCallback) -> None:
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
-    """The result of a hook, which has to be a tensor with the shape of ``like``."""
+    """Return the result of a hook, which has to be a tensor with the shape of ``like``."""
     if not isinstance(returned, Tensor) or returned.shape != like.shape:
         raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
     return returned
 
 
 def checked_loss(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
-    """The result of ``local_loss``, which has to be one number."""
+    """Return the result of ``local_loss``, which has to be one number."""
     if not isinstance(returned, Tensor) or returned.numel() != 1:
         raise _returned(call, returned, "the loss, a scalar tensor")
     return returned.reshape(like.shape)
 
 
 def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n: int) -> list[int]:
-    """The clients that ``select`` returned, ascending: n distinct ones of the available."""
+    """Return the clients that ``select`` returned, ascending: n distinct ones of the available."""
     choice = returned.tolist() if hasattr(returned, "tolist") else returned
     ids = sorted(int(i) for i in choice) if isinstance(choice, Iterable) else []
     if len(ids) != n or len(set(ids)) != n or not set(ids) <= set(available.tolist()):
@@ -518,10 +518,10 @@ def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n
 
 
 def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[int]:
-    """The steps that a method gave, one number per client.
+    """Return the steps that a method gave, one number per client.
 
     Raises:
-        UserError: it gave another number of them, or one that is no integer from 1.
+        UserError: there are more or fewer of them, or one is not an integer of at least 1.
     """
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     expected = f"method: {name}.steps has to give each client an integer from 1"
@@ -545,8 +545,8 @@ def _changed_vector(call: Callable[..., Any], name: str) -> UserError:
     also = " (clients.origin is the same vector here)" if name == "clients.start" else ""
     return UserError(
         f"method: {getattr(call, '__qualname__', call)} changed {name}{also} in place, or a view "
-        "of it. It belongs to the run, and other clients and methods read it, too. Change a copy: "
-        f"own = {name}.clone()."
+        "of it. The vector belongs to the run, and other clients and methods read it, too. Change "
+        f"a copy: own = {name}.clone()."
     )
 
 
@@ -561,7 +561,7 @@ def _in_inference_mode(call: Callable[..., Any]) -> UserError:
 def _explained(
     call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], error: RuntimeError
 ) -> RuntimeError | UserError:
-    """The error of a hook; a UserError where torch's message says neither cause nor remedy."""
+    """Return the error of a hook; a UserError if torch's message has neither cause nor remedy."""
     if "nference tensor" in str(error):
         return _in_inference_mode(call)
     # If several clients start at w, each row of `start` is w itself, and torch refuses to change

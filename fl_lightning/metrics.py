@@ -1,6 +1,6 @@
-"""A run's metrics as a table, and which way each is better.
+"""A run's metrics as a table, and the better direction of each.
 
-It does not import torch, so that reading a finished run is fast.
+This file does not import torch, so that reading a finished run is fast.
 """
 
 from __future__ import annotations
@@ -48,15 +48,15 @@ _BOUNDARY = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
 def higher_is_better(name: str) -> bool:
-    """Tell whether more of a metric is better, by the last word of its name.
+    """Return whether greater is better for a metric, by the last word of its name.
 
-    This is the rule of reports, sweeps and fits alike. Words end at ``/``, ``_``, ``-`` and ``.``;
-    a class's name counts by how it ends. Suffixes of PerClientEvaluation are left out. The
-    deviation of a metric that is better where it is greater, such as ``clients/acc_std``, tells
-    nothing: clients that differ more are not better off.
+    Reports, sweeps and fits all use this rule. Words end at ``/``, ``_``, ``-`` and ``.``; for the
+    name of a class its ending decides. Suffixes of PerClientEvaluation are ignored. The deviation
+    of a metric for which greater is better, such as ``clients/acc_std``, has no better direction:
+    clients that differ more are not better off.
 
     Raises:
-        UserError: the name does not tell.
+        UserError: the name does not show it.
 
     >>> names = ("val/acc", "val_MulticlassF1Score", "clients/auc_worst10")
     >>> [higher_is_better(name) for name in names]
@@ -77,12 +77,12 @@ def higher_is_better(name: str) -> bool:
 
 
 def without_prefix(name: str) -> str:
-    """A metric's name without the prefix of validation: ``val/acc`` → ``acc``."""
+    """Return a metric's name without the prefix of validation: ``val/acc`` → ``acc``."""
     return re.sub(r"^(validation|valid|val)[/_.-]", "", name)
 
 
 def is_accuracy(name: str) -> bool:
-    """Tell whether a metric is an accuracy, by the last word of its name."""
+    """Return whether a metric is an accuracy, by the last word of its name."""
     return any(ending in _ACCURACIES for ending in _endings(name))
 
 
@@ -100,7 +100,7 @@ def _by_name(name: str) -> bool | None:
 
 
 def _endings(name: str) -> list[str]:
-    """The endings of a name's last word, the shortest first.
+    """Yield the endings of a name's last word, the shortest first.
 
     ``val/BinaryF1Score`` → score, f1score, binaryf1score.
     """
@@ -120,7 +120,7 @@ def check_mode(option: str, mode: Any) -> None:
 
 
 def read_modes(modes: Any) -> dict[str, str]:
-    """The ``modes`` of a run.json. Entries that are not modes are left out.
+    """Return the ``modes`` of a run.json. Entries that are not modes are left out.
 
     >>> read_modes({"val/x": "max", "val/y": 3}), read_modes(None)
     ({'val/x': 'max'}, {})
@@ -130,7 +130,9 @@ def read_modes(modes: Any) -> dict[str, str]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The run.json of a run's folder; empty if there is no such file or it cannot be read."""
+    """Return the run.json of a run's folder; empty if there is no such file or it cannot be
+    read.
+    """
     try:
         record = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -145,18 +147,19 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def comma_separated(rows: Iterable[Sequence[Any]]) -> str:
-    """A CSV file; None is an empty cell, numbers read back exactly."""
+    """Return a CSV file as text; None is an empty cell, and numbers can be read back exactly."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
 
 
 class Directions:
-    """Knows which way metrics are better: by the user, else by torchmetrics in a run, else by name.
+    """Knows the better direction of metrics: from the user, else from torchmetrics in a run, else
+    from the name.
 
     Args:
-        ask: how the user can say it, such as ``report: give --mode max or --mode min``.
-        given: metric → ``"max"`` or ``"min"``, as the user says.
+        ask: how the user can give it, such as ``report: give --mode max or --mode min``.
+        given: metric → ``"max"`` or ``"min"``, from the user.
 
     >>> directions = Directions("Give a mode.", {"val/mine": "min"})
     >>> directions.record({"val/loss_of_theirs": "max"})
@@ -172,18 +175,22 @@ class Directions:
         self._recorded: dict[str, set[str]] = {}
 
     def apart(self) -> Directions:
-        """Directions that share what is known of modes, now and later, and have seen no value."""
+        """Return directions that share what is known of modes, now and later, but have seen no
+        value.
+        """
         other = copy.copy(self)
         other.below_zero = set()
         return other
 
     def record(self, modes: Any) -> None:
-        """Take the ``modes`` of a run.json."""
+        """Add the ``modes`` of a run.json."""
         for name, mode in read_modes(modes).items():
             self._recorded.setdefault(name, set()).add(mode)
 
     def known(self, metric: str, mode: str | None = None) -> bool | None:
-        """As :meth:`greater`, but None if the user would have to give the direction."""
+        """Return the result of :meth:`greater`, or None if the user would have to give the
+        direction.
+        """
         word = mode or self.given.get(metric)
         if word is not None:
             return word == "max"
@@ -194,7 +201,7 @@ class Directions:
         return "max" in recorded if recorded else _by_name(metric)
 
     def greater(self, metric: str, mode: str | None = None) -> bool:
-        """Tell whether more of it is better; ``mode``: the user's word on this one use.
+        """Return whether greater is better; ``mode``: the user's answer for only this use.
 
         Raises:
             UserError: it is not known.
@@ -205,7 +212,7 @@ class Directions:
         return greater
 
     def question(self, names: Iterable[str]) -> str:
-        """The question to the user about metrics whose direction is not known."""
+        """Return the question to the user about metrics whose direction is not known."""
         names = list(names)
         why = "by its name" if len(names) == 1 else "by their names"
         if any(len(self._recorded.get(name, ())) > 1 for name in names):
@@ -221,8 +228,8 @@ class Logged:
     """The facts about a learner's metrics that are known when it logs them.
 
     Args:
-        modes: ``"max"`` or ``"min"`` of the torchmetrics of which it is known.
-        shown: those with ``prog_bar=True``, in order.
+        modes: ``"max"`` or ``"min"`` of the torchmetrics for which it is known.
+        shown: metrics with ``prog_bar=True``, in order.
     """
 
     modes: dict[str, str] = field(default_factory=dict)
@@ -237,7 +244,9 @@ class Logged:
             self.shown[name] = None
 
     def modes_of(self, names: Iterable[str]) -> dict[str, str]:
-        """The modes, also under the names that Lightning forks from one, such as ``acc_epoch``."""
+        """Return the modes, also under the names that Lightning forks from one, such as
+        ``acc_epoch``.
+        """
         modes = dict(self.modes)
         for name in names:
             mode = self.modes.get(_FORKED.sub("", name))
@@ -246,9 +255,9 @@ class Logged:
         return modes
 
     def shown_of(self, names: Iterable[str]) -> list[str]:
-        """The metrics that are shown, under the names that Lightning forks from one.
+        """Return the metrics that are shown, under the names that Lightning forks from one.
 
-        Of a step's and an epoch's value it is the epoch's.
+        If there are a step's and an epoch's value, it is the epoch's.
         """
         of_epochs = [name for name in names if not _STEP.search(name)]
         forked: list[str] = []
@@ -260,28 +269,29 @@ class Logged:
 def read_rows(
     path: Path, complete: bool = False, before: int | None = None
 ) -> tuple[list[str], list[Row]]:
-    """Columns and rows of a metrics.csv, or its .gz, without a last line that a kill tore.
+    """Return columns and rows of a metrics.csv, or its .gz, without an incomplete last line.
 
-    Values are text, "" where one is missing.
+    Values are text, "" if one is missing.
 
     Args:
         path: the file.
-        complete: the run ended by itself, so the last line is whole even where no line break
-            follows it.
-        before: only rounds before this one are needed; nothing that follows them is looked at.
+        complete: the run ended by itself, so the last line is complete even without a line break.
+        before: only rounds before this one are needed; later rows are not read.
 
     Raises:
-        UserError: it is missing or no such file.
+        UserError: it is missing or not such a file.
     """
     # Reading a pipe would wait forever.
     if path.exists() and not path.is_file():
-        raise UserError(f"Cannot read {path}: it is not a file. It should be a run's metrics.csv.")
+        raise UserError(
+            f"Cannot read {path}: it is not a file. The file should be a run's metrics.csv."
+        )
     try:
         content = _content(path)
         content[: content.find(b"\n")].decode()
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(
-            f"Cannot read {path}: {error}. It should be a run's metrics.csv."
+            f"Cannot read {path}: {error}. The file should be a run's metrics.csv."
         ) from error
     # After a crash of the machine the file may contain zero bytes, which the CSV reader rejects.
     text = content.decode(errors="replace").replace("\0", "\ufffd")
@@ -290,7 +300,7 @@ def read_rows(
         lines = list(csv.reader(io.StringIO(text, newline="")))
     except csv.Error as error:
         raise UserError(
-            f"Cannot read {path}: {error}. It should be a run's metrics.csv."
+            f"Cannot read {path}: {error}. The file should be a run's metrics.csv."
         ) from error
     if not lines:
         return ["round"], []
@@ -315,7 +325,7 @@ def read_rows(
 
 
 def _content(path: Path) -> bytes:
-    """The bytes of ``path``, or of ``path.gz`` unpacked where there is no ``path``."""
+    """Return the bytes of ``path``, or of ``path.gz`` unpacked if there is no ``path``."""
     packed = path.with_name(f"{path.name}.gz")
     if packed.is_file() and not path.is_file():
         return gzip.decompress(packed.read_bytes())
@@ -323,9 +333,10 @@ def _content(path: Path) -> bytes:
 
 
 class Metrics(dict[str, Column]):
-    """A table of metrics: ``metrics["val/acc"]`` is a column beside ``metrics.rounds``.
+    """A table of metrics: ``metrics["val/acc"]`` is a column, and ``metrics.rounds`` has the
+    rounds.
 
-    It is nan where nothing was logged. ``pandas.DataFrame(metrics)`` is the table as a frame;
+    A value is nan if nothing was logged. ``pandas.DataFrame(metrics)`` is the table as a frame;
     :meth:`to_pandas` has the rounds as its index.
     """
 
@@ -344,7 +355,7 @@ class Metrics(dict[str, Column]):
 
     @classmethod
     def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
-        """The table of a metrics.csv; ``modes``: as in run.json."""
+        """Read the table of a metrics.csv; ``modes``: as in run.json."""
         names, rows = read_rows(path)
         columns: dict[str, list[float]] = {}
         for name in names:
@@ -356,7 +367,7 @@ class Metrics(dict[str, Column]):
         raise KeyError(f"no metric {name!r}.{suggest(name, self)}")
 
     def to_pandas(self) -> Any:
-        """The table as a ``pandas.DataFrame``: one row per round, one column per metric.
+        """Return the table as a ``pandas.DataFrame``: one row per round, one column per metric.
 
         Raises:
             UserError: pandas is not installed.
@@ -371,14 +382,15 @@ class Metrics(dict[str, Column]):
         return f"Metrics({len(self.rounds)} rounds: {', '.join(self)})"
 
     def last(self, name: str) -> float:
-        """The last logged value; nan if no value was logged."""
+        """Return the last logged value; nan if no value was logged."""
         values = self._logged(name)
         return float(values[-1]) if len(values) else math.nan
 
     def best(self, name: str, mode: str | None = None) -> tuple[float, int]:
-        """The best value and the round that first reached it; (nan, -1) if no value was logged.
+        """Return the best value and the round that first reached it; (nan, -1) if no value was
+        logged.
 
-        ``mode``: ``"max"`` or ``"min"``, where neither the name nor torchmetrics tells which way
+        ``mode``: ``"max"`` or ``"min"``, if neither the name nor torchmetrics shows which direction
         is better.
         """
         if not len(self._logged(name)):
@@ -389,7 +401,9 @@ class Metrics(dict[str, Column]):
         return float(self[name][at]), self.rounds[at]
 
     def described(self, name: str) -> str:
-        """The last value, and the best with its round where it is known which way is better."""
+        """Return the last value, and the best with its round if it is known which direction is
+        better.
+        """
         form = "{:.4f}" if is_accuracy(name) else "{:.4g}"
         last = f"last {form.format(self.last(name))}"
         if self._directions.known(name) is None:
@@ -398,7 +412,7 @@ class Metrics(dict[str, Column]):
         return f"{last}, best {form.format(best)} (round {at + 1})"
 
     def median(self, name: str) -> float:
-        """The median of the logged values; nan if no value was logged."""
+        """Return the median of the logged values; nan if no value was logged."""
         values = self._logged(name)
         return float(np.median(values)) if len(values) else math.nan
 

@@ -1,4 +1,6 @@
-"""One ``Trainer.fit`` is one federated run, one epoch one round: ``training_step`` is the round."""
+"""One ``Trainer.fit`` is one federated run, and one epoch is one round: ``training_step`` is
+the round.
+"""
 
 from __future__ import annotations
 
@@ -48,62 +50,61 @@ class FederatedModule(LearnerHooks):
 
     Args:
         learner: any LightningModule, of ``pytorch_lightning`` or ``lightning.pytorch``:
-            ``training_step`` gives the local loss; evaluation and its hooks run on the global
-            model, as if it were trained by itself.
+            ``training_step`` returns the local loss; evaluation and its hooks run on the global
+            model, as in plain Lightning.
         participation: clients per round: ``"all"``, a number, or a fraction (rounded half up, at
             least one).
-        sampling: ``"uniform"`` (a fixed number); a coin for each client: ``"poisson"``,
-            ``"bernoulli"`` (at least one).
-        local_epochs: of each client in a round, may be fractional; 5 where neither it nor
+        sampling: ``"uniform"``: a fixed number; ``"poisson"``, ``"bernoulli"`` (at least one): each
+            client takes part independently.
+        local_epochs: epochs of each client in a round, which may be a fraction; 5 if neither it nor
             ``local_steps`` is given.
-        local_steps: of each client in a round; overrides ``local_epochs``.
+        local_steps: steps of each client in a round; overrides ``local_epochs``.
         client_optimizer: ``params -> optimizer`` of the local steps; None: the learner's
             ``configure_optimizers``.
-        client_scheduler: what the learner's lr scheduler is stepped by: ``"rounds"``,
-            ``"local_steps"`` of each client (from its first step again in every round), or nothing:
-            ``"ignore"``.
+        client_scheduler: what steps the learner's lr scheduler: ``"rounds"``; ``"local_steps"`` of
+            each client, which begin again in every round; or nothing: ``"ignore"``.
         lr_decay: client learning rates × ``lr_decay ** round``, or × ``schedule(round)``.
         clip_norm: in each local step a client's corrected gradient is scaled by
             min(1, clip_norm/‖g‖).
-        accumulate: batches of the data in each local step, the last step of an epoch taking those
-            that are left; they are weighed by their samples, or by ``count`` where
+        accumulate: batches of the data in each local step; the last step of an epoch takes those
+            that are left. The batches of a step are weighted by their samples, or by ``count`` if
             ``training_step`` returns ``{"loss": …, "count": …}``.
         keep_optimizer_state: keep each client's optimizer state, instead of a fresh one every
             round.
-        server_optimizer: ``params -> optimizer`` over w; its gradient is minus the update; None:
+        server_optimizer: ``params -> optimizer`` over w, whose gradient is minus the update; None:
             SGD with rate 1.
         server_lr_decay: as ``lr_decay``, for the server.
         weighting: aggregation weights p_i: ``"uniform"`` or ``"samples"``.
-        buffers: ``"average"``: statistics of normalisation layers weighted by p_i, of counters the
-            maximum; what is not known stays the server's, and a note says so. ``"keep"``: all stay
-            the server's. ``"own"``: each client keeps its own, and the server's, for evaluation,
-            are that average. Or words by patterns of names, of which the first that fits decides:
-            ``{"*.running_*": "average", "queue*": "own"}``.
+        buffers: ``"average"``: statistics of normalisation layers are averaged with weights p_i,
+            and counters take the maximum; unknown buffers stay the server's, and a note says so.
+            ``"keep"``: all buffers stay the server's. ``"own"``: each client keeps its own; the
+            server's, for evaluation, are that average. Or words by patterns of names; the first
+            pattern that matches decides: ``{"*.running_*": "average", "queue*": "own"}``.
         on_nonfinite: ``"stop"`` the run, or ``"skip"`` clients whose update is not finite.
-        init_from: a checkpoint or exported file whose weights to start from.
-        engine: ``"sequential"``: one client after the other; ``"concurrent"``: several side by
-            side, each on one thread of a CPU or one stream of a GPU, same bits whatever their
-            number; ``"stacked"``: many as one batch of models, the same to rounding; ``"debug"``:
-            sequential's bits, and an error in a hook or in ``training_step`` has what it is about
-            as its attribute ``at`` (round, client, step, hook, arguments, batch); ``"auto"``: one
-            of the first two, by the table in `engines/auto.py`.
-        clients_at_once: clients of a group of the stacked engine; ``"auto"``: as many as fit into a
-            gigabyte.
-        workers: clients side by side in the concurrent engine; ``"auto"``: the process's cores, on
-            a GPU up to 16.
+        init_from: a checkpoint or exported file with the weights to start from.
+        engine: ``"sequential"``: one client after the other. ``"concurrent"``: several in parallel,
+            each on one thread of a CPU or one stream of a GPU, with the same bits for any number.
+            ``"stacked"``: many as one batch of models, the same up to rounding. ``"debug"``: the
+            bits of sequential, and an error in a hook or in ``training_step`` has an attribute
+            ``at`` (round, client, step, hook, arguments, batch). ``"auto"``: one of the first two,
+            by the table in `engines/auto.py`.
+        clients_at_once: clients that the stacked engine trains together; ``"auto"``: as many as fit
+            into a gigabyte.
+        workers: clients that the concurrent engine trains in parallel; ``"auto"``: the process's
+            cores, on a GPU up to 16.
         capture: whether the concurrent engine records a local step and replays it: same bits,
-            without the learner's Python; ``"auto"``: where a trial before round 0 gives the same
-            bits, and steps are short or on a GPU.
-        seed: None: that of ``seed_everything``; without that too, the checkpoint's, else one is
+            without the learner's Python. ``"auto"``: if a trial before round 0 gives the same bits,
+            and steps are short or on a GPU.
+        seed: None: the seed of ``seed_everything``; without it the checkpoint's, else a new one is
             drawn.
         strict_resume: refuse to resume with other methods or arguments than the checkpoint's.
         asynchronous: ``Buffered(devices, …)`` of ``fl_lightning.systems``: clients train all the
-            time, and an epoch is a step of the server; ``participation`` then plays no part. None:
+            time, and an epoch is a step of the server; ``participation`` is then ignored. None:
             each round waits for its participants.
 
     Raises:
-        UserError: for each argument, learner or Trainer setting that cannot work, before training
-            starts.
+        UserError: before training starts, for each argument, learner or Trainer setting that cannot
+            work.
     """
 
     def __init__(
@@ -159,7 +160,7 @@ class FederatedModule(LearnerHooks):
 
     @property
     def layout(self) -> Layout:
-        """``{parameter name: (slice, shape)}`` of the global vector."""
+        """Return ``{parameter name: (slice, shape)}`` of the global vector."""
         return self.global_model.layout
 
     @property
@@ -169,50 +170,54 @@ class FederatedModule(LearnerHooks):
 
     @property
     def evaluated_vector(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w, unless a method evaluates another model.
+        """Return the model ``(D,)`` that is evaluated and exported: w, unless a method evaluates
+        another model.
 
-        With Lightning's ``WeightAveraging`` it is its average.
+        With Lightning's ``WeightAveraging`` it is the average.
         """
         return evaluated(self.global_model, self._trainer)[0]
 
     @property
     def client_rows(self) -> ClientRows:
-        """The clients' rows of methods: ``client_rows.read("ClassName.name", i)``."""
+        """Return the clients' rows of methods: ``client_rows.read("ClassName.name", i)``."""
         return self.run.state.rows
 
     @property
     def server_states(self) -> dict[str, Tensor]:
-        """The server's states of methods, by ``"ClassName.name"``."""
+        """Return the server's states of methods, by ``"ClassName.name"``."""
         return self.run.state.server
 
     @property
     def base(self) -> dict[str, Tensor]:
-        """The frozen weights that a method's server changes, by name, in full precision."""
+        """Return the frozen weights that a method's server changes, by name, in full precision."""
         base = self.run.state.base
         return {} if base is None else dict(base.values)
 
     @property
     def engine_facts(self) -> dict[str, str]:
-        """The engine that trains the clients, and why, for people; empty before training."""
+        """Return the engine that trains the clients, and why, as text; empty before training."""
         return {} if self.run.plan is None else self.run.plan.card()
 
     @property
     def notes(self) -> list[str]:
-        """The run's warnings, which the card repeats."""
+        """Return the run's warnings, which the card repeats."""
         return self.run.notes
 
     @property
     def run_seed(self) -> int:
-        """The seed from which all random numbers of this run follow."""
+        """Return the seed from which all random numbers of this run follow."""
         return self.run.seed(self._trainer)
 
     @property
     def cohort(self) -> Cohort:
-        """Who takes part in a round, and how much each does."""
+        """Return the object that decides who takes part in a round, and how many steps each
+        takes.
+        """
         return self.run.cohort(self.trainer)
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """The participants of round t, ascending; the same in every process and after a resume.
+        """Return the participants of round t, ascending; the same in every process and after a
+        resume.
 
         Raises:
             UserError: a method chooses them (``select``), and has not chosen for this round yet.
@@ -220,14 +225,16 @@ class FederatedModule(LearnerHooks):
         return self.run.participants(t, self.cohort)
 
     def steps(self, t: int, i: int) -> int:
-        """K_i: local steps of client i in round t; the same in every round but by a method's hook.
+        """Return K_i: local steps of client i in round t; the same in every round, unless a
+        method's hook changes them.
 
-        They are known before the round, and the same in every process and after a resume.
+        The numbers of steps are known before the round, and the same in every process and after a
+        resume.
         """
         return self.cohort.steps(i, t)
 
     def describe(self) -> str:
-        """The run in one line."""
+        """Return the run in one line."""
         return description.line(self.run)
 
     def note(self, text: str) -> None:
@@ -235,10 +242,10 @@ class FederatedModule(LearnerHooks):
         self.run.note(text)
 
     def export(self, path: str | Path | None = None, client: int | None = None) -> Any:
-        """A copy of the learner with the evaluated weights and buffers.
+        """Return a copy of the learner with the evaluated weights and buffers.
 
-        ``path``: where to save it too, as a checkpoint. ``client``: whose personal model to take in
-        their place; every process has to call it then.
+        ``path``: file to which it is also saved, as a checkpoint. ``client``: a client whose
+        personal model is returned instead; every process has to call it then.
         """
         if client is None:
             model = evaluated(self.global_model, self._trainer)
@@ -247,14 +254,14 @@ class FederatedModule(LearnerHooks):
         return self.global_model.export(path, self._trainer, model)
 
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
-        """Write the evaluated network as peft and transformers read it.
+        """Write the evaluated network in the format of peft and transformers.
 
         Unmerged, the folder has ``adapter_config.json`` and ``adapter_model.safetensors``, which
         ``peft.PeftModel.from_pretrained(base, folder)`` loads. If a method changed the base, the
         base that the adapter belongs to is in ``folder/base``.
 
         Args:
-            merged: with the adapters added to the weights, a folder for
+            merged: add the adapters to the weights, which gives a folder for
                 ``AutoModelFor….from_pretrained``.
 
         Raises:
@@ -263,23 +270,29 @@ class FederatedModule(LearnerHooks):
         pretrained.save(self.export(), folder, merged, bool(self.base))
 
     def evaluator(self) -> Evaluator:
-        """An evaluator of losses and gradients at any vector, on a copy of the learner."""
+        """Return an evaluator of losses and gradients at any vector, on a copy of the learner."""
         return Evaluator.of_run(self.run, self.trainer)
 
     def clients_optimizer(self) -> Any:
-        """The clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
+        """Return the clients' optimizer at the round's rates: ``self.optimizers()`` between
+        rounds.
+        """
         optimizer = self.run.client_optimizer_at(self.current_epoch)
         return [] if optimizer is None else LightningOptimizer(optimizer)
 
     def clients_scheduler(self) -> Any:
-        """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
+        """Return the learner's ``self.lr_schedulers()`` between rounds; None if it is not
+        stepped.
+        """
         optimizer = self.run.client_optimizer_at(self.current_epoch)
         if optimizer is None or self.run.optimizers.schedule is None:
             return None
         return ShownScheduler(self.run.optimizers.schedule, optimizer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy or a pickle has no learner and no hooks of one: it takes the model's copy anew."""
+        """Leave the learner and its hooks out of a copy or a pickle, which takes the model's
+        copy instead.
+        """
         state = dict(super().__getstate__())
         state["_modules"] = {k: v for k, v in self._modules.items() if k != "learner"}
         for name in (*STEPS, *TRANSFER, *WHERE_OVERRIDDEN):
@@ -306,7 +319,7 @@ class FederatedModule(LearnerHooks):
         return self.learner.configure_callbacks()
 
     def _show_own_bar(self) -> None:
-        """Put our bar in the place of Lightning's default one, which counts one batch a round."""
+        """Replace Lightning's default bar, which counts one batch per round, by ours."""
         callbacks: list[Any] = vars(self.trainer)["callbacks"]
         for place, callback in enumerate(callbacks):
             if self.own_bar is not None and is_default_bar(callback):
@@ -381,7 +394,7 @@ class FederatedModule(LearnerHooks):
         self.learner.on_train_epoch_start()
 
     def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor] | None:
-        """Run the round of this epoch; returns its mean loss, where a callback asks for it."""
+        """Run the round of this epoch; return its mean loss, if a callback reads it."""
         self.run.run_round(self.current_epoch)
         return self.run.outputs()
 

@@ -14,12 +14,12 @@ LINEAR = ("SGD", "Adam", "AdamW", "Adagrad", "RMSprop", "Adadelta", "Adamax", "N
 
 @dataclass(frozen=True)
 class RunFacts:
-    """The facts that a :class:`Note` or a :class:`Refusal` may depend on.
+    """The facts on which a :class:`Note` or a :class:`Refusal` may depend.
 
     ``n`` of ``m`` clients take part in a round; ``weighting``, ``clip_norm``, ``sampling`` and
-    ``on_nonfinite`` are as they were given. ``optimizer``: the clients', where a step is not its
-    gradient times the learning rate; empty where it is. ``server``: the server optimizer, where it
-    is not plain SGD; empty where it is. ``server_rate``: its learning rate; None where it changes.
+    ``on_nonfinite`` are as they were given. ``optimizer``: the clients' optimizer, if a step is not
+    its gradient times the learning rate; otherwise empty. ``server``: the server optimizer, if it
+    is not plain SGD; otherwise empty. ``server_rate``: its learning rate; None if it changes.
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
     leaves out late clients. ``keeps_optimizer``: keep_optimizer_state.
     """
@@ -39,12 +39,13 @@ class RunFacts:
 
 
 class Note:
-    """A warning about a run before it begins, where it applies; the run's card repeats it.
+    """A warning about a run that is printed before the run begins, if it applies; the run's card
+    repeats it.
 
     Args:
-        text: may refer, in braces, to attributes of the method, of :class:`RunFacts` and to
-            ``values``.
-        when: whether it applies to a method in a run.
+        text: text that may refer, in braces, to attributes of the method, of :class:`RunFacts` and
+            to ``values``.
+        when: function that returns whether it applies to a method in a run.
         values: further names for the text, each a function of the method and the run.
     """
 
@@ -59,7 +60,7 @@ class Note:
         self.values = values
 
     def about(self, method: object, run: RunFacts) -> str:
-        """The text for this method and run; empty where it does not apply."""
+        """Return the text for this method and run; empty if it does not apply."""
         if not self.when(method, run):
             return ""
         values = {name: value(method, run) for name, value in self.values.items()}
@@ -68,7 +69,7 @@ class Note:
 
 
 class Refusal(Note):
-    """A setting that a method cannot run with: if it applies, the run is refused with this text.
+    """A setting with which a method cannot run: if it applies, the run is refused with this text.
 
     Args:
         settings: arguments of FederatedModule with which it does not apply; the contracts run with
@@ -96,14 +97,14 @@ UNIFORM_OPTIMUM = Note(
 
 
 def refuse_optimizer(run: RunFacts, direction: str, rate: str) -> None:
-    """Refuse client optimizers whose own rule would change what a method decides of a step.
+    """Refuse client optimizers whose own rule would change a method's decision about a step.
 
     Args:
         direction, rate: the methods that decide the direction and the rate of local steps; empty:
             there is none.
 
     Raises:
-        UserError: naming the method, the optimizer and what to set.
+        UserError: it names the method, the optimizer and what to set.
     """
     if direction and run.optimizer:
         kind = run.optimizer

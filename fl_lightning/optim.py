@@ -1,8 +1,8 @@
 """Adaptive server optimizers: FedAdam, FedYogi, FedAdagrad.
 
-S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2, arXiv:2003.00295. They
-differ from torch.optim.Adam and Adagrad: v starts at τ², τ is added to √v, and there is no bias
-correction.
+S. J. Reddi et al.: Adaptive Federated Optimization (ICLR 2021), Algorithm 2, arXiv:2003.00295.
+FedAdam and FedAdagrad differ from torch.optim.Adam and Adagrad: v starts at τ², τ is added to √v,
+and there is no bias correction.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Adaptive(Optimizer):
 
     @staticmethod
     def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
-        """Move v in place, given d²."""
+        """Change v in place, given d²."""
         raise NotImplementedError  # each subclass has its own rule
 
     @overload
@@ -90,11 +90,11 @@ class FedAdam(_Adaptive):
     """v ← β2 v + (1 - β2) d². FedInit's and FedSMOO's papers use lr 0.1.
 
     Args:
-        params: what to optimise.
+        params: the parameters to optimise.
         lr: η_g.
         betas: (β1, β2).
         tau: τ, in √v + τ; also √v before the first step.
-        bias_correction: as torch.optim.Adam does it, with v from 0; not in the paper's Algorithm 2.
+        bias_correction: as in torch.optim.Adam, with v from 0; not in the paper's Algorithm 2.
     """
 
     paper = Paper("reddi2021adaptive")
@@ -115,7 +115,7 @@ class FedAdam(_Adaptive):
 
 
 class FedYogi(FedAdam):
-    """v ← v - (1 - β2) d² sign(v - d²). Arguments as :class:`FedAdam`."""
+    """v ← v - (1 - β2) d² sign(v - d²). The arguments are those of :class:`FedAdam`."""
 
     @staticmethod
     def second_moment(v: Tensor, squared: Tensor, beta2: float) -> None:
@@ -126,7 +126,7 @@ class FedAdagrad(_Adaptive):
     """v ← v + d².
 
     Args:
-        params: what to optimise.
+        params: the parameters to optimise.
         lr: η_g.
         beta1: β1; 0 is no momentum.
         tau: τ, in √v + τ; also √v before the first step.

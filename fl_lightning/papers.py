@@ -1,8 +1,8 @@
-"""The papers that a class implements or a data set comes from, as the class itself declares them.
+"""The papers that a class implements or a data set comes from, as the class declares them.
 
 ``paper = Paper("li2020fedprox")`` stands in the class body. The report and ``fl-lightning cite``
-read the declarations of the packaged classes from their source, because to import the classes is
-to import torch, which takes seconds.
+read the declarations of the packaged classes from their source, because importing the classes
+imports torch, which takes seconds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ class Paper:
     """The references of a class, and how its paper counts communication.
 
     Args:
-        keys: in ``cli/references.bib``.
-        by: the class's arguments in a config → further keys, or None for no key. It may use no
-            names but builtins.
-        beside: class name → the key of a paper on both classes together.
-        vectors: how many vectors of the model's size a client sends per round, as papers count
-            it: one direction stands for both. None: papers count the parameters that are sent.
+        keys: keys in ``cli/references.bib``.
+        by: the class's arguments in a config → further keys, or None for no key. The function may
+            use no names but builtins.
+        beside: class name → the key of a paper about both classes together.
+        vectors: number of vectors of the model's size that a client sends per round, as papers
+            count it: one direction stands for both. None: papers count the parameters that are
+            sent.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class Paper:
         self.vectors = vectors
 
     def cited(self, arguments: Mapping[str, Any], others: Collection[str]) -> list[str]:
-        """The keys for a config with these arguments and these other classes."""
+        """Return the keys for a config with these arguments and these other classes."""
         found = [*self.keys, *(() if self.by is None else self.by(arguments))]
         return [key for key in found if key] + [
             key for name, key in self.beside.items() if name in others
@@ -48,7 +49,9 @@ class Paper:
 
 @cache
 def declared(attribute: str) -> Mapping[str, Any]:
-    """The value of a class attribute by class name, of the packaged classes that declare it."""
+    """Return the value of a class attribute by class name, for the packaged classes that
+    declare it.
+    """
     found: dict[str, Any] = {}
     for tree in _sources(attribute):
         for cls in (node for node in tree.body if isinstance(node, ast.ClassDef)):

@@ -1,4 +1,4 @@
-"""What the hooks of a callback read and set, by their source."""
+"""What the hooks of a callback read and set, found in their source."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import Any
 
 
 def of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
-    """The attributes of ``self`` that a hook reads, in methods that it calls too."""
+    """Return the attributes of ``self`` that a hook reads, also in methods that it calls."""
     for node, own in _attributes(callback, hook):
         if _name(node) == own and isinstance(node.ctx, ast.Load):
             yield node.attr
 
 
 def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
-    """The attributes that a hook reads of its arguments and of other names, not of ``self``.
+    """Return the attributes that a hook reads of its arguments and of other names, not of ``self``.
 
-    Methods that it calls count, too. Where there is no source, they are all names that the hook
-    itself uses.
+    Methods that it calls count, too. If there is no source, they are all names that the hook itself
+    uses.
     """
     if not inspect.isfunction(getattr(hook, "__func__", hook)):
         return ()
@@ -32,7 +32,7 @@ def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
 
 
 def assigned(hook: Callable[..., Any]) -> Iterator[str]:
-    """The attributes of ``self`` that a hook assigns whatever the settings, under no condition."""
+    """Return the attributes of ``self`` that a hook always assigns, under no condition."""
     tree, own = _parsed(hook)
     for function in ast.iter_child_nodes(tree):
         for statement in getattr(function, "body", []):
@@ -46,7 +46,9 @@ def _name(node: ast.Attribute) -> str:
 
 
 def _attributes(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[ast.Attribute, str]]:
-    """The attributes in a hook and the methods that it calls, each with the name of ``self``."""
+    """Return the attributes in a hook and the methods that it calls, each with the name of
+    ``self``.
+    """
     # A method may choose its hook when it is built, so inspect the hook that it has.
     waiting = [hook]
     seen = set[str]()
@@ -63,7 +65,7 @@ def _attributes(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[as
 
 
 def _parsed(hook: Callable[..., Any]) -> tuple[ast.AST, str]:
-    """A function's source as a tree, empty where there is none, and its name for ``self``."""
+    """Return a function's source as a tree, empty if there is none, and its name for ``self``."""
     return _tree(inspect.unwrap(getattr(hook, "__func__", hook)))
 
 

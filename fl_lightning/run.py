@@ -1,4 +1,4 @@
-"""One federated run, from the start of a fit on: the objects it owns besides the model."""
+"""One federated run, from the start of a fit on: the objects that it owns besides the model."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ from fl_lightning.storage.store import ClientStore
 
 
 class FederatedRun:
-    """The objects of a run: those of the run itself, and those of its present or latest fit.
+    """The objects of a run: those of the whole run, and those of its present or latest fit.
 
     ``methods``, ``state`` (server states, client rows, rounds done), ``optimizers``, ``plan`` and
-    ``engine`` (who trains), ``loop`` (the rounds), ``reporter`` (tells loggers and callbacks of
-    them), ``folder`` (of checkpoints), ``notes`` (what the user should know).
+    ``engine`` (which trains the clients), ``loop`` (the rounds), ``reporter`` (passes them to
+    loggers and callbacks), ``folder`` (of checkpoints), ``notes`` (warnings for the user).
     """
 
-    optimizers: Optimizers  # from `make_optimizers` on
+    optimizers: Optimizers  # set by `make_optimizers`
     _random_state: RandomState  # the process's random state before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
@@ -73,7 +73,7 @@ class FederatedRun:
         # The secret of a private run, from `make_optimizers` on. Copies and pickles leave it out.
         self.secret = secret.NOT_YET
         self._drawn_seed: int | None = None
-        # The following belong to one fit.
+        # The following attributes belong to one fit.
         self.methods = Methods([])
         # Our part of the checkpoint that is resumed, until this fit has begun.
         self.resumed_from: Held | None = None
@@ -87,7 +87,7 @@ class FederatedRun:
         self._modes: list[tuple[nn.Module, bool]] = []
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy has settings, model and state; no Trainer, engine or thread."""
+        """Return settings, model and state for a copy, without Trainer, engine or thread."""
         names = ("settings", "model", "state", "notes", "_drawn_seed")
         return {name: getattr(self, name) for name in names}
 
@@ -102,7 +102,7 @@ class FederatedRun:
             rank_zero_warn(text)
 
     def set_up(self, trainer: Any) -> None:
-        """Refuse data that cannot work, and find this fit's methods."""
+        """Refuse data that cannot work, and find the methods of this fit."""
         self.resumed_from = None  # left over from a fit that did not begin
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
@@ -114,7 +114,9 @@ class FederatedRun:
             self.note(lowered)
 
     def seed(self, trainer: Any) -> int:
-        """The seed from which all random numbers follow; ``trainer`` None: outside of a fit."""
+        """Return the seed from which all random numbers follow; ``trainer`` None: outside of a
+        fit.
+        """
         given = sampling.given_seed(self.settings.seed)
         if given is not None:
             return given
@@ -127,9 +129,9 @@ class FederatedRun:
         return self._drawn_seed
 
     def take_up(self, held: Held, trainer: Any) -> None:
-        """Keep a checkpoint's part for ``restore``, and take its seed where none was given.
+        """Keep a checkpoint's part for ``restore``, and use its seed if none was given.
 
-        With another seed the data are split once more.
+        If the seed differs, the data are split again.
         """
         self.resumed_from = held
         if sampling.given_seed(self.settings.seed) is None and held.seed != self._drawn_seed:
@@ -137,7 +139,9 @@ class FederatedRun:
             trainer.datamodule.setup("fit")
 
     def cohort(self, trainer: Any) -> Cohort:
-        """Who takes part in a round, and how much each does."""
+        """Return the object that decides who takes part in a round, and how many steps each
+        takes.
+        """
         return self._cohort(
             trainer.datamodule, self.seed(trainer), self.methods, trainer.fast_dev_run
         )
@@ -159,10 +163,10 @@ class FederatedRun:
     def scheduled(
         self, data: Any, rounds: int, callbacks: Sequence[FederatedCallback]
     ) -> list[systems.ScheduledJob]:
-        """The jobs of so many rounds with these methods, before they are trained.
+        """Return the jobs of so many rounds with these methods, before they are trained.
 
         Raises:
-            UserError: no clock says how long they take.
+            UserError: there is no clock that gives their durations.
         """
         methods = Methods(callbacks, self.model.layout)
         cohort = self._cohort(data, self.seed(None), methods, quick=0)
@@ -176,7 +180,9 @@ class FederatedRun:
         return list(plan.jobs(rounds))
 
     def participants(self, t: int, cohort: Cohort) -> tuple[int, ...]:
-        """The participants of round t, ascending: sampled, chosen by a method, or who delivered."""
+        """Return the participants of round t, ascending: sampled, chosen by a method, or those
+        that delivered.
+        """
         if self.settings.asynchronous is not None and not cohort.quick:
             known = None if self.loop is None else self.loop.device_plan
             plan = known or systems.plan(cohort, self.settings, self.methods, self.model.w)
@@ -188,19 +194,21 @@ class FederatedRun:
         return self.state.chosen_in(t, latest)
 
     def client_optimizer_at(self, t: int) -> Optimizer | None:
-        """The clients' optimizer at the rates of round t, to look at; None before a fit began."""
+        """Return the clients' optimizer at the rates of round t, to read; None before a fit
+        began.
+        """
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), ())
         return configured_optimizer.shown_at(self.optimizers.clients, rates)
 
     def continues(self, trainer: Any) -> bool:
-        """Tell whether this is another fit by the same Trainer, after rounds were committed."""
+        """Return whether this is another fit by the same Trainer, after rounds were committed."""
         same = self.reporter is not None and self.reporter.trainer is trainer
         return self.resumed_from is None and same and self.state.rounds > 0
 
     def load_start(self, trainer: Any) -> None:
-        """Load the weights of ``init_from``, where this is the run's first fit."""
+        """Load the weights of ``init_from``, if this is the run's first fit."""
         if self.settings.init_from is not None and not self.continues(trainer):
             loaded = weights.load_weights(self.settings.init_from)
             weights.check_weights(self.model.learner, loaded, given="init_from")
@@ -231,12 +239,12 @@ class FederatedRun:
         return self.optimizers.server
 
     def _most_steps(self, trainer: Any) -> int:
-        """The most local steps that a client takes in round 0."""
+        """Return the most local steps that a client takes in round 0."""
         cohort = self.cohort(trainer)
         return max(cohort.steps_in(0, range(cohort.m)).values())
 
     def restore(self, trainer: Any) -> None:
-        """Set the state from which rounds go on: this run's, a checkpoint's, or a new one."""
+        """Set the state with which rounds continue: this run's, a checkpoint's, or a new one."""
         prepare_process(self.model.w.device)
         # An exception in validation left the modes as validation sets them.
         for part, training in self._modes:
@@ -244,7 +252,7 @@ class FederatedRun:
         if self.continues(trainer):
             self._keep_initial_model()
             self.state.keep_rows_for(trainer.datamodule)
-            # The loggers' step counter, which an exception can leave one ahead of the rounds.
+            # The loggers' step counter: after an exception it can be one ahead of the rounds.
             fit = trainer.fit_loop
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
@@ -269,7 +277,7 @@ class FederatedRun:
         self.state.keep_rows_for(trainer.datamodule)
 
     def _keep_initial_model(self) -> None:
-        """Keep w^0 where a state starts from it."""
+        """Keep w^0 if a state starts from it."""
         if not self.methods.start_from_w0 or self.state.initial_vector is not None:
             return
         self.state.initial_vector = self.model.w.detach().clone()
@@ -282,7 +290,7 @@ class FederatedRun:
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:
         """Choose the engine and make the loop, before the first round.
 
-        ``server_optimizer``: in Lightning's wrapper.
+        ``server_optimizer``: the optimizer in Lightning's wrapper.
         """
         model = self.model
         cohort = self.cohort(trainer)
@@ -324,7 +332,7 @@ class FederatedRun:
         self._modes = modes(trainer.lightning_module)
 
     def _note_settings(self, trainer: Any, cohort: Cohort, rates: ClientRates) -> None:
-        """Warn of what settings and methods mean in this run, before its first round."""
+        """Note what settings and methods mean in this run, before its first round."""
         settings = self.settings
         other_optimizer = "" if rates.plain_sgd else rates.optimizer
         server, server_rate = self.optimizers.server_facts(settings.server_lr_decay)
@@ -358,7 +366,7 @@ class FederatedRun:
             self.note(gathering.memory(" and ".join(names), cohort.most, self.model.w))
 
     def _choose_engine(self, trainer: Any, cohort: Cohort) -> BufferPolicy:
-        """Choose and set engine and plan; return what becomes of the learner's buffers."""
+        """Choose and set engine and plan; return how the learner's buffers are treated."""
         settings = self.settings
         work = Work(
             cohort.data,
@@ -388,13 +396,13 @@ class FederatedRun:
         return situation.policy
 
     def identity(self, trainer: Any) -> Identity:
-        """The settings that have to be the same when this run is resumed."""
+        """Return the settings that have to be the same when this run is resumed."""
         arguments = {**self.settings.compared(), **self.optimizers.accounts}
         arguments["precision"] = str(trainer.precision)
         return Identity.of(self.seed(trainer), arguments, self.methods, trainer.datamodule)
 
     def start(self, t: int) -> None:
-        """Before this fit's first round t: claim the folder, and give loggers the first round."""
+        """Before this fit's first round t: lock the folder, and give loggers the first round."""
         assert self.reporter is not None
         self.folder.claim(self.reporter.trainer, begins=True)
         # An older checkpoint does not store the number of committed rounds, but Lightning's epoch
@@ -404,17 +412,20 @@ class FederatedRun:
         self._random_state = RandomState(self.model.w)
 
     def end(self) -> None:
-        """Leave the disk tidy, and the process's random generators as they were before."""
-        # Do this while the folder still belongs to this run: another process may use it later.
+        """Tidy the disk, and restore the states of the process's random generators."""
+        # Do this while the folder still belongs to this run, because another process may use the
+        # folder later.
         self.folder.tidy(self.state.rows)
         self._random_state.restore()
 
     def run_round(self, t: int) -> RoundMetrics:
-        """Run round t and return its metrics; a committed round is only reported once more."""
+        """Run round t and return its metrics; a round that is already committed is only
+        reported again.
+        """
         assert self.loop is not None and self.reporter is not None
         self._modes = modes(self.reporter.trainer.lightning_module)
         # After an interruption Lightning starts the epoch again, although its round may be
-        # committed. Then only its validation is missing.
+        # committed. After such an interruption only the round's validation is missing.
         if t < self.state.rounds:
             self.reporter.log(self.state.logged, t)
             return self.state.logged
@@ -430,7 +441,7 @@ class FederatedRun:
             self.model.round_start = None
 
     def outputs(self) -> dict[str, torch.Tensor] | None:
-        """The latest round's ``{"loss": …}`` for callbacks; None where nobody asks."""
+        """Return the latest round's ``{"loss": …}`` for callbacks; None if no callback reads it."""
         loss = None if self.loop is None else self.loop.loss
         return None if loss is None else {"loss": torch.tensor(loss)}
 
@@ -461,13 +472,13 @@ class FederatedRun:
         )
 
     def close(self) -> None:
-        """Release what the engine holds, and the folder."""
+        """Release the engine's resources, and the folder."""
         self._modes = []
         self.folder.release()
         self.close_engine()
 
     def close_engine(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's resources."""
         if self.engine is not None:
             self.engine.close()
             self.engine = None

@@ -1,7 +1,7 @@
 """Counter-based randomness: every draw is a function of (seed, purpose, counters).
 
-So resuming, the size of a group, the engine and the number of processes cannot change who is
-sampled, in which order samples come or how they are augmented.
+So who is sampled, the order of samples and their augmentation do not depend on resumes, the size of
+a group, the engine or the number of processes.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from fl_lightning.errors import UserError
 
 
 class _Key(ISeedSequence):
-    """Philox's key as it is.
+    """Philox's key, set directly.
 
-    ``Philox(key=…)`` reads the system's entropy first, and takes five times as long.
+    ``Philox(key=…)`` reads the system's entropy first, which takes five times as long.
     """
 
     def __init__(self, *key: int) -> None:
@@ -33,14 +33,15 @@ class _Key(ISeedSequence):
 
 
 def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
-    """The generator for (seed, purpose, counters), up to three, such as (round, client, epoch).
+    """Return the generator for (seed, purpose, counters), up to three, such as (round, client,
+    epoch).
 
     >>> draw = lambda: generator(0, "order", 3, 7).permutation(5).tolist()
     >>> draw() == draw()
     True
 
     Raises:
-        UserError: the seed is no integer from 0 to 2**63 - 1.
+        UserError: the seed is not an integer from 0 to 2**63 - 1.
     """
     if len(counters) > 3:
         raise ValueError(f"at most three counters, got {counters}")
@@ -53,7 +54,7 @@ def generator(seed: int, purpose: str, *counters: int) -> np.random.Generator:
 
 
 def given_seed(seed: int | None) -> int | None:
-    """A run's seed: its own, else that of ``seed_everything``, else None."""
+    """Return a run's seed: its own, else that of ``seed_everything``, else None."""
     everything = os.environ.get("PL_GLOBAL_SEED")
     return int(everything) if seed is None and everything else seed
 
@@ -64,10 +65,11 @@ def fresh_seed() -> int:
 
 
 def check_seed(name: str, seed: Any) -> int:
-    """The seed as an integer; refuse a value that would act as another seed.
+    """Return the seed as an integer; refuse a value that would act as another seed.
 
     Raises:
-        UserError: no integer, negative, or from 2**63 on (those would all draw the same).
+        UserError: the seed is not an integer, negative, or at least 2**63 (all of those would draw
+            the same).
     """
     try:
         value = -1 if isinstance(seed, bool) else operator.index(seed)

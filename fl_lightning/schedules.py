@@ -15,7 +15,8 @@ LARGEST = (2 - 2**-23) * 2.0**127  # the largest number in single precision
 
 
 class Schedule(ABC):
-    """A function of the round t = 0, 1, …: a learning rate's factor, or a coefficient's value.
+    """A function of the round t = 0, 1, …: the factor of a learning rate, or the value of a
+    coefficient.
 
     >>> [Exponential(0.5)(t) for t in range(3)]
     [1.0, 0.5, 0.25]
@@ -54,7 +55,7 @@ class Exponential(Schedule):
 
 
 class Cosine(Schedule):
-    """``scale`` times: from 1 to ``end`` over ``rounds`` rounds along half a cosine, then ``end``.
+    """``scale`` times half a cosine from 1 to ``end`` over ``rounds`` rounds, and then ``end``.
 
     >>> [round(Cosine(2, end=0.5, scale=0.1)(t), 3) for t in range(4)]
     [0.1, 0.075, 0.05, 0.05]
@@ -91,7 +92,7 @@ class Linear(Schedule):
 
 
 class Steps(Schedule):
-    """The value of the latest of the given rounds; 1 before the first.
+    """The value of the latest of the given rounds; 1 before the first one.
 
     >>> [Steps({0: 1.0, 2: 0.1})(t) for t in range(4)]
     [1.0, 1.0, 0.1, 0.1]
@@ -108,12 +109,12 @@ class Steps(Schedule):
 
 
 def decay_factor(decay: float | Schedule, t: int) -> float:
-    """The factor of a learning rate in round t."""
+    """Return the factor of a learning rate in round t."""
     return float(decay(t) if isinstance(decay, Schedule) else decay**t)
 
 
 def decay_text(decay: float | Schedule) -> str:
-    """A decay as it is written after a learning rate; empty where there is none.
+    """Return a decay in the form that follows a learning rate; empty if there is none.
 
     >>> decay_text(0.998), decay_text(1.0)
     (' × 0.998^t', '')
@@ -124,7 +125,7 @@ def decay_text(decay: float | Schedule) -> str:
 
 
 def arguments(of: object) -> str:
-    """The arguments that an object was made with and keeps, as text.
+    """Return the arguments with which an object was made and that it stores, as text.
 
     >>> arguments(Cosine(100))
     'rounds=100, end=0.0, scale=1.0'

@@ -1,6 +1,6 @@
 """Simulated systems: slow devices, clients that are away or drop out, a clock, asynchrony.
 
-Nothing here takes longer for it: time is virtual, and the order of events is computed.
+The simulation costs no time: time is virtual, and the order of events is computed.
 """
 
 from __future__ import annotations
@@ -54,21 +54,22 @@ __all__ = [
 class SystemHeterogeneity(FederatedCallback):
     """Clients that are away, drop out, or do a part of their work.
 
-    All is drawn by the run's seed, so that it is the same in every engine and after a resume. A
-    client that drops out is sent the model and brings nothing: its rows stay as they were. Logs
-    ``system/dropped``.
+    All draws depend only on the run's seed, so they are the same in every engine and after a
+    resume. A client that drops out is sent the model and sends nothing back, and its rows do not
+    change. Logs ``system/dropped``.
 
     Args:
         dropout: the probability that a participant drops out of a round.
-        min_work: u₀: K is ⌈u K_i⌉ with u uniform from u₀ to 1, at least 1; 1 is all of it.
-        availability: the probability that a client is there in a round, for all or one each
-            ``(m,)``; participants are drawn of those that are there. None: all are.
+        min_work: u₀: K is ⌈u K_i⌉ with u uniform from u₀ to 1, at least 1; with 1 clients take all
+            steps.
+        availability: the probability that a client is present in a round, one for all or one each
+            ``(m,)``; participants are drawn from the present clients. None: all are.
 
     Raises:
-        UserError: no probability, or another number of them than of clients.
+        UserError: a value is not a probability, or there are more or fewer probabilities than
+            clients.
 
-    Example:
-        where half of the participants drop out, fewer updates arrive.
+    Example: if half of the participants drop out, fewer updates arrive.
 
         >>> from fl_lightning.systems import SystemHeterogeneity
         >>> from fl_lightning.testing import tiny_run
@@ -101,10 +102,10 @@ class SystemHeterogeneity(FederatedCallback):
                 )
 
     def conditions(self, seed: int, m: int) -> Heterogeneity:
-        """What that means for m clients.
+        """Return these settings for m clients.
 
         Raises:
-            UserError: another number of probabilities than of clients.
+            UserError: there are more or fewer probabilities than clients.
         """
         given = self.availability
         if given is None or isinstance(given, float | int):
@@ -122,18 +123,19 @@ class VirtualClock(FederatedCallback):
     """A clock for synchronous rounds on simulated devices, and a deadline.
 
     ⌈o n⌉ clients are drawn, and the first n that deliver in time are accepted. A round lasts until
-    the n-th of them; where fewer deliver, until the deadline, without one until the last. The
-    others are late: they were sent the model, and bring nothing. Logs ``time/virtual`` (seconds
-    since the run's beginning), ``system/late``, ``system/dropped`` and ``system/seconds_per_step``
-    (the mean of the accepted clients' c_i, which falls where the fast are preferred).
+    the n-th of these clients delivers. If fewer deliver, it lasts until the deadline, and without a
+    deadline until the last one. The other participants are late: they were sent the model, and
+    their updates do not count. Logs ``time/virtual`` (seconds since the run's beginning),
+    ``system/late``, ``system/dropped`` and ``system/seconds_per_step`` (the mean of the accepted
+    clients' c_i, which falls if fast clients are preferred).
 
     Args:
-        devices: how long clients take.
+        devices: durations of clients' work.
         deadline: seconds after which a round ends; None: there is none.
-        over_selection: o, from 1; as an exact decimal.
+        over_selection: o, at least 1; read as an exact decimal.
 
     Raises:
-        UserError: an argument that cannot work, sampling that is not uniform.
+        UserError: an argument is not accepted, or sampling is not uniform.
     """
 
     role = "system"
@@ -156,7 +158,7 @@ class VirtualClock(FederatedCallback):
         self.over_selection = over_selection
 
     def rule(self) -> Deadline:
-        """When a round ends, in ticks."""
+        """Return when a round ends, in ticks."""
         ticks = None if self.deadline is None else max(1, round(TICKS * self.deadline))
         return Deadline(ticks, self.over_selection)
 
@@ -164,7 +166,7 @@ class VirtualClock(FederatedCallback):
 def set_conditions(
     cohort: Cohort, asynchronous: Buffered | None, callbacks: Sequence[FederatedCallback]
 ) -> None:
-    """Give a cohort its available clients, and the numbers drawn and training at a time."""
+    """Set a cohort's available clients, and how many are drawn and train at a time."""
     for callback in callbacks:
         if isinstance(callback, SystemHeterogeneity):
             cohort.heterogeneity = callback.conditions(cohort.seed, cohort.m)
@@ -176,10 +178,10 @@ def set_conditions(
 
 
 def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Plan | None:
-    """Who delivers when; None where everybody takes part at once.
+    """Return who delivers when; None if all clients take part at once.
 
     Raises:
-        UserError: a method, or a setting, that cannot be so.
+        UserError: a method, or a setting, cannot run with this system.
     """
     clock = next((c for c in methods.callbacks if isinstance(c, VirtualClock)), None)
     asynchronous = settings.asynchronous
@@ -206,7 +208,7 @@ def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Pla
 
 
 def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
-    """What the clock of a run does not know of its methods."""
+    """Return notes on properties of methods that the run's clock does not include."""
     clock = next((c for c in methods.callbacks if isinstance(c, VirtualClock)), None)
     devices = clock.devices if asynchronous is None and clock is not None else None
     if asynchronous is not None:
@@ -232,7 +234,7 @@ def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
 
 
 def _sends_less(callback: FederatedCallback) -> bool:
-    """Tell whether clients may send fewer bytes than D numbers have, by its ``transmit``."""
+    """Return whether clients may send fewer bytes than D numbers have, by its ``transmit``."""
     if not callback.has("transmit"):
         return False
     packaged = type(callback).__module__.startswith("fl_lightning.")
@@ -241,7 +243,7 @@ def _sends_less(callback: FederatedCallback) -> bool:
 
 
 def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods) -> None:
-    """Refuse what cannot work with updates of earlier models."""
+    """Refuse methods and settings that cannot work with updates of earlier models."""
     if asynchronous.buffer > cohort.m:
         raise UserError(
             f"asynchronous: size={asynchronous.buffer} is more than the {cohort.m} clients. Each "
@@ -268,13 +270,13 @@ def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods
 def schedule(
     module: Any, data: Any, rounds: int, callbacks: Sequence[Any] = ()
 ) -> list[ScheduledJob]:
-    """The jobs of a run, in the order of starting, before it trains.
+    """Return the jobs of a run, in the order of starting, before it trains.
 
     Args:
         module: a ``FederatedModule``, asynchronous or not.
         data: its data module.
-        rounds: of the run.
-        callbacks: its methods; without ``asynchronous`` a :class:`VirtualClock` is one of them.
+        rounds: number of rounds of the run.
+        callbacks: its methods; without ``asynchronous`` one of them is a :class:`VirtualClock`.
 
     Raises:
         UserError: there is neither a clock nor ``asynchronous``, or the run would be refused.

@@ -1,4 +1,5 @@
-"""For authors: ``check_method(factory)`` holds a method to its contracts, ``tiny_run`` tries it.
+"""For authors: ``check_method(factory)`` tests the contracts of a method, and ``tiny_run`` tries
+it.
 
 >>> from fl_lightning.callbacks import SharpnessAwareMinimization
 >>> check_method(SharpnessAwareMinimization).ok
@@ -42,14 +43,15 @@ INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
 
 
 def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
-    """Put a method through every contract, in some forty runs of three rounds of a tiny model.
+    """Test every contract of a method, in some forty runs of three rounds of a tiny model.
 
     Args:
         factory: makes a new callback at each call: a class, or for example ``partial(OwnAnchor,
-            mu=0.1)``. The class's ``neutral`` is passed to it by keyword, if it takes it.
+            mu=0.1)``. If it takes the class's ``neutral`` by keyword, it gets it.
 
     Returns:
-        ``.ok``, ``.checks``, and a table by ``print(report)`` with reason and hint for what fails.
+        A report with ``.ok`` and ``.checks``; ``print(report)`` shows a table with reason and hint
+        for each failure.
 
     >>> class Forgetful(FederatedCallback):
     ...     def on_local_end(self, clients):
@@ -67,19 +69,21 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
 def tiny_run(
     *callbacks: FederatedCallback, rounds: int = ROUNDS, **arguments: Any
 ) -> FederatedModule:
-    """Run methods and loggers on the contracts' tiny federation, always to the same bits.
+    """Run methods and loggers on the contracts' tiny federation, always with the same bits.
 
-    It takes a tenth of a second. Six clients of 1 to 12 samples, three of them a round, two local
-    epochs of SGD at 0.2 × 0.9^t with weight decay 0.01, a model of 31 parameters.
+    A call takes a tenth of a second. The federation has six clients of 1 to 12 samples, three of
+    them per round, two local epochs of SGD at 0.2 × 0.9^t with weight decay 0.01, and a model of 31
+    parameters.
 
     Args:
         callbacks: methods and loggers.
-        arguments: of :class:`~fl_lightning.module.FederatedModule`, in place of those above.
+        arguments: arguments of :class:`~fl_lightning.module.FederatedModule`, instead of the values
+            above.
 
     Returns:
-        the trained module: ``global_vector`` is w, ``server_states[key]`` and
-        ``client_rows.read(key, i)`` are what methods keep, ``trainer.callback_metrics`` is what was
-        logged last.
+        The trained module: ``global_vector`` is w, ``server_states[key]`` and
+        ``client_rows.read(key, i)`` are the methods' states, and ``trainer.callback_metrics`` has
+        the last logged values.
 
     >>> tiny_run(participation="all").global_vector.shape
     torch.Size([31])

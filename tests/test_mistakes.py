@@ -40,7 +40,8 @@ def test_an_optimizer_s_class_is_one() -> None:
 
 def test_a_learner_by_itself_on_federated_data() -> None:
     with pytest.raises(
-        UserError, match=r"Lit was given to the Trainer by itself. Wrap it: .*FederatedModule\(Lit"
+        UserError,
+        match=r"but the Trainer got Lit without a FederatedModule. Wrap it: .*FederatedModule\(Lit",
     ):
         trainer(1).fit(Lit(), blobs())
     trainer(1).validate(Lit().double(), blobs(), verbose=False)  # which needs no rounds

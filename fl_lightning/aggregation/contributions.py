@@ -1,4 +1,6 @@
-"""Clients' contributions: updates, uploads, buffers and logs are summed in order, rows staged."""
+"""Clients' contributions to a round: updates, uploads, buffers and logs are summed in order,
+and rows staged.
+"""
 
 from __future__ import annotations
 
@@ -34,15 +36,15 @@ class Brought:
     """The results of one client in a round.
 
     Args:
-        counts: of its traffic; None: it never answered, and counts as dropped.
-        finished: whether all that it brings is finite; where not, only its counts are there.
+        counts: counts of its traffic; None: it never answered, and counts as dropped.
+        finished: whether all its results are finite; if not, only its counts are set.
         update: ``(D,)``, as transmitted; ``shared``: a method may still hold and change it.
-        trained: ``(D,)``, before it was transmitted, where parts are not averaged; None.
-        uploads, logs: by name, a row each and a number each.
-        buffers: changes of those that are averaged; ``maxima``: values of those that count.
-        rows: of states, by name.
-        kept: how many numbers the client keeps until its next round; None: its rows tell.
-        holds: ``(D,)`` bool, the coordinates that it trained, where clients differ in that; None.
+        trained: ``(D,)``, the update before it was transmitted, if parts are not averaged; else
+            None. uploads, logs: by name, one row and one number each.
+        buffers: changes of averaged buffers; ``maxima``: values of buffers that count.
+        rows: rows of states, by name.
+        kept: how many numbers the client keeps until its next round; None: its rows show it.
+        holds: ``(D,)`` bool, the coordinates that it trained, if clients differ in them; else None.
     """
 
     client: int
@@ -65,14 +67,14 @@ class Brought:
 class Contributions:
     """Adds one client at a time, from any thread and in any order.
 
-    The total depends on neither.
+    The total does not depend on the thread or the order.
 
     Args:
         leaves: number of clients that this process trains.
         policy: which of the clients' buffers the server averages.
 
-    ``changed``: buffers that clients changed although the server keeps its own, without a note so
-        far.
+    ``changed``: buffers that clients changed although the server keeps its own, and that no note
+    has named yet.
     """
 
     def __init__(self, ledger: Ledger, methods: Methods, leaves: int, policy: BufferPolicy) -> None:
@@ -101,7 +103,7 @@ class Contributions:
         # A client that diverged has communicated nevertheless, so its traffic is summed.
         if home.counts is not None:
             values.traffic = torch.tensor(home.counts)
-        # Everything above uses only this client's tensors. From here on threads share the ledger.
+        # So far only this client's tensors were used. From here on threads share the ledger.
         with self._lock:
             if home.counts is None:
                 self.ledger.dropped.append(client)
@@ -111,8 +113,8 @@ class Contributions:
                 self.ledger.metrics[client] = home.metrics
             if home.kept is not None:
                 self.ledger.kept[client] = home.kept
-            # If several methods read it, the error names the largest name, whichever thread was
-            # first.
+            # If several methods read it, name the alphabetically last one, so that the error does
+            # not depend on threads.
             readers = (self.ledger.mean_gradient_read, home.mean_gradient_read)
             self.ledger.mean_gradient_read = max(readers)
             if transmitted is not None:
@@ -126,12 +128,12 @@ class Contributions:
             self._sum.add(leaf, None if home.counts is None else values, shared)
 
     def brought(self, group: ClientGroup) -> Brought:
-        """The results of a client: a group of one, after ``on_local_end``."""
+        """Return the results of a client: a group of one, after ``on_local_end``."""
         (client,) = group.ids
         round = self.ledger.round
         counts = traffic.of_client(group, round.buffers, self.methods)
         home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
-        # After a `broadcast`, and in asynchronous runs, this is the model that the client was
+        # After a `broadcast`, and in asynchronous runs, `given` is the model that the client was
         # given.
         given = group.round.w
         base = self.ledger.base
@@ -146,14 +148,14 @@ class Contributions:
         # that it keeps, what methods have it send, and its buffers.
         kept = [row for _, row in group.written() if row.shape == update.shape]
         # A finite update may come with a square that overflowed, and a sum over clients would keep
-        # that. What the server could compute from the update itself is not looked at.
+        # that. Uploads that the server could compute from the update itself are not checked.
         for key, value in group.uploads.items():
             if self.methods.declared[key].goes_up({"x", "displacement"}):
                 kept.append(value)
         finite = all_finite(update) and all(map(all_finite, kept))
         if not finite or not self._take_buffers(home, group):
-            # Its message would have the usual size, so the traffic is counted with a finite
-            # stand-in, which is then dropped.
+            # The message would have the usual size, so count its traffic with a finite stand-in,
+            # which is then dropped.
             Contributions.transmitted(self, group, torch.zeros_like(update))
             traffic.add_upload(counts, group, self.methods)
             return home
@@ -161,15 +163,15 @@ class Contributions:
         if group.resting is not None and round.trained is None:
             home.holds = ~group.resting[0]
         # Parts that are not averaged are evaluated as the client trained them, not as it sent them.
-        # So they are saved before `transmit` may compress or perturb the update.
+        # So save them before `transmit` may compress or perturb the update.
         if round.parts is not None:
             home.trained = update[0].to(round.wide, copy=True)
         sent = self.transmitted(group, update)
         home.shared = transmits
         if transmits and base is not None:
             sent = sent + (given - base)
-        # `transmit` was the last hook that may read scratch, so its memory is released before the
-        # sum grows.
+        # `transmit` was the last hook that may read scratch, so release its memory before the sum
+        # grows.
         group.drop_scratch()
         home.update = sent[0]
         home.uploads = {key: value[0] for key, value in group.uploads.items()}
@@ -182,7 +184,7 @@ class Contributions:
         return home
 
     def transmitted(self, group: ClientGroup, update: Tensor) -> Tensor:
-        """The update ``(1, D)`` that a client sends, after a method's ``transmit``."""
+        """Return the update ``(1, D)`` that a client sends, after a method's ``transmit``."""
         transmit = self.methods.owner("transmit")
         if transmit is None:
             return update
@@ -190,7 +192,9 @@ class Contributions:
         return checked_rows(transmit, sent, update)
 
     def total(self) -> tuple[Total, list[int]]:
-        """The sum over the clients of all processes that finished, and who diverged."""
+        """Return the sum over the finished clients of all processes, and the clients that
+        diverged.
+        """
         diverged: list[int] = []
         metrics: dict[int, Any] = {}
         changed: set[str] = set()
@@ -206,7 +210,7 @@ class Contributions:
         """Put the values of a client that finished into ``values``.
 
         Returns:
-            its update ``(D,)``, where a method gets all of them; else None.
+            The client's update ``(D,)``, if a method gets the updates of all clients; else None.
         """
         assert home.update is not None
         update = home.update.to(self.ledger.round.wide)
@@ -232,7 +236,9 @@ class Contributions:
         return update if self.gathers else None
 
     def _own(self, group: ClientGroup) -> dict[str, Tensor]:
-        """Rows of its own that a client keeps: buffers, and for its personal model its round."""
+        """Return the framework's rows that a client keeps: buffers, and for its personal model
+        its round.
+        """
         round = self.ledger.round
         rows = {}
         if self.methods.owner("personal") is not None:
@@ -243,9 +249,9 @@ class Contributions:
         return rows
 
     def _take_buffers(self, home: Brought, group: ClientGroup) -> bool:
-        """Take changes of floating-point and complex buffers since the client was given them.
+        """Take the changes of floating-point and complex buffers since the client got them.
 
-        Of other ones the values are taken. Tell whether all changes are finite.
+        For other buffers the values are taken. Return whether all changes are finite.
         """
         trained = group.buffers
         buffers = group.round.buffers

@@ -1,4 +1,4 @@
-"""All updates of a round at the server, where a method asks for them.
+"""All updates of a round at the server, if a method asks for them.
 
 Rows and sums are the same in every process.
 """
@@ -16,7 +16,7 @@ from fl_lightning.round.totals import Total
 
 
 def gather(ledger: Ledger) -> Tensor:
-    """The updates ``(n, D)`` of the clients that finished, ascending, in every process."""
+    """Return the updates ``(n, D)`` of the clients that finished, ascending, in every process."""
     round = ledger.round
     world = world_size()
     rows = round.w.new_empty(len(ledger.finished), round.w.numel(), dtype=round.wide)
@@ -33,7 +33,7 @@ def gather(ledger: Ledger) -> Tensor:
 
 
 def add_up(ledger: Ledger, rows: Tensor) -> None:
-    """Put Σ of the rows into the round's total, and Σ p_i times them where weights differ."""
+    """Put Σ of the rows into the round's total, and Σ p_i times them if weights differ."""
     round = ledger.round
     uniform = all(weight == 1 for weight in round.weights.values())
     row_of = dict(zip(ledger.finished, rows, strict=True))
@@ -55,7 +55,7 @@ def add_up(ledger: Ledger, rows: Tensor) -> None:
 
 
 def memory(who: str, most: int, w: Tensor) -> str:
-    """What gathering the updates of ``most`` clients takes, for a reader."""
+    """Return as text how much memory it takes to gather the updates of ``most`` clients."""
     wide = torch.promote_types(w.dtype, torch.float32)
     size = most * w.numel() * wide.itemsize
     text = f"{size} bytes"

@@ -1,7 +1,7 @@
 """The learner's torchmetrics over a round.
 
-Clients' states are merged as torchmetrics merges those of processes: so a metric that is updated in
-``training_step`` has, after the round, seen the samples of all clients that finished.
+Clients' states are merged as torchmetrics merges those of processes. So a metric that is updated in
+``training_step`` has seen, after the round, the samples of all clients that finished.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Values = dict[str, Any]  # a metric's states by name: tensors, or lists of them
 
 @dataclass
 class MetricStates:
-    """The states that one client's steps left in the learner's metrics, each by its place.
+    """The states that one client's steps left in the learner's metrics, each with its place.
 
     Args:
-        states: how often each was updated, and its states.
-        names: under which names each was logged.
-        alone: by name, the client's values of those whose states cannot be merged.
+        states: for each metric how often it was updated, and its states.
+        names: the names under which each was logged.
+        alone: by name, the client's values of metrics whose states cannot be merged.
     """
 
     states: dict[int, tuple[int, Values]] = field(default_factory=dict)
@@ -44,22 +44,22 @@ class MetricStates:
 
 
 def metrics_of(learner: nn.Module) -> list[Metric]:
-    """The metrics in a learner, in the order of its modules."""
+    """Return the metrics in a learner, in the order of its modules."""
     return [module for module in learner.modules() if isinstance(module, Metric)]
 
 
 def tells_mode(learner: nn.Module) -> bool:
-    """Tell whether any of the learner's metrics has ``higher_is_better``."""
+    """Return whether any of the learner's metrics has ``higher_is_better``."""
     return any(isinstance(metric.higher_is_better, bool) for metric in metrics_of(learner))
 
 
 def alone(states: MetricStates | None) -> dict[str, Tensor]:
-    """A client's own values of metrics whose states cannot be merged."""
+    """Return a client's own values of metrics whose states cannot be merged."""
     return {} if states is None else states.alone
 
 
 def outside(metric: Metric) -> dict[str, Any]:
-    """Copies of the plain data that a metric keeps beside its states."""
+    """Return copies of the plain data that a metric keeps outside its states."""
     attributes = {}
     for name, value in vars(metric).items():
         if name not in OF_EVERY and name not in metric._defaults and is_data(value):
@@ -80,7 +80,7 @@ def by_value(value: Any) -> Any:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Tell whether two values of an attribute, earlier and later, are the same."""
+    """Return whether an attribute has the same value earlier and later."""
     # Metrics set some attributes only at their first update, such as the number of classes.
     if one is None:
         return True
@@ -97,7 +97,9 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def counting_outside(metrics: list[Metric], before: list[dict[str, Any]]) -> dict[int, str]:
-    """The first attribute beside its states that a metric changed, by the metric's place."""
+    """Return the first attribute outside its states that a metric changed, by the metric's
+    place.
+    """
     counters: dict[int, str] = {}
     for j, metric in enumerate(metrics):
         attributes = outside(metric)
@@ -108,29 +110,28 @@ def counting_outside(metrics: list[Metric], before: list[dict[str, Any]]) -> dic
 
 
 def check_reset(learner: nn.Module, metric: Metric, name: str, before: dict[str, Any]) -> None:
-    """Refuse a metric that goes on from client to client.
+    """Refuse a metric that continues from client to client.
 
     Raises:
-        UserError: ``reset`` leaves what it keeps beside its states.
+        UserError: ``reset`` does not change data that the metric keeps outside its states.
     """
     metric.reset()
     if not alike(before[name], outside(metric).get(name)):
         kind = type(metric).__name__
         raise UserError(
             f"learner {type(learner).__name__}: its metric {kind} counts in the attribute {name}. "
-            f"That is not one of its states (add_state), and {kind}.reset() does not reset it, so "
-            "one client's count would continue with the next client. Declare it with "
-            f"self.add_state({name!r}, "
-            "default=torch.tensor(0), dist_reduce_fx='sum')."
+            f"The attribute is not one of its states (add_state), and {kind}.reset() does not "
+            "reset it, so one client's count would continue with the next client. Declare it with "
+            f"self.add_state({name!r}, default=torch.tensor(0), dist_reduce_fx='sum')."
         )
 
 
 def taken(
     learner: nn.Module, metrics: list[Metric], names: dict[str, int], before: list[dict[str, Any]]
 ) -> MetricStates:
-    """Copies of the states of those metrics that were updated.
+    """Return copies of the states of those metrics that were updated.
 
-    ``before``: the attributes that each had beside its states at first.
+    ``before``: the attributes that each metric had outside its states at first.
     """
     for module in learner.modules():
         # In a collection, metrics with equal states share those of the first. Asking for all
@@ -157,7 +158,7 @@ def taken(
 
 
 def copied(metric: Metric, device: str | None = None) -> Values:
-    """A metric's states by value."""
+    """Return a metric's states by value."""
 
     def by_value(value: Any) -> Any:
         if isinstance(value, list):
@@ -171,7 +172,9 @@ def copied(metric: Metric, device: str | None = None) -> Values:
 
 @contextmanager
 def kept(metrics: list[Metric]) -> Iterator[None]:
-    """Leave metrics as they were: a gradient for something else than the step's is not counted."""
+    """Restore metrics afterwards, so that a gradient for another purpose than the step's is not
+    counted.
+    """
     snapshots: list[dict[str, Any]] = []
     for metric in metrics:
         snapshot = {**outside(metric), **copied(metric)}
@@ -188,7 +191,7 @@ def kept(metrics: list[Metric]) -> Iterator[None]:
 
 
 def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict[str, float]:
-    """Put all clients' states into the learner's metrics, and return the logged ones' values.
+    """Put all clients' states into the learner's metrics, and return the values of the logged ones.
 
     Args:
         of_clients: states by client.
@@ -225,7 +228,7 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
 
 
 def logged_in(learner: nn.Module, of_clients: dict[int, MetricStates]) -> list[Metric]:
-    """The learner's metrics that clients' steps logged."""
+    """Return the learner's metrics that clients' steps logged."""
     metrics = metrics_of(learner)
     places: set[int] = set()
     for own in of_clients.values():
@@ -234,9 +237,9 @@ def logged_in(learner: nn.Module, of_clients: dict[int, MetricStates]) -> list[M
 
 
 def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
-    """One state of several clients by the metric's own reduction.
+    """Return one state of several clients, merged by the metric's own reduction.
 
-    ``values``: each client's, with the number of its updates.
+    ``values``: each client's value, with the number of its updates.
     """
     states = [value for _, value in values]
     if isinstance(states[0], list):
@@ -255,7 +258,7 @@ def merged(reduction: Any, values: list[tuple[int, Any]]) -> Any:
 
 
 def value_of(metric: Metric) -> Any:
-    """A metric's value from only its own states, without those of other processes."""
+    """Return a metric's value from only its own states, without those of other processes."""
     together = metric._to_sync
     metric._to_sync = False
     try:

@@ -26,7 +26,7 @@ from fl_lightning.round.totals import Total
 def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     """The aggregated update ``(D,)``.
 
-    It is the weighted mean of the transmitted updates, or the result of a method's ``aggregate``.
+    Return the weighted mean of the transmitted updates, or the result of a method's ``aggregate``.
     """
     round = ledger.round
     total = ledger.total
@@ -54,7 +54,9 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
 
 
 def mean_of(total: Total, methods: Methods, server: Server, round: Round) -> Tensor:
-    """The weighted mean of the transmitted updates, over the clients that trained a coordinate."""
+    """Return the weighted mean of the transmitted updates, over the clients that trained a
+    coordinate.
+    """
     owner = methods.resting
     if owner is None or total.holders is None:
         return total.mean(total.weighted, round.wide)
@@ -65,7 +67,7 @@ def mean_of(total: Total, methods: Methods, server: Server, round: Round) -> Ten
 
 
 def masked(server: Server) -> Tensor:
-    """The update with zeros where a part is not averaged.
+    """Return the update with zeros if a part is not averaged.
 
     Raises:
         Diverged: it is not finite.
@@ -80,11 +82,11 @@ def masked(server: Server) -> Tensor:
 
 
 class ServerStep:
-    """The server optimizer over w, in place.
+    """The server optimizer over w, which it changes in place.
 
     Args:
-        optimizer: in Lightning's wrapper, which counts the step.
-        rates: its groups' learning rates before any decay.
+        optimizer: Lightning's wrapper of it, which counts the step.
+        rates: learning rates of its groups before any decay.
         progress: Lightning's count of steps.
     """
 
@@ -95,14 +97,14 @@ class ServerStep:
         self.optimizer: Optimizer = optimizer.optimizer
 
     def begin(self, factor: float) -> None:
-        """Set this round's learning rates: × ``factor``."""
+        """Set this round's learning rates, multiplied by ``factor``."""
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
 
     def step(self, w: Tensor, update: Tensor, moves: Tensor | None) -> None:
         """Step with gradient ``-update``.
 
-        ``moves`` ``(D,)``: where w and (D,)-shaped state change; None: everywhere.
+        ``moves`` ``(D,)``: the coordinates at which w and (D,)-shaped state may change; None: all.
         """
         old_w = torch.empty(0)
         old_state: dict[str, Tensor] = {}
@@ -133,12 +135,13 @@ class ServerStep:
         return state
 
     def snapshot(self, model: GlobalModel) -> tuple[Tensor, Callable[[], None]]:
-        """Copy what the step changes in place: w^t, and the optimizer with its step count.
+        """Copy the values that the step changes in place: w^t, and the optimizer with its step
+        count.
 
-        A checkpoint that is saved before the commit takes these copies, too.
+        A checkpoint that is saved before the commit also uses these copies.
 
         Returns:
-            the copy of w^t ``(D,)``, and a function that restores w, the evaluated model, the
+            The copy of w^t ``(D,)``, and a function that restores w, the evaluated model, the
             buffers, the optimizer and the step count.
         """
         start = model.committed()
@@ -166,7 +169,9 @@ class ServerStep:
 
 
 def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
-    """Have a checkpoint that is saved within a round hold its start's model and optimizer."""
+    """Make a checkpoint that is saved within a round hold the model and optimizer of the
+    round's start.
+    """
     start = model.round_start
     if start is None:
         return
@@ -184,7 +189,7 @@ def save_round_start(saved: dict[str, Any], model: GlobalModel) -> None:
 
 
 def _copied_values(values: dict[str, Any]) -> dict[str, Any]:
-    """A copy of an optimizer's state or group; its parameters are the same ones."""
+    """Return a copy of an optimizer's state or group; its parameters are not copied."""
     copies: dict[str, Any] = {}
     for name, value in values.items():
         if name == "params":
@@ -195,10 +200,10 @@ def _copied_values(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
-    """The model to evaluate under partial averaging; None: w itself.
+    """Return the model to evaluate under partial averaging; None: w itself.
 
-    It is w with the clients' mean on the parts that were not averaged. If no client finished, such
-    parts keep their last evaluated values.
+    The returned model is w with the clients' mean on the parts that were not averaged. If no client
+    finished, such parts keep their last evaluated values.
     """
     round = ledger.round
     # Coordinates that no client trained keep the value of w.
@@ -215,7 +220,7 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
 
 
 def averaged_buffers(round: Round, total: Total) -> dict[str, Tensor]:
-    """New values of the server's buffers that clients contributed to, by name."""
+    """Return new values of the server's buffers to which clients contributed, by name."""
     values = {}
     for name, buffer in round.buffers.items():
         if name in total.buffers:

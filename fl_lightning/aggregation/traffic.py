@@ -20,7 +20,7 @@ COUNTS = 8
 
 
 def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Methods) -> list[int]:
-    """A client's counts, without what it uploads."""
+    """Return a client's counts, without its uploads."""
     counts = [0] * COUNTS
     # Coordinates of which the client has a valid copy are not sent.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
@@ -39,7 +39,9 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Method
 
 
 def count_down(counts: list[int], round: Round, client: int, methods: Methods) -> None:
-    """Set what depends on the round in which a client was sent w last: base, and methods' rules."""
+    """Set the counts that depend on the round in which a client was last sent w: base, and
+    methods' rules.
+    """
     last = round.sent.get(client)
     if round.base_due is not None:
         counts[BASE] = round.base_due(round.t, last)
@@ -51,7 +53,9 @@ def count_down(counts: list[int], round: Round, client: int, methods: Methods) -
 
 
 def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
-    """Add a client's upload: its update, where it is averaged, uploads and rows that go up."""
+    """Add a client's upload: its update, if it is averaged, its uploads, and rows that are sent
+    up.
+    """
     going_up = methods.going_up()
     averaged = group.round.averaged
     size = group.x.element_size()
@@ -72,22 +76,25 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
 
 
 def gradients(ledger: Ledger) -> int:
-    """Gradients that the round's participants evaluated, all together, each of one batch."""
+    """Return how many gradients, each of one batch, the round's participants evaluated together."""
     counts = ledger.total.traffic
     return 0 if counts is None else int(counts[GRADIENTS])
 
 
 def forwards(ledger: Ledger) -> int:
-    """Passes without a gradient that methods asked for, all participants, each of one batch."""
+    """Return how many passes without a gradient, each of one batch, methods asked for, over all
+    participants.
+    """
     counts = ledger.total.traffic
     return 0 if counts is None else int(counts[FORWARDS])
 
 
 def kept_vectors(ledger: Ledger, methods: Methods) -> float:
-    """The memory of a participant until its next round, in vectors of D numbers.
+    """Return the memory of a participant until its next round, in vectors of D numbers.
 
-    It is counted at the first that this process has trained, and is 0 where it has none. Rows that
-    callbacks keep which only measure are no part of the method, and do not count.
+    The memory is counted for the first participant that this process has trained, and is 0 if this
+    process trained none. Rows of callbacks that only measure do not belong to the method, and do
+    not count.
     """
     for client in ledger.finished:
         numbers = ledger.kept.get(client)
@@ -100,7 +107,9 @@ def kept_vectors(ledger: Ledger, methods: Methods) -> float:
 
 
 def kept_numbers(rows: Mapping[str, Tensor], methods: Methods) -> int | None:
-    """How many numbers a client keeps in these rows for its methods; None: it keeps no row."""
+    """Return how many numbers a client keeps in these rows for its methods; None: it keeps no
+    row.
+    """
     if not rows:
         return None
     counted = [key for key in rows if key.split(".")[0] not in methods.measuring]
@@ -108,14 +117,14 @@ def kept_numbers(rows: Mapping[str, Tensor], methods: Methods) -> int | None:
 
 
 def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
-    """Parameters and bytes of this round, all participants together."""
+    """Return parameters and bytes of this round, for all participants together."""
     counts = ledger.total.traffic
     if counts is None and ledger.planned is None:
         names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
         return dict.fromkeys(names, 0)
     count = [0] * COUNTS if counts is None else [int(c) for c in counts]
     size = ledger.round.w.element_size()
-    buffers_bytes = 2 * count[BUFFER_BYTES]  # down and up again
+    buffers_bytes = 2 * count[BUFFER_BYTES]  # sent down, and sent up again
     if ledger.planned is not None:
         buffers_bytes = _as_planned(count, ledger, ledger.planned)
     down = count[DOWN_PARAMETERS]
@@ -150,10 +159,10 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
 def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
     """Count every client that was sent the model, and every update that arrived.
 
-    Until here only the clients whose update was used are counted.
+    Before this call only the clients whose update was used are counted.
 
     Returns:
-        the bytes of buffers, both ways.
+        The bytes of buffers, in both directions.
     """
     round = ledger.round
     trained = count[CLIENTS]
@@ -175,9 +184,10 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
 
 
 def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
-    """The bytes that a participant is sent and sends, whole vectors, whatever their content.
+    """Return the bytes that a participant is sent and sends, as whole vectors, whatever their
+    content.
 
-    Where clients train from models of a method's own, which its ``broadcast`` says, w is not sent.
+    If clients train from a method's own models, which its ``broadcast`` declares, w is not sent.
     """
     numbers = round_vector.numel()
     vector = numbers * round_vector.element_size()

@@ -20,7 +20,7 @@ Kinds = dict[Place, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtype
 
 
 def visiting_order(n: int) -> list[int]:
-    """The leaves in the order with the fewest waiting partial sums (at most log2 n).
+    """Return the leaves in the order with the fewest waiting partial sums (at most log2 n).
 
     >>> visiting_order(6)
     [0, 4, 2, 1, 5, 3]
@@ -35,11 +35,11 @@ def visiting_order(n: int) -> list[int]:
 class TreeSum(Generic[Some]):
     """Σ of :class:`Sums` over leaves 0…n-1, which are added in any order.
 
-    ``None`` is a leaf that takes no part.
+    ``None`` is a leaf that does not contribute.
 
-    Of six leaves, leaf 5 waits for leaf 1, 4 apart. Their sum waits for leaf 3, 2 apart, and the
-    sum of all odd leaves for that of the even ones, 1 apart. Leaf 3 has no sibling 7: it is such a
-    sum by itself.
+    Of six leaves, leaf 5 waits for leaf 1, 4 apart. The sum of leaves 5 and 1 waits for leaf 3, 2
+    apart, and the sum of all odd leaves for that of the even ones, 1 apart. Leaf 3 has no sibling
+    7, so it is such a sum by itself.
     """
 
     def __init__(self, n: int) -> None:
@@ -48,9 +48,9 @@ class TreeSum(Generic[Some]):
         self.total: Some | None = None
 
     def add(self, leaf: int, values: Some | None, shared: Collection[str] = ()) -> None:
-        """Take a leaf; its tensors are the sum's from now on.
+        """Add a leaf; from now on its tensors belong to the sum.
 
-        ``shared``: fields whose tensors somebody else may still change: these are copied.
+        ``shared``: fields whose tensors other code may still change; these are copied.
         """
         # The node (residue, stride) sums the leaves j ≡ residue (mod stride). Find the stride at
         # which this leaf is alone in its node.
@@ -62,8 +62,8 @@ class TreeSum(Generic[Some]):
             half = stride // 2
             sibling = residue ^ half
             if sibling < self.n:
-                # Of two siblings, the first to come waits; the second adds both and goes on
-                # upwards.
+                # Of two sibling nodes, the first to arrive waits; the second adds both sums and
+                # passes the result upwards.
                 if (sibling, stride) not in self._waiting:
                     self._waiting[residue, stride] = values and values.kept(shared)
                     return
@@ -75,7 +75,9 @@ class TreeSum(Generic[Some]):
 
 
 def _merge(a: Some | None, b: Some | None, shared: Collection[str]) -> Some | None:
-    """a + b, in a's memory; what is ``shared`` of b is copied where a has nothing to add it to."""
+    """Return a + b, in the memory of a; fields of b that are ``shared`` are copied if a has no
+    such field.
+    """
     if a is None or b is None:
         return b and b.kept(shared) if a is None else a
     for place, value in b.parts():
@@ -90,10 +92,10 @@ def _merge(a: Some | None, b: Some | None, shared: Collection[str]) -> Some | No
 
 
 def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
-    """The sum of the processes' sums; it has the same bits in each of them.
+    """Return the sum of the processes' sums; it has the same bits in each of them.
 
-    These are the bits of one process where the number of processes is a power of two.
-    ``kind``: their class.
+    These are the bits of one process if the number of processes is a power of two. ``kind``: their
+    class.
     """
     world = world_size()
     if world == 1:
@@ -131,11 +133,11 @@ def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
     tree: TreeSum[Some] = TreeSum(world)
     for rank in range(world):
         tree.add(rank, leaves[rank] if kinds[rank] else None)
-    # The vectors were sent in sorted order. Restore the order of one process, because logs are
-    # written in it.
+    # The vectors were sent in sorted order. Restore the order that one process has, because logs
+    # are written in it.
     ordered = kind()
     for place in kind_of:
         value = None if tree.total is None else tree.total.get(place)
-        assert value is not None  # some process has it
+        assert value is not None  # at least one process has it
         ordered.put(place, value)
     return ordered

@@ -27,7 +27,7 @@ that is not the last is named: hessian-best.json. RUN is a run's folder, or a ch
 
 
 def parser() -> ArgumentParser:
-    """The parser of the command's arguments."""
+    """Return the parser of the command's arguments."""
     made = ArgumentParser("analyse", DESCRIPTION)
     made.add_argument("what", choices=("hessian", "landscape"))
     made.add_argument(
@@ -66,18 +66,18 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what ``argv`` asks for, print where it is, and give 0.
+    """Run the command with ``argv``, print the place of its files, and return 0.
 
     Raises:
-        UserError: what is to mend; nothing has been written then.
+        UserError: the user has to correct something; nothing has been written.
     """
     options = parser().parse_args(list(argv))
     samples = None if options.samples == "all" else _number(options, "samples", 1)
     most = 1 if options.what == "hessian" else 2
     if len(options.runs) > most:
         raise UserError(
-            f"analyse {options.what}: {len(options.runs)} runs were given, and it takes {most} at "
-            "most."
+            f"analyse {options.what}: {len(options.runs)} runs were given, but it takes at most "
+            f"{most}."
         )
     # This imports torch, which --help should not wait for.
     from fl_lightning.cli.commands import quiet
@@ -154,7 +154,8 @@ def _landscape(options: Namespace, samples: int | None) -> Result:
     reach = _number(options, "range", 0, whole=False)
     if points % 2 == 0:
         raise UserError(
-            f"analyse landscape --points {points}: give an odd number, so that the model is one."
+            f"analyse landscape --points {points}: give an odd number, so that one of the points "
+            "is the model."
         )
     seed = _number(options, "directions", 0)
     from fl_lightning.analysis import pictures
@@ -189,7 +190,7 @@ def _landscape(options: Namespace, samples: int | None) -> Result:
 
 
 def finite(value: Any) -> Any:
-    """A number, or None for one that JSON does not have."""
+    """Return a number, or None for one that JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

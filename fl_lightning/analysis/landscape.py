@@ -1,9 +1,9 @@
 """The loss around a model, on a plane of two random directions.
 
 H. Li, Z. Xu, G. Taylor, C. Studer, T. Goldstein: Visualizing the Loss Landscape of Neural Nets
-(NeurIPS 2018), arXiv:1712.09913: each filter of a direction gets the norm of the model's filter
-there; biases and the weights of norms, which have one dimension, are not moved. So a network and
-one with scaled weights show the same landscape.
+(NeurIPS 2018), arXiv:1712.09913: each filter of a direction gets the norm of the model's filter at
+the same place; biases and the weights of norms, which have one dimension, are not moved. So a
+network and one with scaled weights show the same landscape.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Grid = NDArray[np.float64]
 class Landscape:
     """Losses ``(points, points)`` at w + a d_1 + b d_2: rows by a, columns by b.
 
-    The model itself is in the middle. ``loss``: the model's own; ``samples``: on how many.
+    The model itself is in the middle. ``loss``: the model's own loss; ``samples``: the number of
+    samples.
     """
 
     run: Opened
@@ -37,7 +38,7 @@ class Landscape:
 
 
 def directions(layout: Layout, w: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-    """Two filter-normalised Gaussian directions ``(D,)`` at w.
+    """Return two filter-normalised Gaussian directions ``(D,)`` at w.
 
     Before they are normalised, they are functions of the seed.
     """
@@ -60,12 +61,13 @@ def _normalised(layout: Layout, w: Tensor, draw: np.random.Generator) -> Tensor:
 
 
 def landscape(run: Opened, points: int, reach: float, samples: int | None, seed: int) -> Landscape:
-    """The loss at ``points`` × ``points`` places, up to ``reach`` lengths of filters away each way.
+    """Return the loss at ``points`` × ``points`` places, up to ``reach`` lengths of filters in each
+    direction.
 
     Args:
         points: odd, so that the model itself is one of them.
-        samples: of the clients, drawn by the run's seed; None: all.
-        seed: of the directions.
+        samples: number of the clients' samples, drawn by the run's seed; None: all.
+        seed: seed of the directions.
     """
     evaluator = run.evaluator(exact=False)
     w = run.vector

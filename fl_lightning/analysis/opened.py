@@ -1,4 +1,4 @@
-"""A run opened for analysis: its evaluated model, its clients' data, and what evaluates them."""
+"""A run opened for analysis: its evaluated model, its clients' data, and an evaluator."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class Opened:
     Args:
         folder: the run's.
         checkpoint: the file.
-        rounds: how many were done then.
-        seed: of the run.
-        learner: with the evaluated weights.
+        rounds: number of rounds of this model.
+        seed: the run's seed.
+        learner: the learner with the evaluated weights.
         data: the run's.
-        trainer: as the run's config has it, never used to fit.
+        trainer: Trainer from the run's config, which is never used to fit.
     """
 
     folder: Path
@@ -52,13 +52,13 @@ class Opened:
         return flatten([p.detach() for _, p in trainable(self.learner)])
 
     def samples(self, number: int | None, purpose: str) -> Samples:
-        """So many of the clients' samples (None: all), as a run's loggers draw them."""
+        """Return so many of the clients' samples (None: all), as a run's loggers draw them."""
         return drawn(self.data, number, self.seed, purpose)
 
     def evaluator(self, exact: bool) -> Evaluator:
-        """An evaluator of the learner on the data.
+        """Return an evaluator of the learner on the data.
 
-        ``exact``: in full precision, else in the run's.
+        ``exact``: in full precision, else in the run's precision.
         """
         device = self.trainer.strategy.root_device
         convert = conversion(self.trainer, self.learner, self.data)
@@ -67,10 +67,11 @@ class Opened:
 
 
 def opened(path: Path) -> Opened:
-    """Open the run in a folder at its last checkpoint, or the run whose checkpoint ``path`` is.
+    """Open the run in a folder at its last checkpoint, or the run to which the checkpoint ``path``
+    belongs.
 
     Raises:
-        UserError: it is neither, or the run has no checkpoint yet.
+        UserError: ``path`` is neither, or the run has no checkpoint yet.
     """
     folder = path
     if path.is_file():

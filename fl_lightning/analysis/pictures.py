@@ -52,7 +52,7 @@ def along_eigenvector(
 
 @styled
 def landscapes(found: Sequence[Landscape]) -> bytes:
-    """Draw each run's surface above its contours, on one scale of losses."""
+    """Draw each run's surface above its contours, with one scale of losses."""
     n = len(found)
     drawn = figure(5.0 * n + 0.6, 8.4)
     # All runs share one scale: otherwise a flat and a steep landscape would look the same.
@@ -90,9 +90,9 @@ def landscapes(found: Sequence[Landscape]) -> bytes:
 
 
 def _limits(losses: Sequence[Grid]) -> tuple[float, float]:
-    """The lowest loss, and the highest that is shown.
+    """Return the lowest loss, and the highest loss that is shown.
 
-    Beyond it, the farthest corners would hide everything else.
+    If higher losses were shown, the farthest corners would hide everything else.
     """
     every = np.concatenate([grid[np.isfinite(grid)] for grid in losses] or [np.zeros(1)])
     if not len(every):
@@ -103,5 +103,5 @@ def _limits(losses: Sequence[Grid]) -> tuple[float, float]:
 
 
 def _levels(lowest: float, highest: float) -> NDArray[np.float64]:
-    """Levels that are denser where the loss is low."""
+    """Return levels that are denser at low losses."""
     return lowest + (highest - lowest) * np.linspace(0, 1, 17) ** 1.6

@@ -25,7 +25,7 @@ from fl_lightning.storage.store import ClientStore
 
 
 class Indices(Sequence[Any]):
-    """The sample indices of each client, made when they are asked for."""
+    """The sample indices of each client, computed on request."""
 
     def __init__(self, datamodule: Any) -> None:
         self._datamodule = datamodule
@@ -47,11 +47,11 @@ OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", "checkpoints", site_journa
 
 
 class Run:
-    """A run's folder; everything is read when it is first asked for.
+    """A run's folder; each part is read when it is first used.
 
     Args:
-        checkpoint: which to read; None: the last, or the best where there is no last one.
-        learner: takes the weights, in place of the one that config.yaml describes.
+        checkpoint: the checkpoint to read; None: the last, or the best if there is no last one.
+        learner: learner that gets the weights, instead of the one that config.yaml describes.
         data: the data module, likewise.
     """
 
@@ -82,23 +82,23 @@ class Run:
 
     @cached_property
     def metrics(self) -> Metrics:
-        """The metrics that were logged, one row per round."""
+        """Return the metrics that were logged, one row per round."""
         modes = read_modes(read_record(self.folder).get("modes"))
         return Metrics.read(self.folder / "metrics.csv", modes)
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.yaml, as nested dicts."""
+        """Return config.yaml, as nested dicts."""
         return read_config(str(self.folder / "config.yaml"))
 
     @cached_property
     def checkpoint(self) -> dict[str, Any]:
-        """The last checkpoint, or the best where there is no last one; verified."""
+        """Return the last checkpoint, or the best if there is no last one; it is verified."""
         return AtomicCheckpointIO().load_checkpoint(self.checkpoint_path)
 
     @property
     def checkpoint_path(self) -> Path:
-        """The checkpoint's place, or where it would be."""
+        """Return the path of the checkpoint, whether it exists or not."""
         if self._asked_for is not None:
             return self._asked_for
         paths = [self.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt")]
@@ -116,10 +116,10 @@ class Run:
         return store
 
     def client_state(self, name: str, client: int) -> Tensor | None:
-        """The client's row of ``"ClassName.name"`` at the last checkpoint.
+        """Return the client's row of ``"ClassName.name"`` at the last checkpoint.
 
-        None if the client has not taken part yet. Of a site's folder: after the client's last
-        round.
+        None if the client has not taken part yet. In a site's folder: the row after the client's
+        last round.
 
         Raises:
             UserError: no client has a row of that name, or the run has no such client.
@@ -137,7 +137,9 @@ class Run:
         return row.clone()
 
     def _check_client(self, client: int) -> None:
-        """Refuse a client number that the run does not have, if the run's data can be made."""
+        """Refuse the number of a client that the run does not have, if the run's data can be
+        built.
+        """
         try:
             m = len(self.partition)
         except UserError:
@@ -147,7 +149,9 @@ class Run:
 
     @cached_property
     def learner(self) -> pl.LightningModule:
-        """The learner at the last checkpoint's global weights, on the CPU, in evaluation mode."""
+        """Return the learner at the last checkpoint's global weights, on the CPU, in evaluation
+        mode.
+        """
         learner = self._learner
         if learner is None:
             self._check_known("model.learner", "learner")
@@ -159,12 +163,12 @@ class Run:
 
     @property
     def partition(self) -> Sequence[Any]:
-        """Indices of the training samples of each client."""
+        """Return the indices of the training samples of each client."""
         return Indices(self.data)
 
     @cached_property
     def data(self) -> Any:
-        """The run's data module, set up and split as the run had it."""
+        """Return the run's data module, set up and split as in the run."""
         data = self._data
         if data is None:
             self._check_known("data", "data")
@@ -182,7 +186,7 @@ class Run:
         return data
 
     def _made_learner(self) -> pl.LightningModule:
-        """The learner that config.yaml describes; the data may be unknown."""
+        """Return the learner that config.yaml describes; the data may be unknown."""
         learner: pl.LightningModule
         if "unknown" in read_record(self.folder):
             learner = made(self.config["model"]["learner"])
@@ -191,7 +195,7 @@ class Run:
         return learner
 
     def _check_known(self, key: str, argument: str) -> None:
-        """Refuse what config.yaml of a run from Python lacks."""
+        """Refuse to read a setting that is missing in config.yaml of a run from Python."""
         unknown = read_record(self.folder).get("unknown")
         lacking = [str(path) for path in unknown if str(path).startswith(key)] if unknown else []
         if lacking:
@@ -203,7 +207,7 @@ class Run:
 
     @cached_property
     def built(self) -> CommandCLI:
-        """Learner and data as config.yaml describes them."""
+        """Return learner and data as config.yaml describes them."""
         # The command line seeds the process. Restore these variables, so that a notebook keeps its
         # own.
         seeds = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
@@ -227,9 +231,9 @@ class Run:
 def load(
     folder: str | os.PathLike[str], learner: pl.LightningModule | None = None, data: Any = None
 ) -> Run:
-    """The run in ``folder``, with its learner, metrics, config, partition and client states.
+    """Return the run in ``folder``, with its learner, metrics, config, partition and client states.
 
-    ``learner`` and ``data``: objects in place of those that config.yaml describes, for a run from
-    Python whose config lacks them. The learner takes the run's weights.
+    ``learner`` and ``data``: objects that replace those of config.yaml, for a run from Python whose
+    config lacks them. The learner gets the run's weights.
     """
     return Run(folder, learner=learner, data=data)

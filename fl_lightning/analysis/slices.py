@@ -1,4 +1,4 @@
-"""The loss along the first eigenvector of its Hessian, beside the parabola of the eigenvalue."""
+"""The loss along the first eigenvector of its Hessian, next to the parabola of the eigenvalue."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ POINTS = 41
 def along_top(
     run: Opened, evaluator: Evaluator, samples: Samples, vector: Vector, eigenvalue: float
 ) -> tuple[list[float], list[float]]:
-    """Steps s and the losses at w + s v.
+    """Return steps s and the losses at w + s v.
 
-    They go as far as the parabola rises by the loss itself, or ‖w‖ at most.
+    The steps end where the parabola has risen by the loss itself, or at ‖w‖.
     """
     w = run.vector
     # Make the batches once and keep them for all steps.

@@ -1,1 +1,3 @@
-"""The command line. Nothing is imported here: ``compose`` stays light, ``cli`` takes seconds."""
+"""The command line. Nothing is imported here, because importing ``cli`` takes seconds and
+``compose`` does not.
+"""

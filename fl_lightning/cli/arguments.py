@@ -1,4 +1,4 @@
-"""Arguments of the commands that are not ``fit``; errors in them are said in one paragraph."""
+"""Arguments of the commands other than ``fit``; their errors are one paragraph."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Args:
         command: its name.
-        description: for ``--help``, kept as it is.
+        description: text for ``--help``, which keeps its line breaks.
         hint: a sentence added to every error.
     """
 

@@ -1,4 +1,4 @@
-"""``fl-lightning cite RUN``: BibTeX of what a run is made of, from its config."""
+"""``fl-lightning cite RUN``: BibTeX of a run's methods and data, from its config."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _OURS = """\
   version = {{{version}}},
 }}"""
 
-# What needs no reference.
+# Classes that need no reference.
 _PLAIN = ("SGD", "IID")
 
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     """Print the references of the run that ``argv`` names.
 
     Raises:
-        UserError: it is no run's folder.
+        UserError: it is not a run's folder.
     """
     parser = ArgumentParser("cite", DESCRIPTION)
     parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
@@ -55,7 +55,8 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cited(config: Mapping[str, Any]) -> str:
-    """The BibTeX of a run with this config; a comment names each class without a known reference.
+    """Return the BibTeX of a run with this config; a comment names each class without a known
+    reference.
 
     >>> print(cited({"data": {"class_path": "mine.Data"}}).splitlines()[0])
     % Data: no reference is known here
@@ -77,14 +78,14 @@ def cited(config: Mapping[str, Any]) -> str:
 
 
 def references() -> dict[str, str]:
-    """Every entry of references.bib by its key."""
+    """Return every entry of references.bib by its key."""
     text = files("fl_lightning.cli").joinpath("references.bib").read_text("utf-8")
     blocks = text.strip().split("\n\n")
     return {re.sub(r"@\w+\{([^,]+),.*", r"\1", block, flags=re.S): block for block in blocks}
 
 
 def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
-    """The classes, with their arguments, that a paper may have been written about."""
+    """Return the classes, with their arguments, that may implement a paper."""
     model = config.get("model") or {}
     if asynchronous := model.get("asynchronous"):
         given = asynchronous.get("init_args") or asynchronous
@@ -100,9 +101,10 @@ def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> list[str]:
-    """The papers of momentum at the server, which no class of ours stands for.
+    """Return the papers about momentum at the server, for which this package has no class.
 
-    It is FedAvgM's. Nesterov's is DiLoCo's if clients use AdamW, and MuLoCo's if they use Muon.
+    It is FedAvgM's. Nesterov's momentum is DiLoCo if clients use AdamW, and MuLoCo if they use
+    Muon.
     """
     optimizer = model.get("server_optimizer") or {}
     given = optimizer.get("init_args") or {} if isinstance(optimizer, dict) else {}
@@ -117,7 +119,7 @@ def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> l
 
 
 def _is_method(method: Any) -> bool:
-    """Whether a run is named after a callback, which its class says."""
+    """Return whether runs are named after this callback, as its class says."""
     # This imports torch, so it is used only for methods without a known reference.
     from fl_lightning.cli.method_options import method_class
 
@@ -128,7 +130,7 @@ def _is_method(method: Any) -> bool:
 
 
 def _keys(part: Any, others: Collection[str]) -> list[str]:
-    """The papers of a class with its arguments, beside ``others``."""
+    """Return the papers of a class with its arguments; ``others`` are the run's other classes."""
     arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
     paper: Paper = declared("paper").get(class_name(part), Paper())
     return paper.cited(arguments, others)

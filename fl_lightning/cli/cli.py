@@ -81,13 +81,13 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
-# Options of `export` alone.
+# Options that only `export` has.
 OF_EXPORT = ("client", "pretrained", "merged")
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
 def as_text(config: dict[str, Any]) -> str:
-    """A config as JSON that reads as YAML, too, which spells infinity otherwise.
+    """Return a config as JSON that is also valid YAML, which spells infinity in another way.
 
     >>> as_text({"epsilon": float("inf"), "name": "Infinity"})
     '{"epsilon": .inf, "name": "Infinity"}'
@@ -114,7 +114,7 @@ def _name_enums(node: Any) -> None:
 
 
 def _refuse_huge(node: Any, path: str = "") -> None:
-    """Refuse integers of more than 63 bits, which end in some library's own words."""
+    """Refuse integers of more than 63 bits, for which libraries raise errors of their own."""
     if isinstance(node, dict | list):
         for key, value in node.items() if isinstance(node, dict) else enumerate(node):
             _refuse_huge(value, path if key == "init_args" else f"{path}.{key}".removeprefix("."))
@@ -123,7 +123,9 @@ def _refuse_huge(node: Any, path: str = "") -> None:
 
 
 def _readable(node: Any) -> Any:
-    """A config without the arguments that have no text, which are their classes' defaults."""
+    """Return a config without the arguments that have no text, which then are their classes'
+    defaults.
+    """
     if isinstance(node, list):
         return [_readable(item) for item in node]
     if not isinstance(node, dict):
@@ -133,7 +135,7 @@ def _readable(node: Any) -> Any:
 
 
 class Parser(LightningArgumentParser):
-    """Raises a :class:`UserError` of one paragraph where its base classes print the usage."""
+    """Raises a :class:`UserError` of one paragraph; its base classes would print the usage."""
 
     command: Command | None = None
 
@@ -153,9 +155,9 @@ class CommandCLI(LightningCLI):
 
     Args:
         command: fit, validate, test, predict, export or partition.
-        prepared: its arguments, as :func:`~fl_lightning.cli.compose.prepare` sorts them.
-        added: callbacks of a fit, beside those of its config.
-        without: names of callbacks that every fit has, and this one has not.
+        prepared: its arguments, as sorted by :func:`~fl_lightning.cli.compose.prepare`.
+        added: callbacks of a fit, in addition to those of its config.
+        without: names of callbacks that every other fit has, and this one does not.
     """
 
     def __init__(
@@ -278,7 +280,9 @@ class CommandCLI(LightningCLI):
             check_writable(self.folder)
 
     def _read_numbers(self) -> None:
-        """Make numbers of options' text, where an argument takes either: 0.5 is one, auto stays."""
+        """Convert options' text to numbers if an argument takes both: 0.5 becomes a number,
+        auto stays text.
+        """
         for key in ("participation", "clients_at_once", "workers", "capture"):
             value = self.config.model.get(key)
             if isinstance(value, str):
@@ -287,7 +291,7 @@ class CommandCLI(LightningCLI):
                     self.config.model[key] = number
 
     def _choose_folder(self) -> None:
-        """Set ``folder``, and ``stem`` where the run has to find a free number."""
+        """Set ``folder``, or ``stem`` if the run has to find a free number."""
         root = self.config.trainer.default_root_dir
         going_on = self.config.ckpt_path == "last"
         self.stem: str | None = None
@@ -303,7 +307,9 @@ class CommandCLI(LightningCLI):
         check_name(self.folder)
 
     def _choose_checkpoint(self, found: list[Path]) -> None:
-        """Set ``checkpoint``, of which ``last`` is one of those ``found`` in the folder."""
+        """Set ``checkpoint``; the word ``last`` means one of the checkpoints ``found`` in the
+        folder.
+        """
         path = self.config.ckpt_path
         if path == "last":
             if found and found[0].name == "last.ckpt":
@@ -343,7 +349,7 @@ class CommandCLI(LightningCLI):
             )
 
     def _name(self) -> str:
-        """<data>-<method>, by the configs' names where these tell."""
+        """Return <data>-<method>, by the configs' names if these are known."""
         data = class_name(self.config.data.class_path).lower()
         configs = [name for name in self.prepared.names if name.startswith("method/")]
         methods = [name.removeprefix("method/") for name in configs]
@@ -384,7 +390,7 @@ class CommandCLI(LightningCLI):
         self.trainer = self._trainer()
 
     def starts_from(self) -> dict[str, Any]:
-        """The checkpoint to start from and how to read it, as arguments of fit, test, …"""
+        """Return the checkpoint to start from and how to read it, as arguments of fit, test, …"""
         return {"ckpt_path": self.checkpoint, "weights_only": self.config.weights_only}
 
     def config_text(self) -> str:
@@ -402,7 +408,7 @@ class CommandCLI(LightningCLI):
         return text
 
     def _trainer(self) -> pl.Trainer:
-        """The Trainer, with the run's folder, the method and the callbacks of every run."""
+        """Return the Trainer, with the run's folder, the method and the callbacks of every run."""
         settings: dict[str, Any] = vars(self.config_init.trainer).copy()
         writes = self.command == "fit" and not settings["fast_dev_run"]
         logger = settings["logger"]
@@ -418,7 +424,7 @@ class CommandCLI(LightningCLI):
         return _built(settings)
 
     def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:
-        """The method's, the user's and the run's own callbacks, in the order of their hooks."""
+        """Return the callbacks of the method, the user and the run, in the order of their hooks."""
         callbacks = [*self.added, *self.config_init.method, *as_list(settings["callbacks"])]
         names = {type(callback).__name__ for callback in callbacks}
         for name in _STANDING:
@@ -460,7 +466,7 @@ def _merge_loggers(prepared: Command) -> None:
 
 
 def _name_strategy(prepared: Command) -> None:
-    """Let the strategy that has a registered name take options, as the class that it stands for."""
+    """Let a strategy that is given by its registered name take options, by naming its class."""
     trainer = prepared.config.get("trainer") or {}
     given = trainer.get("strategy")
     path = f"{FederatedStrategy.__module__}.{FederatedStrategy.__qualname__}"
@@ -481,12 +487,12 @@ def _name_strategy(prepared: Command) -> None:
 
 
 def _own(logger: Any) -> list[Any]:
-    """The loggers that ``trainer.logger`` holds, which may also be true or false."""
+    """Return the loggers that ``trainer.logger`` holds, which may also be true or false."""
     return [] if isinstance(logger, bool) else as_list(logger)
 
 
 def _built(settings: dict[str, Any]) -> pl.Trainer:
-    """The Trainer of these settings, or a paragraph about what keeps it from being built."""
+    """Build the Trainer of these settings, or raise a paragraph about why it cannot be built."""
     # On a CPU Lightning would silently use another precision.
     if str(settings["precision"]) in ("16", "16-mixed"):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What each command does, and how its errors are reported."""
+"""The work of each command, and how its errors are reported."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _partition(cli: CommandCLI) -> None:
 
 
 def _output(cli: CommandCLI, name: str) -> Path:
-    """The file that a command writes, refused before its work where that cannot be written."""
+    """Return the file that a command writes; refuse it before the work if it cannot be written."""
     path = cli.folder / name if cli.prepared.output is None else named(cli.prepared.output)
     check_writable(writable_as_file(path).parent, "-o")
     return path
@@ -119,7 +119,7 @@ def _export(cli: CommandCLI) -> None:
 
 
 def _client(cli: CommandCLI) -> int | None:
-    """The number of the client of ``--client``, which may be its name."""
+    """Return the number of the client that ``--client`` gives by number or name."""
     given = cli.config.client
     if given is None:
         return None
@@ -140,7 +140,7 @@ def _client(cli: CommandCLI) -> int | None:
 
 
 def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) -> Any:
-    """The state dict of the model that ``client`` uses itself."""
+    """Return the state dict of the model that ``client`` uses itself."""
     callbacks = vars(cli.trainer)["callbacks"]
     model = cli.model.global_model
     ours = [each for each in callbacks if isinstance(each, FederatedCallback)]
@@ -179,7 +179,7 @@ def _fit(cli: CommandCLI) -> None:
 
 
 def _say_stopped(cli: CommandCLI) -> None:
-    """Print how many rounds a run has that a signal has stopped, and how to go on with it."""
+    """Print how many rounds a run has that a signal stopped, and how to continue it."""
     trainer = cli.trainer
     done = cli.model.run.state.rounds
     asked = trainer.max_epochs or -1
@@ -193,7 +193,7 @@ def _say_stopped(cli: CommandCLI) -> None:
 
 
 def _show_results(cli: CommandCLI) -> None:
-    """Print what the run in the folder has reached before."""
+    """Print the results that the run in the folder had before."""
     path = Path(cli.folder) / "metrics.csv"
     if path.is_file():
         metrics = Metrics.read(path, metric_modes(cli.trainer))
@@ -221,7 +221,7 @@ def _execute(cli: CommandCLI) -> int:
 
 
 def quiet() -> None:
-    """Silence Lightning's tips, and warnings that say nothing here."""
+    """Silence Lightning's tips, and warnings that do not apply here."""
     for name in LOGGERS:
         # Below this level Lightning logs tips, lines about devices, and "fit stopped".
         logging.getLogger(name).setLevel(logging.WARNING)
@@ -230,10 +230,10 @@ def quiet() -> None:
 
 
 def run(command: str, prepared: Command, debug: bool = False, **options: Any) -> int:
-    """Run ``command`` and give its exit status; the caller prints a :class:`UserError`.
+    """Run ``command`` and return its exit status; the caller prints a :class:`UserError`.
 
     Args:
-        options: of :class:`CommandCLI`.
+        options: options of :class:`CommandCLI`.
     """
     quiet()
     cli: CommandCLI | None = None

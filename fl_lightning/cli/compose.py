@@ -1,9 +1,10 @@
-"""From ``-c NAME …`` and ``--method…`` to one configuration, a plain dict, without heavy imports.
+"""Combine ``-c NAME …`` and ``--method…`` to one configuration, a plain dict, without heavy
+imports.
 
-Configs merge from left to right. Dicts merge key by key, anything else is replaced, ``key+:``
-appends to the list ``key``. A later ``class_path`` brings its own ``init_args``; those of the class
-it replaces are dropped. The small learner of base and of the data/ configs gives way to that of any
-other config, whatever the order.
+Configs merge from left to right. Dicts are merged key by key, other values are replaced, and
+``key+:`` appends to the list ``key``. If a later config sets another ``class_path``, it brings its
+own ``init_args``, and the earlier ones are dropped. The small learner of base and of the data/
+configs is replaced by that of any other config, in either order.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ _MENDED_BY = {
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which a key stands once and 1e-3 is a number, as all but YAML 1.1 think."""
+    """Safe YAML in which each key occurs once and 1e-3 is a number (in YAML 1.1 it is text)."""
 
     def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
@@ -82,10 +83,10 @@ def parse_yaml(text: str) -> Any:
 
 
 def plain_yaml(text: str, where: str) -> Any:
-    """Read YAML that holds only plain data: numbers, text, lists, mappings with text as keys.
+    """Read YAML that holds only plain data: numbers, text, lists, and mappings with text as keys.
 
     Raises:
-        UserError: ``where`` and what is wrong there, for anything else.
+        UserError: for anything else, with ``where`` and the reason.
     """
     try:
         document = parse_yaml(text)
@@ -144,9 +145,11 @@ def _check_plain(node: Any, where: str, keys: tuple[str, ...], above: tuple[int,
 
 
 def packaged() -> dict[str, Traversable]:
-    """Every packaged config: name without ``.yaml`` → file, in the order in which they are used.
+    """Return every packaged config: name without ``.yaml`` → file, in the order in which they are
+    used.
 
-    Those of plugins are among them; where names are alike, ours count. A sweep's claims are none.
+    Configs of plugins are included; if names are equal, ours count. A sweep's claims file is not a
+    config.
     """
 
     def walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:
@@ -171,14 +174,14 @@ def packaged() -> dict[str, Traversable]:
 
 
 def summary(text: str) -> str:
-    """The first comment line of a config: what it is."""
+    """Return the first comment line of a config, which describes it."""
     if not text.startswith("#"):
         return ""
     return text.split("\n", 1)[0].lstrip("# ").rstrip()
 
 
 def is_file(name: str | Path) -> bool:
-    """Whether there is such a file; False for a name that no file can have."""
+    """Return whether there is such a file; False for a name that no file can have."""
     try:
         return Path(name).is_file()
     except (OSError, ValueError):
@@ -186,7 +189,7 @@ def is_file(name: str | Path) -> bool:
 
 
 def read(name: str) -> dict[str, Any]:
-    """The config called ``name``: a file that exists, else a packaged one.
+    """Read the config called ``name``: a file that exists, else a packaged one.
 
     A directory is never a config.
     """
@@ -244,14 +247,14 @@ def read(name: str) -> dict[str, Any]:
 
 
 def as_list(value: Any) -> list[Any]:
-    """A new list: empty for None, and of only ``value`` if it is not a list."""
+    """Return a new list: empty for None, and of only ``value`` if it is not a list."""
     if value is None:
         return []
     return list(value) if isinstance(value, list) else [value]
 
 
 def merge(base: Any, update: Any) -> Any:
-    """Put ``update`` over ``base``; neither is changed.
+    """Merge ``update`` over ``base``; neither of the two is changed.
 
     >>> merge({"a": {"x": 1, "y": 2}, "l": [1]}, {"a": {"y": 3}, "l+": [2]})
     {'a': {'x': 1, 'y': 3}, 'l': [1, 2]}
@@ -277,14 +280,14 @@ def merge(base: Any, update: Any) -> Any:
 
 
 def as_loggers(value: Any, events: str) -> Any:
-    """``trainer.logger`` as the parser takes it, from what configs added to each other.
+    """Return ``trainer.logger`` in the parser's form, from the loggers that configs added.
 
-    Such a list may hold true, for TensorBoard's events, and false, for nothing. A class that comes
-    again is the one before, with its arguments over it.
+    Such a list may hold true, for TensorBoard's events, and false, for no logger. If a class occurs
+    again, its arguments are merged over the earlier ones.
 
     Args:
-        value: of the merged configs.
-        events: the class that stands for TensorBoard's events beside other loggers.
+        value: the value in the merged configs.
+        events: the class for TensorBoard's events next to other loggers.
 
     >>> as_loggers([True, {"class_path": "A"}], "Events")
     [{'class_path': 'Events'}, {'class_path': 'A'}]
@@ -306,7 +309,7 @@ def as_loggers(value: Any, events: str) -> Any:
 
 
 def class_name(item: Any) -> str:
-    """The bare class name of ``Name``, ``package.Name`` or ``{class_path: …}``."""
+    """Return the bare class name of ``Name``, ``package.Name`` or ``{class_path: …}``."""
     if isinstance(item, dict):
         item = item.get("class_path", "?")
     return str(item).rsplit(".", 1)[-1]
@@ -318,14 +321,14 @@ class Command:
 
     Attributes:
         config: the merged configs.
-        options: that override it, as typed.
+        options: options that override it, as typed.
         method_options: ("beta", "0.1") of ``--method.beta 0.1``; "" is the list itself.
-        names: of the configs, as given.
-        learners: of the configs; True: a fallback, see _is_fallback.
-        notes: lines to tell the user.
-        run: a run's folder, where one was given.
+        names: names of the configs, as given.
+        learners: learners of the configs; True: a fallback, see _is_fallback.
+        notes: lines that are printed for the user.
+        run: a run's folder, if one was given.
         output: the value of ``-o``.
-        argv: as typed, the command first.
+        argv: the command line as typed; the command comes first.
         record: what a sweep has the run record: arm, claims_hash, axes (see RunRecord).
     """
 
@@ -364,7 +367,7 @@ class Command:
         self.names.append(name)
 
     def _tell_of_loggers(self, name: str, document: dict[str, Any]) -> None:
-        """Note that the config ``name`` replaces loggers which those before it asked for."""
+        """Note that the config ``name`` replaces loggers of the configs before it."""
         before = (self.config.get("trainer") or {}).get("logger")
         new = document.get("trainer") or {}
         if before and "logger" in new and new["logger"] != before:
@@ -374,7 +377,7 @@ class Command:
 
 
 def _loggers(value: Any) -> str:
-    """``trainer.logger`` in words."""
+    """Return ``trainer.logger`` as text."""
     if value is False:
         return "only metrics.csv"
     items = [True] if value is None else as_list(value)
@@ -382,9 +385,9 @@ def _loggers(value: Any) -> str:
 
 
 def _is_fallback(name: str) -> bool:
-    """Whether the learner of the config ``name`` only serves where no other is given.
+    """Return whether the learner of the config ``name`` is used only if no other is given.
 
-    Such are base's, and those of the data/ configs.
+    The learners of base and of the data/ configs are used so.
     """
     name = name.removesuffix(".yaml")
     return not is_file(name) and (name == "base" or name.startswith("data/")) and name in packaged()
@@ -444,7 +447,9 @@ def prepare(command: str, argv: list[str]) -> Command:
 
 
 def _refuse_unknown(command: str, prepared: Command) -> None:
-    """Refuse the folder of a run from Python where this command needs what its config lacks."""
+    """Refuse the folder of a run from Python if its config lacks a setting that this command
+    needs.
+    """
     if prepared.run is None:
         return
     # This imports numpy, which the report of a typing error should not wait for.
@@ -482,7 +487,7 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
 
 
 def _names(option: str, key: str) -> bool:
-    """Whether an option of the command line sets the key, or what holds it."""
+    """Return whether an option of the command line sets the key, or a part that contains it."""
     typed = option.removeprefix("--").partition("=")[0]
     return option.startswith("--") and (f"{typed}.".startswith(f"{key}.") or typed in _above(key))
 
@@ -493,7 +498,7 @@ def _above(key: str) -> list[str]:
 
 
 def _has(config: Any, key: str) -> bool:
-    """Whether the config has a value for the key, also below ``init_args``."""
+    """Return whether the config has a value for the key, also below ``init_args``."""
     for part in key.split("."):
         arguments = config.get("init_args", config) if isinstance(config, dict) else {}
         if not isinstance(arguments, dict) or part not in arguments:

@@ -1,4 +1,4 @@
-"""What is wrong with data sets that a config names by class: which of them, and why."""
+"""Errors in data sets that a config names by class: which data set, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ OPTIONS = ("train", "val", "test", "clients", "test_clients")
 
 
 def fault_of_datasets(option: str, config: Mapping[str, Any]) -> str:
-    """An error about the first value at ``option`` that is not a data set; empty if there is none.
+    """Return an error about the first value at ``option`` that is not a data set; empty if there is
+    none.
 
     Args:
         option: such as ``data.clients``.
@@ -46,7 +47,7 @@ def fault_of_datasets(option: str, config: Mapping[str, Any]) -> str:
 
 
 def _each(option: str, node: Any) -> Iterator[tuple[str, Any]]:
-    """Each data set of an argument, with its place."""
+    """Yield each data set of an argument, with its place."""
     if isinstance(node, list):
         yield from ((f"{option}[{i}]", one) for i, one in enumerate(node) if _names(one))
     elif isinstance(node, Mapping) and "class_path" not in node:
@@ -60,7 +61,9 @@ def _names(one: Any) -> bool:
 
 
 def _imported(path: str) -> Any:
-    """The class or function of a path; None if there is none, which another check reports."""
+    """Import the class or function of a path; None if it does not exist, which another check
+    reports.
+    """
     module, _, name = path.rpartition(".")
     try:
         return getattr(import_module(module), name, None) if module else None
@@ -93,7 +96,7 @@ def _what(made: Any, path: str) -> str:
 
 
 def _unknown(made: Any, given: Any) -> str:
-    """The first argument that a class or function does not take."""
+    """Return the first argument that a class or function does not take."""
     try:
         parameters = inspect.signature(made).parameters
     except (TypeError, ValueError):

@@ -17,26 +17,27 @@ from fl_lightning.module import FederatedModule
 
 
 class FederatedCLI(LightningCLI):
-    """``LightningCLI(MyLearner, MyDataModule, …)``, federated: whatever it takes, this takes.
+    """``LightningCLI(MyLearner, MyDataModule, …)``, federated; it takes the same arguments.
 
-    ``--trainer``, ``--model`` and ``--data`` keep their meaning, ``add_arguments_to_parser`` and
-    ``link_arguments`` of a subclass work. Besides there are
+    ``--trainer``, ``--model`` and ``--data`` keep their meaning, and ``add_arguments_to_parser``
+    and ``link_arguments`` of a subclass work. Besides there are
 
     - ``--federated.participation 0.1``, …: the arguments of ``FederatedModule``;
     - ``--method+=ControlVariates``, …: the callbacks that make the method;
     - ``--split.num_clients 10``, ``--split.partition Dirichlet``, …: the arguments of
-      ``FromDataModule``, of a data module that knows nothing about clients;
-    - ``--optimizer``: each client's, a new one every round.
+    ``FromDataModule``, for a data module without clients;
+    - ``--optimizer``: each client's optimizer, a new one every round.
 
-    ``model`` is the ``FederatedModule``, ``learner`` what it trains. LightningCLI sets folders,
-    checkpoints and loggers; the additions of ``fl-lightning fit`` are missing.
+    ``model`` is the ``FederatedModule``, ``learner`` the LightningModule inside it. LightningCLI
+    sets folders, checkpoints and loggers; it does not add the callbacks and files of ``fl-lightning
+    fit``.
 
-    A command that has something to mend prints one paragraph and exits with status 2, as parsers
-    do; ``FL_DEBUG=1`` shows where it was met.
+    If the user has to correct something, the command prints one paragraph and exits with status 2,
+    as parsers do; ``FL_DEBUG=1`` shows where the error occurred.
 
     Raises:
-        UserError: a program gave ``args`` with ``--lr_scheduler``, with an option beside an object
-            that has its own, or with what training refuses.
+        UserError: a program gave ``args`` with ``--lr_scheduler``, with an option for an object
+            that has its own, or with a value that training refuses.
     """
 
     learner: pl.LightningModule
@@ -80,7 +81,7 @@ class FederatedCLI(LightningCLI):
         return super().instantiate_trainer(callbacks=callbacks, **kwargs)
 
     def _federated_module(self) -> pl.LightningModule:
-        """The learner, wrapped by the arguments under ``--federated``."""
+        """Return the learner, wrapped with the arguments under ``--federated``."""
         settings = {**vars(self._get(self.config_init, "federated"))}
         optimizer = self._get(self.config_init, "optimizer")
         if self._get(self.config_init, "lr_scheduler"):
@@ -100,7 +101,7 @@ class FederatedCLI(LightningCLI):
         return FederatedModule(self.learner, **settings)
 
     def _federated_data(self) -> Any:
-        """The data module; where it knows nothing about clients, split over them."""
+        """Return the data module, split over clients if it has none of its own."""
         data = self._get(self.config_init, "data")
         if data is None or isinstance(data, FederatedDataModule):
             return data

@@ -1,6 +1,7 @@
-"""``--help``: what a federated run takes, one line an option; ``--data.help`` and its like.
+"""``--help`` lists the options of a federated run, one line each; also ``--data.help`` and similar
+ones.
 
-The short help needs no import, so that it is there at once.
+The short help needs no import, so it appears at once.
 """
 
 from __future__ import annotations
@@ -124,15 +125,15 @@ _BASES = {
 
 
 def asked(command: str, summary: str, argv: Sequence[str]) -> str | None:
-    """The help that a command line asks for; None: it asks for none.
+    """Return the help that a command line asks for; None: it asks for none.
 
     Args:
         command: fit, validate, test, predict, export or partition.
-        summary: of what it does.
-        argv: what follows the command.
+        summary: one sentence about what the command does.
+        argv: the arguments after the command.
 
     Raises:
-        UserError: ``--data.help CLASS`` names no class of data, and so on.
+        UserError: ``--data.help CLASS`` does not name a class of data, and so on.
     """
     for place, argument in enumerate(argv):
         option, equals, value = argument.partition("=")
@@ -163,7 +164,7 @@ def _everything(command: str) -> str:
 
 
 def _of_option(key: str, name: str | None) -> str:
-    """What ``--key.help name`` says."""
+    """Return the text of ``--key.help name``."""
     if key in _FIXED and name is None:
         return _of_class(_imported(_FIXED[key]), key)
     choices = _choices(key)
@@ -184,7 +185,7 @@ def _of_option(key: str, name: str | None) -> str:
 
 
 def _choices(key: str) -> dict[str, type]:
-    """The classes of ours, and torch's optimizers, that may stand in an option, by short name."""
+    """Return our classes, and torch's optimizers, that an option accepts, by short name."""
     # The following lines import torch, which the short help should not wait for.
     import torch
 
@@ -215,7 +216,7 @@ def _imported(path: str) -> type:
 
 
 def _of_choices(key: str, choices: dict[str, type]) -> str:
-    """One line a class, with the title that a method has in tables."""
+    """Return one line per class, with the title that a method has in tables."""
     width = max(map(len, choices), default=0)
     lines = [f"--{key} CLASS, and its arguments: --{key}.help CLASS", ""]
     for name, cls in choices.items():
@@ -228,7 +229,7 @@ def _of_choices(key: str, choices: dict[str, type]) -> str:
 
 
 def _of_class(cls: type, key: str) -> str:
-    """What a class is, and its arguments as options."""
+    """Return a class's summary, and its arguments as options."""
     # jsonargparse requires this package, and importing it is slow.
     from docstring_parser import parse
 
@@ -253,7 +254,7 @@ def _of_class(cls: type, key: str) -> str:
 
 
 def _notes(cls: type) -> Iterator[tuple[str, str]]:
-    """The text of docstrings about each argument; the class itself comes last."""
+    """Return the docstrings' text about each argument; the class itself comes last."""
     from docstring_parser import parse
 
     for base in reversed(cls.__mro__):
@@ -264,7 +265,7 @@ def _notes(cls: type) -> Iterator[tuple[str, str]]:
 
 
 def _kinds(cls: type) -> Iterator[tuple[str, str]]:
-    """The type of each argument and its default, as a config would say them."""
+    """Return the type and the default of each argument, as a config would write them."""
     for base in reversed(cls.__mro__):
         if base is object or "__init__" not in vars(base):
             continue

@@ -1,4 +1,6 @@
-"""The learner's arguments on the command line, as a checkpoint tells ``load_from_checkpoint``."""
+"""The learner's arguments on the command line, in the form that ``load_from_checkpoint`` reads
+from a checkpoint.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,15 @@ from fl_lightning.storage.apart import is_plain
 
 
 def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> dict[str, Any]:
-    """The learner's arguments as its class takes them, where that can be.
+    """Return the learner's arguments in the form that its class takes, if possible.
 
-    A class that takes objects needs Lightning's ``_instantiator``, which imports what the
-    checkpoint names. Arguments that are plain data do not, nor does a class that builds them
-    itself (``builds_arguments``, see ImageClassifier).
+    A class that takes objects needs Lightning's ``_instantiator``, which imports the classes that
+    the checkpoint names. If the arguments are plain data, or the class builds the
+    objects itself (``builds_arguments``, see ImageClassifier), no ``_instantiator`` is needed.
 
     Args:
         written: ``model.learner`` of config.yaml.
-        parsed: the same with values in their types.
+        parsed: the same, with typed values.
         learner: the class.
     """
     arguments = {**written.get("init_args", {}), **written.get("dict_kwargs", {})}

@@ -1,4 +1,4 @@
-"""``--method…`` is applied to the method list, and short class names are completed."""
+"""Apply ``--method…`` to the list of methods, and complete short class names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fl_lightning.errors import UserError, suggest
 
 @cache
 def names_of_ours() -> dict[str, str]:
-    """Bare name → class path, of the classes that this package exports, and of plugins'."""
+    """Return bare name → class path, for the classes that this package and plugins export."""
     modules = (
         fl_lightning.callbacks,
         fl_lightning.datamodules,
@@ -39,7 +39,9 @@ def names_of_ours() -> dict[str, str]:
 
 
 def full_paths(config: dict[str, Any]) -> dict[str, Any]:
-    """``class_path: MLP`` or ``network: MLP`` → ours, where torchvision has an MLP too."""
+    """Complete ``class_path: MLP`` or ``network: MLP`` to ours, even if torchvision has an MLP
+    too.
+    """
     ours = names_of_ours()
 
     def walk(node: Any) -> Any:
@@ -71,10 +73,10 @@ def full_options(options: list[str]) -> list[str]:
 
 
 def method_class(item: Any) -> type[FederatedCallback]:
-    """The class that a method names.
+    """Return the class that a method names.
 
     Raises:
-        UserError: it cannot be found; says what is accepted.
+        UserError: it cannot be found; the error lists accepted names.
     """
     path = item.get("class_path") if isinstance(item, dict) else item
     # This imports plugins, so that their methods are known too.
@@ -114,14 +116,14 @@ def method_class(item: Any) -> type[FederatedCallback]:
 def apply_method_options(command: Command) -> None:
     """Turn ``command.config["method"]`` into a checked list, with the options applied.
 
-    Its items have ``class_path`` and ``init_args``.
+    The items of the list have ``class_path`` and ``init_args``.
     """
     items = _items(command.config.get("method"))
     for key, text in command.method_options:
         if key in ("", "+"):
             new = _items(plain_yaml(text, f"--method{key}"))
             items = items + new if key else new
-            # The configs of methods are no longer what runs.
+            # The methods that run are no longer those of the configs.
             command.names = [name for name in command.names if not name.startswith("method/")]
         else:
             _set(items, key, plain_yaml(text, f"--method.{key}"))
@@ -140,7 +142,7 @@ def apply_method_options(command: Command) -> None:
 
 
 def _items(value: Any) -> list[dict[str, Any]]:
-    """The methods that a list names, or a single one."""
+    """Return the methods that a list names, or a single one."""
     if not isinstance(value, list):
         value = [value] if value else []
     return [_whole(item) for item in value]
@@ -160,7 +162,7 @@ def _whole(item: Any) -> dict[str, Any]:
 def _set(items: list[dict[str, Any]], key: str, value: Any) -> None:
     """Set ``key``, such as beta, in the one method that has it.
 
-    Where several have it, it is given as ``Class.beta``.
+    If several methods have it, it has to be given as ``Class.beta``.
     """
     name, _, rest = key.partition(".")
     accepted: dict[str, str] = {}

@@ -1,7 +1,7 @@
-"""A network's classes, channels and image size follow the data.
+"""Set a network's classes, channels and image size from the data.
 
-Gaps are filled in, and what cannot fit is refused. This is done on the configuration, before
-anything is built, so that the run's config.yaml has plain numbers.
+Gaps are filled in, and values that cannot fit are refused. The sizes are filled in before anything
+is built, so the run's config.yaml has plain numbers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PUBLISHED_CLASSES = 10
 
 @dataclass(frozen=True)
 class SampleFacts:
-    """The facts that a data module's class gives about its samples; None: unknown."""
+    """Facts about the samples that the class of a data module gives; None: unknown."""
 
     name: str
     shape: tuple[int, ...] | None = None
@@ -39,14 +39,14 @@ class SampleFacts:
 
     @property
     def size(self) -> str:
-        """The shape as text, 1x28x28."""
+        """Return the shape as text, 1x28x28."""
         return "x".join(map(str, self.shape or ()))
 
 
 def fit_network_to_data(command: Command) -> None:
     """Complete ``model.learner`` in ``command.config``.
 
-    It is completed where it is an ``ImageClassifier`` around a packaged network.
+    Only an ``ImageClassifier`` around a packaged network is completed.
 
     Raises:
         UserError: a given number, or the network itself, cannot work with the data.
@@ -91,7 +91,7 @@ def fit_network_to_data(command: Command) -> None:
 
 
 def _sizes(node: dict[str, Any]) -> dict[str, Any]:
-    """Only the classes and the sizes of a learner, or of its network."""
+    """Return only the classes and the sizes of a learner, or of its network."""
     arguments = _arguments(node)
     sizes = {key: arguments[key] for key in _SIZES if key in arguments}
     if isinstance(arguments.get("network"), dict):
@@ -103,7 +103,7 @@ def _sizes(node: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
-    """The configuration with the options for data and learner in it, as far as they matter here."""
+    """Return the configuration merged with the options for data and learner that decide sizes."""
     tree = deepcopy({"model": config.get("model") or {}, "data": config.get("data")})
     for option, following in pairwise([*options, ""]):
         path, value = _read(option, following)
@@ -113,7 +113,9 @@ def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
 
 
 def _read(option: str, following: str) -> tuple[list[str], Any]:
-    """The path and the value of ``option``, which may be the argument ``following`` it."""
+    """Return the path and the value of ``option``; the value may be the argument ``following``
+    it.
+    """
     flag, equals, text = option.partition("=")
     if not flag.startswith("--"):
         return [""], None
@@ -126,7 +128,7 @@ def _read(option: str, following: str) -> tuple[list[str], Any]:
 
 
 def _without_gaps(options: list[str]) -> list[str]:
-    """The options without sizes of the learner's that leave a gap: the config has them filled."""
+    """Return the options without the learner's null sizes, which the config has filled in."""
     kept: list[str] = []
     skipped = False
     for option, following in pairwise([*options, ""]):
@@ -143,7 +145,7 @@ def _without_gaps(options: list[str]) -> list[str]:
 
 
 def _put(node: Any, path: list[str], value: Any) -> Any:
-    """``node`` with ``value`` at ``path``, which may leave out ``init_args``."""
+    """Return ``node`` with ``value`` at ``path``, which may leave out ``init_args``."""
     if not path:
         names_a_class = False
         if isinstance(value, str):
@@ -163,9 +165,9 @@ def _put(node: Any, path: list[str], value: Any) -> Any:
 
 
 def _class(node: Any) -> Any:
-    """The class that a node of the configuration names; None where it names none.
+    """Return the class that a node of the configuration names; None if it names none.
 
-    The parser will say so then.
+    The parser then reports the error.
     """
     path = node.get("class_path") if isinstance(node, dict) else node
     module, _, name = str(path).rpartition(".")
@@ -177,7 +179,7 @@ def _class(node: Any) -> Any:
 
 
 def _arguments(node: Any) -> dict[str, Any]:
-    """A node's ``init_args``, added where it has none."""
+    """Return a node's ``init_args``, which are added if it has none."""
     if not isinstance(node.get("init_args"), dict):
         node["init_args"] = {}
     arguments: dict[str, Any] = node["init_args"]
@@ -204,9 +206,9 @@ def _facts(data: Any) -> SampleFacts:
 
 
 def _complete(node: Any, classes: Any, facts: SampleFacts, guessed: list[str]) -> Any:
-    """Fill in a network's sizes, and give the number of classes; ``classes`` is the learner's.
+    """Fill in a network's sizes, and return the number of classes; ``classes`` is the learner's.
 
-    Adds guesses to ``guessed``.
+    Sizes that were guessed are added to ``guessed``.
     """
     cls = _class(node)
     arguments = _arguments(node)
@@ -234,7 +236,7 @@ def _complete(node: Any, classes: Any, facts: SampleFacts, guessed: list[str]) -
 
 
 def _ends(cls: Any, sizes: Any) -> list[Any] | None:
-    """The sizes of an MLP, where they are a list that has a first and a last one."""
+    """Return the sizes of an MLP, if they are a list with a first and a last one."""
     return sizes if cls is MLP and isinstance(sizes, list) and len(sizes) > 1 else None
 
 
@@ -242,7 +244,9 @@ def _ends(cls: Any, sizes: Any) -> list[Any] | None:
 
 
 def _check_texts(learner: Any, facts: SampleFacts) -> None:
-    """Refuse our networks for images with texts, and our learners of texts with other data."""
+    """Refuse our networks for images if samples are texts, and our learners of texts for other
+    data.
+    """
     cls = _class(learner)
     if cls is ImageClassifier and facts.texts:
         network = _arguments(learner).get("network") if isinstance(learner, dict) else None
@@ -262,7 +266,7 @@ def _check_texts(learner: Any, facts: SampleFacts) -> None:
 
 
 def _check(learner: dict[str, Any], facts: SampleFacts, learners: bool) -> None:
-    """Refuse what cannot work.
+    """Refuse values that cannot work.
 
     ``learners``: whether the number of classes was given to the learner.
     """
@@ -318,7 +322,7 @@ def _check_classes(
 
 
 def _check_images(cls: Any, network: dict[str, Any], facts: SampleFacts) -> None:
-    """Refuse samples that are no images, or images that the network cannot take."""
+    """Refuse samples that are not images, or images that the network cannot take."""
     assert facts.shape is not None
     if getattr(cls, "takes_tokens", False):
         if len(facts.shape) != 1:

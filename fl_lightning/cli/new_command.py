@@ -139,10 +139,10 @@ _FILES = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the package that ``argv`` names, and say how to go on.
+    """Write the package that ``argv`` names, and print the next steps.
 
     Raises:
-        UserError: the name cannot be a package's, or is taken.
+        UserError: the name is not allowed for a package, or is taken.
     """
     parser = ArgumentParser("new", DESCRIPTION)
     parser.add_argument("name", metavar="NAME", help="such as own-anchor; its class: OwnAnchor")

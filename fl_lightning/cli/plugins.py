@@ -1,7 +1,7 @@
-"""Packages that others wrote: their short names and configs work like ours.
+"""Packages by others: their short names and configs work like ours.
 
-A package names itself in the entry point group ``fl_lightning.plugins``. ``fl-lightning new``
-writes one.
+A package registers itself in the entry point group ``fl_lightning.plugins``. ``fl-lightning new``
+writes such a package.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ GROUP = "fl_lightning.plugins"
 
 @cache
 def packages() -> tuple[str, ...]:
-    """The names of the packages, each once, in alphabetical order."""
+    """Return the names of the packages, each once, in alphabetical order."""
     return tuple(sorted({point.value.partition(":")[0] for point in entry_points(group=GROUP)}))
 
 
 def config_folders() -> Iterator[Path]:
-    """Each package's folder ``configs``, where it has one; a package is not imported for it."""
+    """Return each package's folder ``configs``, if it has one; the package is not imported."""
     for name in packages():
         # find_spec imports the parents of a nested package, and nothing else.
         try:
@@ -41,9 +41,9 @@ def config_folders() -> Iterator[Path]:
 
 @cache
 def classes() -> dict[str, str]:
-    """Bare name → class path, of the public classes that the packages' modules define.
+    """Return bare name → class path, for the public classes that the packages' modules define.
 
-    A package that cannot be imported is named on stderr, and left out.
+    If a package cannot be imported, stderr names it, and it is left out.
     """
     found: dict[str, str] = {}
     for name in packages():

@@ -1,4 +1,4 @@
-"""The config.yaml of a run that was made in Python: what the objects know of their settings."""
+"""The config.yaml of a run that was made in Python: the settings that its objects store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _OF_TRAINER = ("max_epochs", "min_epochs", "check_val_every_n_epoch", "precision
 class PythonConfig:
     """The config of the run that ``trainer`` fits now.
 
-    ``unknown``: the keys whose values only the program knows.
+    ``unknown``: the keys whose values are known only to the program.
     """
 
     def __init__(self, trainer: pl.Trainer, module: Any, folder: str) -> None:
@@ -84,7 +84,7 @@ class PythonConfig:
         return config
 
     def text(self) -> str:
-        """The config as YAML; its first lines name the settings that it lacks."""
+        """Return the config as YAML; its first lines name the settings that it lacks."""
         lines = ["# A run from Python: what its objects know of their settings."]
         if self.unknown:
             lines.append(f"# Not known, and left out: {', '.join(self.unknown)}")
@@ -92,7 +92,7 @@ class PythonConfig:
 
 
 def _optimizer(made: Optimizer) -> dict[str, Any]:
-    """An optimizer by its class and options.
+    """Return an optimizer by its class and options.
 
     Raises:
         NotKnown: its groups differ.

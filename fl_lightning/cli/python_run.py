@@ -1,4 +1,4 @@
-"""A run from Python with a folder, as the command line gives each of its runs."""
+"""A folder for a run from Python, like the one that the command line gives to each of its runs."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ from fl_lightning.metrics import check_mode
 
 
 class RunFolder(Checkpoint):
-    """Makes a run from Python a run with a folder, which ``report``, ``load`` and ``cite`` read.
+    """Gives a run from Python a folder, which ``report``, ``load`` and ``cite`` read.
 
     The folder holds what ``fl-lightning fit`` writes: ``run.json``, ``metrics.csv``, ``card.md``,
     ``partition.png``, ``checkpoints/last.ckpt`` and ``best.ckpt``, ``state/`` and ``config.yaml``.
     The config holds the settings that can be read from the objects. Tensors, lambdas and classes of
-    a script cannot: ``config.yaml`` and ``run.json`` (``unknown``) name what is left out.
+    a script cannot be in it: ``config.yaml`` and ``run.json`` (``unknown``) name the missing
+    settings.
 
     Args:
-        folder: of the run, such as ``"runs/mine"``; it may hold no other run.
-        arm: what reports call this setting; None: the run's title. Two runs of one arm differ in
-            their seeds.
-        monitor: the metric of ``best.ckpt``; None: ``val/acc``, where the learner logs it.
-        mode: which way it is better, ``"max"`` or ``"min"``; None: as the metric tells.
+        folder: the run's folder, such as ``"runs/mine"``; it may not hold another run.
+        arm: the name of this setting in reports; None: the run's title. Two runs of one arm may
+            differ only in their seeds.
+        monitor: the metric of ``best.ckpt``; None: ``val/acc``, if the learner logs it.
+        mode: the better direction, ``"max"`` or ``"min"``; None: the metric decides.
 
     Raises:
-        UserError: when a fit begins: the folder holds a run that this fit does not go on with.
+        UserError: when a fit begins, if the folder holds a run that this fit does not resume.
 
     Example:
         >>> from fl_lightning import RunFolder
@@ -57,12 +58,14 @@ class RunFolder(Checkpoint):
         self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
         self._card: RunCard | None = None
         self._record: RunRecord | None = None
-        self._in_run = False  # whether a Trainer has begun with it
+        self._in_run = False  # whether a Trainer has begun a fit with this object
         self._begun: tuple[object, object] = (None, None)  # the Trainer and module of a fit here
 
     @property
     def last(self) -> str | None:
-        """The checkpoint to go on from: ``trainer.fit(…, ckpt_path=folder.last)``; None: none."""
+        """Return the checkpoint to resume from: ``trainer.fit(…, ckpt_path=folder.last)``;
+        None: the folder has no checkpoint.
+        """
         path = self.folder / "checkpoints" / "last.ckpt"
         return str(path) if path.is_file() else None
 
@@ -185,7 +188,7 @@ class RunFolder(Checkpoint):
 
 
 def _writes(trainer: pl.Trainer) -> bool:
-    """Whether this is more than a trial run."""
+    """Return whether this is more than a trial run."""
     return not vars(trainer).get("fast_dev_run")
 
 

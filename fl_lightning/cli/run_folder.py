@@ -1,4 +1,4 @@
-"""A run's folder, claimed when training starts and not before; its config, loggers, checkpoints."""
+"""A run's folder, which is locked only when training starts; its config, loggers, checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fl_lightning.storage.lock import RunLock, held_by_all
 
 
 def numbered(stem: str) -> list[tuple[int, Path]]:
-    """The folders ``<stem>-<number>`` that exist, by number."""
+    """Return the folders ``<stem>-<number>`` that exist, by number."""
     parent = Path(stem).parent
     pattern = re.escape(Path(stem).name) + r"-(\d+)"
     folders = []
@@ -35,13 +35,15 @@ def numbered(stem: str) -> list[tuple[int, Path]]:
 
 
 def next_free(stem: str) -> Path:
-    """The folder after the last of ``numbered(stem)``; it is not created."""
+    """Return the folder after the last of ``numbered(stem)``; it is not created."""
     last = max((number for number, _ in numbered(stem)), default=0)
     return Path(f"{stem}-{last + 1}")
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints of the run in ``folder``: last.ckpt, best.ckpt, then others, newest first."""
+    """Return the checkpoints of the run in ``folder``: last.ckpt, best.ckpt, then others,
+    newest first.
+    """
     order = {"last.ckpt": 0, "best.ckpt": 1}
     times: dict[Path, float] = {}
     for path in (folder / "checkpoints").glob("*.ckpt"):
@@ -53,9 +55,9 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a run completed a round in ``folder``.
+    """Return whether a run completed a round in ``folder``.
 
-    One that stopped in round 0 leaves it free for another.
+    A run that stopped in round 0 leaves the folder free for another run.
     """
     # You may delete the checkpoints of a finished run.
     if (folder / "metrics.csv.gz").is_file() or checkpoints(folder):
@@ -86,7 +88,7 @@ def check_name(folder: Path) -> None:
 
 
 def check_writable(folder: Path, option: str = "--trainer.default_root_dir") -> None:
-    """Refuse a folder that could not be created or written to, without creating it."""
+    """Refuse a folder that could not be created or written to; do not create it."""
     place = folder.absolute()
     while not os.path.lexists(place):
         place = place.parent
@@ -128,8 +130,8 @@ class RunEvents(TensorBoardLogger):
     other loggers; the run then sets the folder.
 
     Args:
-        folder: the run's, once that is claimed.
-        first_round: what was written of later ones, before the run was resumed, is dropped.
+        folder: the run's folder, once it is locked.
+        first_round: events of later rounds, written before the run was resumed, are dropped.
     """
 
     def __init__(self, folder: str | None = None, first_round: int = 0) -> None:
@@ -142,7 +144,7 @@ class RunEvents(TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
-        """Fill the tab of hyper-parameters, beside the last accuracy and loss.
+        """Fill the tab of hyper-parameters, with the last accuracy and loss.
 
         TensorBoardLogger's own method would log a -1.
         """
@@ -167,7 +169,7 @@ class RunEvents(TensorBoardLogger):
     def log_layout(self, shown: list[str]) -> None:
         """Lay out the tab of custom scalars.
 
-        In front is a chart of each metric that is ``shown`` and in no other chart.
+        The first chart has each metric that is ``shown`` and in no other chart.
         """
         from torch.utils.tensorboard import summary as tensorboard
 
@@ -182,13 +184,13 @@ class RunEvents(TensorBoardLogger):
 
 
 class RunFolder(pl.Callback):
-    """Claims the run's folder once all else is known to work, and puts config and loggers there.
+    """Locks the run's folder once all else is known to work, and puts config and loggers there.
 
-    A resumed run keeps the config.yaml it was started with until ``write_config`` after its first
-    new checkpoint: a resume that fails leaves the run as it was.
+    A resumed run keeps its old config.yaml until ``write_config`` after its first new checkpoint,
+    so a resume that fails does not change the run.
     Args:
         folder: the run's folder.
-        stem: where no folder was given: the next free ``<stem>-<number>`` is claimed.
+        stem: if no folder was given, the next free ``<stem>-<number>`` is used.
         config: the text of config.yaml.
         tensorboard: whether to write TensorBoard events.
     """
@@ -265,7 +267,7 @@ class RunFolder(pl.Callback):
                     logger.log_layout(shown_metrics(trainer))
 
     def _claim(self) -> Path:
-        """Create the folder: the next free one, where two runs start at once."""
+        """Create the folder; if two runs start at once, each takes the next free one."""
         folder = self.folder
         try:
             while True:
@@ -280,7 +282,7 @@ class RunFolder(pl.Callback):
             raise _not_writable(folder, error) from None
 
     def write_config(self) -> None:
-        """Write config.yaml, the first time this is called."""
+        """Write config.yaml when this is called for the first time."""
         if self._written:
             return
         self._written = True
@@ -289,12 +291,13 @@ class RunFolder(pl.Callback):
 
 
 class RunCheckpoint(Checkpoint):
-    """Writes ``last.ckpt`` after every round; links it as ``best.ckpt`` when the metric improves.
+    """Writes ``last.ckpt`` after every round, and links it as ``best.ckpt`` when the metric
+    improves.
 
     Args:
-        run: knows the folder, once training starts.
-        monitor: the metric; None: ``val/acc``, where the learner logs it.
-        mode: which way it is better, ``"max"`` or ``"min"``; None: as the metric tells.
+        run: object that knows the folder, once training starts.
+        monitor: the metric; None: ``val/acc``, if the learner logs it.
+        mode: the better direction, ``"max"`` or ``"min"``; None: the metric decides.
     """
 
     def __init__(self, run: RunFolder, monitor: str | None = None, mode: str | None = None) -> None:
@@ -330,16 +333,18 @@ class RunCheckpoint(Checkpoint):
 
     @property
     def folder(self) -> Path:
-        """Where the checkpoints are."""
+        """Return the folder of the checkpoints."""
         return self.run.folder / "checkpoints"
 
     @property
     def dirpath(self) -> str:
-        """The same, under ModelCheckpoint's name."""
+        """Return the folder of the checkpoints, under the name that ModelCheckpoint gives it."""
         return str(self.folder)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ask which way is better, unless a torchmetrics metric of the learner may tell."""
+        """Ask which direction is better, unless a torchmetrics metric of the learner may decide
+        it later.
+        """
         self._followed = False
         unknown = self.given and self.directions.known(self.monitor) is None
         if unknown and not tells_mode(pl_module):
@@ -366,10 +371,11 @@ class RunCheckpoint(Checkpoint):
             self._link(trainer, self.folder / "last.ckpt")
 
     def _follow(self, trainer: pl.Trainer) -> None:
-        """Let best.ckpt be of the best round up to where this fit goes on.
+        """Make best.ckpt the checkpoint of the best round up to the one where this fit resumes.
 
-        A kill may have come between writing last.ckpt and linking best.ckpt; and whoever goes on
-        from another checkpoint leaves the rounds after it, of which best.ckpt may be.
+        A kill may have come between writing last.ckpt and linking best.ckpt. A fit that resumes
+        from another checkpoint also drops the rounds after it, and best.ckpt may belong to one of
+        these.
         """
         self._followed = True
         resumed = trainer.ckpt_path
@@ -423,7 +429,7 @@ class RunCheckpoint(Checkpoint):
         return True
 
     def _link(self, trainer: pl.Trainer, source: Path) -> None:
-        """Let best.ckpt be what ``source`` is."""
+        """Make best.ckpt a link to ``source``."""
         best = self.folder / "best.ckpt"
         aside = self.folder / ".best.ckpt.tmp"
         if not trainer.is_global_zero or not source.is_file():

@@ -1,4 +1,4 @@
-"""``run.json``: what a run is and how it stands, for readers without the code that made it."""
+"""``run.json`` describes a run and its state, for readers without the code that made it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
 
 
 def config_hash(config: Mapping[str, Any]) -> str:
-    """SHA-256 of a config without its seed and its folder.
+    """Return the SHA-256 of a config without its seed and its folder.
 
     >>> ours = {"model": {"a": 1}}
     >>> config_hash({"seed_everything": 0, **ours}) == config_hash({"seed_everything": 1, **ours})
@@ -48,9 +48,9 @@ def config_hash(config: Mapping[str, Any]) -> str:
 
 
 def checkout() -> str | None:
-    """The commit of the checkout that this code is of; None: it is of none.
+    """Return the commit of the checkout that has this code; None: it is not in a checkout.
 
-    Where its files differ it ends in ``-dirty``.
+    The text ends in ``-dirty`` if files differ from the commit.
     """
     here = Path(__file__).resolve()
     described = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
@@ -69,10 +69,10 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def machine(trainer: pl.Trainer) -> dict[str, Any]:
-    """The name of the processor; None if the system does not give it.
+    """Return the name of the processor; None if the system does not give it.
 
-    ``cores`` are those that the process may use, ``memory`` is the machine's in bytes, ``threads``
-    are those of one operation, ``gpu`` is the name of the one that this process uses.
+    ``cores`` is the number that the process may use, ``memory`` the machine's in bytes, ``threads``
+    the number for one operation, ``gpu`` the name of the one that this process uses.
     """
     device = trainer.strategy.root_device
     return {
@@ -104,18 +104,20 @@ def _memory() -> int | None:
 
 
 class RunRecord(pl.Callback):
-    """Writes ``run.json`` in the run's folder when training starts and when it ends, in any way.
+    """Writes ``run.json`` in the run's folder when training starts and when it ends, for whatever
+    reason.
 
-    "running" stays in it where the process was killed. A resumed run keeps the arm and the claims
-    that it began with.
+    ``status`` stays "running" if the process was killed. A resumed run keeps its arm and its
+    claims.
 
     Args:
         config: text of config.yaml.
         command: as typed.
-        arm: what a sweep calls this setting.
+        arm: the name of this setting in a sweep.
         claims_hash: SHA-256 of a sweep's claims.yaml.
         axes: key of a sweep's grid → this run's value.
-        unknown: keys that config.yaml lacks, of a run from Python; None: it is of the command line.
+        unknown: keys that config.yaml lacks, for a run from Python; None: the run is from the
+            command line.
     """
 
     def __init__(
@@ -188,7 +190,7 @@ class RunRecord(pl.Callback):
     def _take_names(self, trainer: pl.Trainer) -> bool:
         """Record torchmetrics' directions, the metrics shown, the trackers' ids, and warnings.
 
-        Tells whether any of that is new.
+        Return whether any of them is new.
         """
         before = (dict(self._modes), self._shown, self._trackers, self._notes)
         self._notes = list(getattr(trainer.lightning_module, "notes", []))
@@ -241,13 +243,13 @@ class RunRecord(pl.Callback):
 
 
 def end_killed(folder: Path, rounds: int) -> bool:
-    """Write that a run is done which was killed after its last round, before it could write that.
+    """Mark a run as done that was killed after its last round, before it could write that.
 
     Args:
-        rounds: how many are done.
+        rounds: number of rounds that are done.
 
     Returns:
-        whether it was such a run.
+        Whether it was such a run.
     """
     record = read_record(folder)
     if not was_killed(record) or not 0 < (record.get("rounds") or -1) <= rounds:
@@ -257,16 +259,16 @@ def end_killed(folder: Path, rounds: int) -> bool:
 
 
 def killed_before(folder: Path, rounds: int) -> int | None:
-    """How many rounds were asked of a run that was killed after ``rounds`` of them."""
+    """Return how many rounds were asked of a run that was killed after ``rounds`` of them."""
     record = read_record(folder)
     asked = record.get("rounds") or -1  # -1: without end
     return int(asked) if was_killed(record) and asked > rounds else None
 
 
 def was_killed(record: Mapping[str, Any]) -> bool:
-    """Whether a run.json is of a run that could not write how it ended."""
-    # A run that ended by an error has the time of its end. If it was killed, a sweep marks it as
-    # failed, without a time.
+    """Return whether a run.json belongs to a run that could not write how it ended."""
+    # A run that ended by an error has the time of its end. If the process was killed, a sweep marks
+    # the run as failed, without a time.
     return record.get("status") in ("running", "failed") and record.get("ended") is None
 
 

@@ -1,4 +1,4 @@
-"""A run goes on with the learner and the data that its ``config.yaml`` names."""
+"""A run is resumed only with the learner and the data that its ``config.yaml`` names."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ UNREADABLE = "Unable to serialize"
 
 
 def check_same_settings(checkpoint: Path, config: Mapping[str, Any], strict: bool) -> None:
-    """Refuse to go on from a run's checkpoint with another learner or other data.
+    """Refuse to resume from a run's checkpoint with another learner or other data.
 
     The round's own settings, the methods and the optimizers are compared when the checkpoint is
-    read, for runs from Python too. Only these settings are compared if a checkpoint has no
-    ``config.yaml`` in its run's folder, because it was moved.
+    read, also for runs from Python. If a checkpoint was moved and its folder has no
+    ``config.yaml``, only those settings are compared.
 
     Args:
-        config: the whole one, as ``config.yaml`` has it.
-        strict: ``model.strict_resume``; False: nothing is compared.
+        config: the whole config, as in ``config.yaml``.
+        strict: ``model.strict_resume``; if False, nothing is compared.
 
     Raises:
-        UserError: with what differs.
+        UserError: it names the settings that differ.
     """
     if not strict:
         return
@@ -61,7 +61,7 @@ def _learner(config: Mapping[str, Any]) -> Any:
 
 
 def _data(config: Mapping[str, Any]) -> Any:
-    """The data's config without what decides nothing, and files by their names."""
+    """Return the data's config without settings that change no result, and files by their names."""
     data = config.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("init_args"), dict):
         return data
@@ -75,7 +75,7 @@ def _data(config: Mapping[str, Any]) -> Any:
 
 
 def _differing(then: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(key, then, now) of each value that differs."""
+    """Return (key, then, now) of each value that differs."""
     if isinstance(then, dict) and isinstance(now, dict):
         keys = list(then)
         # An argument that the config does not have was added to its class later, with a default.
@@ -93,7 +93,7 @@ def _differing(then: Any, now: Any, path: str) -> Iterator[tuple[str, Any, Any]]
 
 
 def _same(then: Any, now: Any) -> bool:
-    """Whether two values are one, also NaN, or two paths of one class or function."""
+    """Return whether two values are equal, also NaN, or two paths of one class or function."""
     if then == now or str(then).startswith(UNREADABLE) or (then != then and now != now):
         return True
     found = _imported(now)
@@ -101,13 +101,13 @@ def _same(then: Any, now: Any) -> bool:
 
 
 def _imported(path: Any) -> Any:
-    """The class or function of this path, if its module has been imported."""
+    """Return the class or function of this path, if its module has been imported."""
     module, _, name = str(path).rpartition(".")
     return getattr(sys.modules[module], name, None) if module in sys.modules else None
 
 
 def _short(value: Any) -> str:
-    """A value as one reads it: a class by its name."""
+    """Return a value as text for readers: a class by its name."""
     if isinstance(value, dict) and isinstance(value.get("class_path"), str):
         return str(value["class_path"]).rpartition(".")[2]
     return str(value)[:80]

@@ -1,6 +1,6 @@
 """SIGTERM, SIGINT and SIGHUP end a run after its round, which is validated and saved.
 
-The exit status tells of the signal.
+The exit status shows the signal.
 """
 
 from __future__ import annotations
@@ -16,9 +16,8 @@ from fl_lightning.lightning import pl
 class GracefulStop(pl.Callback):
     """Asks the module to stop after this round; a second Ctrl-C stops at once.
 
-    ``received``: the signal's number, or None; ``first``: the round that was next when training
-    began, None where none was left to do. Once a round, the module agrees with the other processes
-    on stopping.
+    ``received``: the signal's number, or None; ``first``: the next round when training began, None
+    if no round was left. Once per round the processes agree on whether to stop.
     """
 
     def __init__(self) -> None:

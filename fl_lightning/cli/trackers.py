@@ -1,6 +1,6 @@
 """A resumed run continues its runs in the trackers; ``run.json`` has their ids.
 
-If a tracker cannot be used, the run reports it before training.
+If a tracker cannot be used, the run reports that before training.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PACKAGES = {"MLFlowLogger": "mlflow", "WandbLogger": "wandb"}
 
 
 def ids_of(loggers: Iterable[Any]) -> dict[str, str]:
-    """Class → id of the tracker's run, of those loggers that have begun one."""
+    """Return class → id of the tracker's run, for each logger that has begun one."""
     found = {}
     for logger in loggers:
         name = type(logger).__name__
@@ -34,15 +34,16 @@ def ids_of(loggers: Iterable[Any]) -> dict[str, str]:
 
 
 def trackers(folder: Path) -> dict[str, str]:
-    """The ids that the run in ``folder`` noted."""
+    """Return the ids that the run in ``folder`` stored."""
     noted = read_record(folder).get("trackers")
     return dict(noted) if isinstance(noted, dict) else {}
 
 
 def completed(config: Namespace, ids: dict[str, str]) -> Namespace:
-    """The config with ``ids`` in its loggers, and MLflow's local store, where it gives none itself.
+    """Return the config with ``ids`` in its loggers, and MLflow's local store if it names none
+    itself.
 
-    It is a copy: what a run is does not change with the trackers that follow it.
+    The returned config is a copy, because trackers do not change what a run is.
     """
     config = config.clone()
     for name, logger in _tracking(config):
@@ -57,7 +58,7 @@ def completed(config: Namespace, ids: dict[str, str]) -> Namespace:
 
 
 def check_installed(config: Namespace) -> None:
-    """Refuse a tracker whose package is not there."""
+    """Refuse a tracker whose package is not installed."""
     for name, _ in _tracking(config):
         package = _PACKAGES[name]
         if find_spec(package) is None:
@@ -69,9 +70,9 @@ def check_installed(config: Namespace) -> None:
 
 
 def check_goes_on(loggers: Any, ids: dict[str, str], folder: Path) -> None:
-    """Refuse to go on in a run that MLflow's store does not have any more.
+    """Refuse to continue a run that MLflow's store does not have any more.
 
-    Weights & Biases asks its server when it sends what is logged.
+    Weights & Biases asks its server when it sends the logs.
     """
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         own = ids.get("MLFlowLogger")
@@ -92,7 +93,7 @@ def check_goes_on(loggers: Any, ids: dict[str, str], folder: Path) -> None:
 
 
 def _tracking(config: Namespace) -> Iterator[tuple[str, Namespace]]:
-    """Class and config of those loggers that are trackers' with runs of their own."""
+    """Return class and config of the loggers whose trackers have their own runs."""
     loggers = config.trainer.logger
     for logger in loggers if isinstance(loggers, list) else [loggers]:
         name = class_name(logger.class_path) if isinstance(logger, Namespace) else ""

@@ -1,1 +1,3 @@
-"""What every method keeps, whatever its rule: small runs and rehearsed hooks, for ``testing``."""
+"""The contracts of every method, whatever its rule: small runs and rehearsed hooks, for
+``testing``.
+"""

@@ -1,4 +1,6 @@
-"""A federation small enough to run forty times in seconds, and comparisons of what runs leave."""
+"""A federation small enough to run forty times in seconds, and comparisons of the results of
+runs.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Learner(pl.LightningModule):
     Args:
         frozen: whether the first bias is frozen.
         dead: whether the loss is constant, so that all gradients are zero.
-        embedding: None, or whether the gradient of an embedding before the layers is sparse. That
+        embedding: None, or whether the gradient of an embedding before the layers is sparse. The
             embedding's second row and an extra parameter get no gradient at all.
         adapters: whether the two layers' weights are frozen and have adapters, of rank 2.
     """
@@ -110,7 +112,7 @@ def data(
     batch_size: int | None = 4,
     client_test_fraction: float = 0.0,
 ) -> InMemoryDataModule:
-    """Heterogeneous clients; ``order`` registers them in another order."""
+    """Return heterogeneous clients; ``order`` registers them in another order."""
     rng = np.random.default_rng(3)
     # Draw all inputs first, and then all labels.
     inputs = [rng.normal(size=(size, 3)) + rng.normal(size=3) for size in SIZES]
@@ -134,9 +136,9 @@ def data(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Use one thread, with no warnings and no messages.
+    """Use one thread, without warnings and messages.
 
-    Afterwards the caller's settings and random state are as before.
+    Afterwards the caller's settings and random state are restored.
     """
     loggers = [logging.getLogger(name) for name in LOGGERS]
     levels = [logger.level for logger in loggers]
@@ -174,7 +176,7 @@ class Watch(pl.Callback):
 
 
 def required_by(method: type[FederatedCallback]) -> dict[str, Any]:
-    """Arguments of FederatedModule without which a method refuses to run."""
+    """Return the arguments of FederatedModule without which a method refuses to run."""
     required: dict[str, Any] = dict(getattr(method, "requires", {}))  # an old name
     for note in method.notes:
         required |= note.settings if isinstance(note, Refusal) else {}
@@ -196,8 +198,8 @@ def fit(
 ) -> FederatedModule:
     """Run on the CPU.
 
-    ``folder``: where to keep its checkpoint; ``resume``: go on from that one. ``adapters``: whether
-    the learner has some, as it has where a method needs them.
+    ``folder``: where to keep its checkpoint; ``resume``: resume from that one. ``adapters``:
+    whether the learner has adapters, as it has if a method needs them.
     """
     required: dict[str, Any] = {}
     for callback in callbacks:
@@ -242,9 +244,9 @@ def fit(
 
 
 def outcome(module: FederatedModule) -> Outcome:
-    """All that a run leaves behind.
+    """Return all results of a run.
 
-    That is models, buffers, server states, this process's client rows, and what was logged.
+    The results are models, buffers, server states, this process's client rows, and logged values.
     """
     # A failed check shows these names to the reader.
     left = {
@@ -262,7 +264,7 @@ def outcome(module: FederatedModule) -> Outcome:
     if module.run.methods.owner("personal") is not None:
         models = personal.of_run(module.run, module.trainer)
         world, rank = place()
-        # A client's model is stored in one process, as its rows of state are.
+        # The process that owns a client also keeps its model, like its rows of state.
         for i in range(rank, len(SIZES), world):
             left[f"personal model of client {i}"] = models.of(i)[0]
     for name, value in module.trainer.callback_metrics.items():
@@ -273,10 +275,11 @@ def outcome(module: FederatedModule) -> Outcome:
 
 
 def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hint: str) -> None:
-    """Compare by the largest relative difference (:func:`distance`); 0 asks for equal bits.
+    """Compare by the largest relative difference (:func:`distance`); 0 requires equal bits.
 
     Raises:
-        Failed: with ``what``, which quantities differ and by how much, and ``hint``.
+        Failed: the results differ; the error has ``what``, the quantities that differ and by how
+            much, and ``hint``.
     """
     one_sided = sorted(set(ours) ^ set(theirs))
     differing = [f"{name} exists in only one of the runs" for name in one_sided]
@@ -292,7 +295,7 @@ def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hi
 
 
 def distance(a: Tensor, b: Tensor) -> float:
-    """Largest |a - b| over max(1, |a|); 0 for equal bits, infinite for other shapes."""
+    """Return the largest |a - b| over max(1, |a|); 0 for equal bits, infinite for other shapes."""
     if a.shape != b.shape:
         return float("inf")
     a = a.double()
@@ -309,10 +312,10 @@ def require_finite(left: Outcome, what: str, hint: str) -> None:
 
 
 def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
-    """Run ``job`` in forked processes joined by gloo, and give what they leave behind together.
+    """Run ``job`` in forked processes joined by gloo, and return their results together.
 
     Raises:
-        Failed: one of them did not finish.
+        Failed: one of the runs did not finish.
     """
     # Another process may take the port after it is closed here, but that is unlikely.
     with socket.socket() as probe:

@@ -1,7 +1,9 @@
-"""Contracts of client hooks, called directly: any group, no value read, nothing left on self.
+"""Contracts of client hooks, called directly: groups of any size, no read of a value, no attribute
+set on self.
 
 One round is rehearsed on quadratics with filled state: on_local_start, two local steps,
-on_local_end, transmit. Hooks that look at modules are watched in a round of the tiny federation.
+on_local_end, transmit. Hooks that read the outputs of modules are watched in a round of the tiny
+federation.
 """
 
 from __future__ import annotations
@@ -96,7 +98,9 @@ class Stage:
         return defaultdict(lambda: loss, loss=loss)
 
     def group(self, ids: Sequence[int]) -> ClientGroup:
-        """A group about to start, its per-client columns ready as an engine has them."""
+        """Return a group about to start, whose per-client columns are set as an engine sets
+        them.
+        """
         group = ClientGroup(
             self.round,
             list(ids),
@@ -116,7 +120,7 @@ class Stage:
         """Call the hooks of one round in order, each through ``call``.
 
         Returns:
-            Each hook's name, what it returned, and what was there after it.
+            Each hook's name, and the state after it, with the value that the hook returned.
         """
         outcomes: list[tuple[str, Outcome]] = []
         methods = self.methods
@@ -196,7 +200,7 @@ class StagedModel:
 
 
 def state(group: ClientGroup) -> Outcome:
-    """All of the clients that a hook can have changed, one row per client."""
+    """Return all values of the clients that a hook can have changed, one row per client."""
     rows = {"clients.x": group.x}
     rows |= {f"the rows of {key}": value for key, value in group.rows.items()}
     rows |= {f"the upload {key}": value for key, value in group.uploads.items()}
@@ -229,7 +233,7 @@ def groups(method: Method) -> None:
 
 
 def in_a_round(method: Method, guard: Call) -> None:
-    """Call the hooks that look at modules, which a stage has none of, in a round of a run."""
+    """Call the hooks that read modules in a round of a run, because a stage has no modules."""
     methods = Methods([method.used[0]])
     if not any(methods[hook] for hook in LOOKING):
         return
@@ -274,7 +278,9 @@ def untouched_self(method: Method) -> None:
 
 
 class Reads(TorchDispatchMode):
-    """Within, reading a tensor's value is an error, and so is a shape that depends on one."""
+    """Within this context, reading a tensor's value is an error, and so is a shape that depends
+    on one.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         reads = torch.Tag.data_dependent_output in func.tags
@@ -289,7 +295,7 @@ class Reads(TorchDispatchMode):
 
 
 def traceable(method: Method) -> None:
-    """Call hooks on tensors without data: whatever reads a value, or branches on one, fails."""
+    """Call hooks on tensors without data: a hook that reads a value, or branches on one, fails."""
     callback, module = method.used
     stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
     group = stage.group(range(3))

@@ -38,8 +38,8 @@ ROUNDING = 1e-10
 class Method:
     """Makes new instances of the method under check.
 
-    ``plain`` is the run that other runs are compared with, ``looks`` what its callback held before
-    the first round of it and after each.
+    ``plain`` is the run with which other runs are compared; ``looks`` has the attributes of its
+    callback before the first round and after each round.
     """
 
     given: Callable[..., FederatedCallback]
@@ -48,7 +48,7 @@ class Method:
     def factory(self, **arguments: Any) -> FederatedCallback:
         """A new instance.
 
-        One that would draw from a secret draws from a seed, so that its runs can be compared.
+        If it would draw from a secret, it draws from a seed, so that its runs can be compared.
         """
         callback = self.given(**arguments)
         if getattr(callback, "noise_seed", 0) is None:
@@ -80,27 +80,27 @@ class Method:
 
     @property
     def used(self) -> tuple[FederatedCallback, Any]:
-        """A callback that has been through a run, and the module of that run."""
+        """Return a callback that has been through a run, and the module of that run."""
         return self._first[:2]
 
     @cached_property
     def average(self) -> Outcome:
-        """The outcome of FedAvg with the settings that the method requires."""
+        """Return the outcome of FedAvg with the settings that the method requires."""
         return self.fedavg()
 
     def fedavg(self, **settings: Any) -> Outcome:
-        """The outcome of FedAvg with these settings and a learner like the method's."""
+        """Return the outcome of FedAvg with these settings and a learner like the method's."""
         if self.cls.needs_adapters:
             settings["adapters"] = True
         return fedavg(**{**required_by(self.cls), **settings})
 
     def learner(self, **given: Any) -> Learner:
-        """A learner such as the method needs."""
+        """Return a learner that fulfils the method's needs."""
         return Learner(adapters=self.cls.needs_adapters, **given)
 
 
 def fedavg(**settings: Any) -> Outcome:
-    """The outcome of FedAvg; each combination of settings runs once, for all methods."""
+    """Return the outcome of FedAvg; each combination of settings runs once, for all methods."""
     simple = all(isinstance(value, str | int | float) for value in settings.values())
     return _once(**settings) if simple else outcome(fit([], **settings))
 
@@ -158,12 +158,12 @@ def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
 def order_of_clients(method: Method) -> None:
     """Register the clients in reverse, and compare client by client.
 
-    Batches and participation are full, as draws go by the clients' numbers.
+    All clients take part with full batches, because draws depend on the clients' numbers.
     """
     if method.cls.order < 0:
         raise NotApplicable("it changes what some clients send, by their numbers")
     if method.factory().draws_by_client:
-        raise NotApplicable("what it draws for a client goes by the client's number")
+        raise NotApplicable("its draws for a client depend on the client's number")
     m = len(SIZES)
     whole = {"participation": "all"}
     ours = method.run(federation=data(batch_size=None), **whole)
@@ -276,9 +276,9 @@ def resume(method: Method) -> None:
 
 
 def declared(method: Method) -> None:
-    """Put attributes that change back after every round.
+    """After every round set attributes back to their earlier values.
 
-    Where that changes the result, they were state.
+    If that changes the result, they were state.
     """
     # A checkpoint includes the attributes that the callback saves itself.
     saved = method.used[0].state_dict()
@@ -372,7 +372,7 @@ def lazy_gradients(method: Method) -> None:
 
 
 def finite(method: Method, what: str, hint: str, **arguments: Any) -> Outcome:
-    """Require that a run stays finite, in the model and in all that is kept."""
+    """Require that a run stays finite, in the model and in all its states."""
     try:
         left = method.run(**arguments)
     except Diverged as diverged:
@@ -408,8 +408,8 @@ def buffers(method: Method) -> None:
 
 def beside_another(method: Method) -> None:
     refused = []
-    # One partner changes where clients start. The other changes their gradients and the server's
-    # state.
+    # One partner changes where clients start. The other partner changes their gradients and the
+    # server's state.
     for partner in (RelaxedInitialization, ControlVariates):
         if partner.__name__ == method.cls.__name__:
             continue

@@ -16,7 +16,9 @@ FRAMEWORKS = {"_declared", "_bound_ledger", "_bound_run"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:
-    """``{"self.name": value}`` and ``{"Class.name": value}``, copied as far as they are data."""
+    """Return ``{"self.name": value}`` and ``{"Class.name": value}``, copied as far as they are
+    data.
+    """
     values = {}
     for name, value in vars(callback).items():
         if name not in FRAMEWORKS:
@@ -33,7 +35,7 @@ def take(callback: FederatedCallback) -> dict[str, Any]:
 
 
 def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Names whose value is new, gone or different."""
+    """Return the names whose value is new, gone or different."""
     names = []
     for name in before.keys() | after.keys():
         if name not in before or name not in after or not _equal(before[name], after[name]):
@@ -42,7 +44,7 @@ def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 
 
 def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
-    """Copies of the named attributes, as far as they exist now, for :func:`put_back`."""
+    """Return copies of the named attributes, as far as they exist now, for :func:`put_back`."""
     copies = {}
     for name in names:
         attributes = vars(_holder(callback, name))
@@ -53,7 +55,7 @@ def originals(callback: FederatedCallback, names: list[str]) -> dict[str, Any]:
 
 
 def put_back(callback: FederatedCallback, kept: dict[str, Any], names: list[str]) -> None:
-    """Set the named attributes back to what they were; remove those that did not exist."""
+    """Give the named attributes these values again; remove attributes that did not exist."""
     for name in names:
         holder = _holder(callback, name)
         attribute = name.split(".")[1]
@@ -75,7 +77,7 @@ def _copied(value: Any, depth: int = 0) -> Any:
         return value.detach().clone()
     if isinstance(value, np.ndarray):
         return value.copy()
-    # Deeper levels hold objects of the framework, and not the method's data.
+    # Deeper levels hold objects of the framework, and not the data of the method.
     if depth > 5:
         return value
     if isinstance(value, dict):

@@ -16,8 +16,8 @@ class Failed(Exception):
     """An invariant does not hold.
 
     Args:
-        reason: what was seen.
-        hint: what usually causes it, and what to do.
+        reason: what the check found.
+        hint: the usual cause, and what to do.
     """
 
     def __init__(self, reason: str, hint: str = "") -> None:
@@ -44,7 +44,7 @@ class Check:
 class CheckReport:
     """The contracts of one method; ``print(report)`` shows a table.
 
-    Where one fails it has the reason and a hint.
+    If a contract fails, it has the reason and a hint.
     """
 
     method: str
@@ -94,9 +94,9 @@ def _wrapped(label: str, text: str) -> list[str]:
 
 
 def where(error: BaseException) -> str:
-    """An error with the innermost line of a callback.
+    """Return an error's text, with the innermost line of a callback.
 
-    As in ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``.
+    For example ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``.
     """
     ours = Path(__file__).parents[1]
     # Stack frames of the frameworks do not help the author of a method.

@@ -1,8 +1,8 @@
 """Sites' measurements of their clients' own models: only numbers, by client and metric.
 
-In the numbers of a message: ``CLIENT/before/METRIC``, ``CLIENT/after/METRIC`` (after fine-tuning),
-``mode/METRIC`` (1: greater is better, -1: less is); in its arrays the clients and how many test
-samples each has.
+The numbers of a message are ``CLIENT/before/METRIC``, ``CLIENT/after/METRIC`` (after fine-tuning)
+and ``mode/METRIC`` (1: greater is better, -1: less is). The message's arrays are the clients and
+the number of test samples of each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ _SIGNS = dict(zip(MODES, (1, -1), strict=True))
 def pack(
     answer: Message, values: Values, samples: Mapping[int, int], modes: Mapping[str, str]
 ) -> None:
-    """Put what was measured of these clients into the message.
+    """Put the measurements of these clients into the message.
 
     Args:
-        samples: of each client, how many it is tested on; ``modes``: of metrics, as they are known.
+        samples: each client's number of test samples; ``modes``: better directions of metrics, as
+            far as known.
     """
     answer.arrays["clients"] = np.asarray(list(values), np.int64)
     answer.arrays["tests"] = np.asarray([samples[client] for client in values], np.int64)
@@ -42,13 +43,14 @@ def pack(
 def unpacked(
     answer: Message, clients: Collection[int]
 ) -> tuple[dict[int, tuple[int, dict[str, dict[str, float]]]], dict[str, str]]:
-    """Each client's number of test samples and its values, as :func:`pack` put them in; and modes.
+    """Return each client's number of test samples and its values, as :func:`pack` put them in; and
+    the modes.
 
     Args:
-        clients: of whom the site was asked.
+        clients: the clients that the site was asked about.
 
     Raises:
-        UserError: they are not what the site was asked for.
+        UserError: the answer does not match the question to the site.
     """
     try:
         who = [int(client) for client in answer.arrays["clients"]]
@@ -69,6 +71,6 @@ def unpacked(
     except (KeyError, ValueError, TypeError, OverflowError) as error:
         raise UserError(
             f"site {answer.site}: its measurements of its clients {list(clients)} do not match the "
-            f"server's question ({type(error).__name__}: {str(error)[:100]}). Both need the same "
-            "config and version."
+            f"server's question ({type(error).__name__}: {str(error)[:100]}). Server and site need "
+            "the same config and version."
         ) from error

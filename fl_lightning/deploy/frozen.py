@@ -1,9 +1,9 @@
-"""The base's changes on their way to sites: factors, or the weights where these are smaller.
+"""How changes of the base are sent to sites: as factors, or as whole weights if these are smaller.
 
-In the numbers of a message: ``base``, the mark of the base that the message leads to, and
-``base_from``, the mark of the one that the site has to have before. In its arrays, by the weight's
-place among the base's: ``base/k/whole``, or ``base/k/i/left`` and ``base/k/i/right`` of its i-th
-addition, in order. The mark 0 is W^0, which each site makes itself.
+The numbers of a message: ``base``, the version of the base after the message, and ``base_from``,
+the version that the site must have before. Its arrays, by the weight's place among the base's:
+``base/k/whole``, or ``base/k/i/left`` and ``base/k/i/right`` of its i-th addition, in order.
+Version 0 is W^0, which each site makes itself.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SentBase:
     """The frozen weights at the sites: which changes each site has, and which it is sent.
 
     Args:
-        weights: the run's; from here on they keep each round's additions.
+        weights: the run's weights, which from now on keep each round's additions.
     """
 
     def __init__(self, weights: BaseWeights) -> None:
@@ -38,11 +38,11 @@ class SentBase:
         self._has: dict[str, int | None] = {}
 
     def forget(self, site: str) -> None:
-        """The site's process has gone, and another one begins with W^0."""
+        """Note that the site's process has ended, and that another one begins with W^0."""
         self._has.pop(site, None)
 
     def heard(self, answer: Message) -> None:
-        """Take note of the base that a site says it has."""
+        """Note which base a site reports."""
         mark = int(answer.numbers.get("base", 0))
         rounds = mark - self._server
         here = self._first <= rounds <= len(self.weights.costs)
@@ -51,7 +51,7 @@ class SentBase:
             self._has.pop(answer.site, None)
 
     def put(self, message: Message) -> None:
-        """Add what the message's site lacks of the present base."""
+        """Add to the message those changes of the present base that the site lacks."""
         weights = self.weights
         now = len(weights.costs)
         since = self._has.get(message.site, 0)
@@ -76,7 +76,7 @@ class SentBase:
         return self._server + rounds if rounds else 0
 
     def _since(self, since: int | None, now: int) -> list[Addition] | None:
-        """The additions of rounds since, …, now - 1; None: some are not known any more."""
+        """Return the additions of rounds since, …, now - 1; None: some are not known any more."""
         history = self.weights.history
         if since is None or history is None or any(t not in history for t in range(since, now)):
             return None
@@ -87,7 +87,7 @@ class BaseAtSite:
     """A site's base, which follows the server's.
 
     Args:
-        weights: of the site's learner.
+        weights: weights of the site's learner.
     """
 
     def __init__(self, weights: BaseWeights) -> None:
@@ -95,11 +95,11 @@ class BaseAtSite:
         self.mark = 0
 
     def lacks(self, message: Message) -> bool:
-        """Tell whether the message builds on another base than the site's."""
+        """Return whether the message builds on another base than the site's."""
         return message.numbers["base_from"] not in (ANY, self.mark)
 
     def take(self, message: Message) -> None:
-        """Bring the weights to those that the message leads to."""
+        """Change the weights to the version after the message."""
         if message.numbers["base"] == self.mark:
             return
         whole: dict[str, Tensor] = {}

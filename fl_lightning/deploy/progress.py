@@ -1,7 +1,8 @@
 """The run's progress as a learner reads it: a site shows it the same values as the server.
 
-The server runs the hooks of rounds and of validation, and a site does not. Numbers that those hooks
-leave in attributes of the learner travel with each message. What cannot travel is named.
+The server runs the hooks of rounds and of validation, and a site does not. If those hooks set
+numbers in attributes of the learner, the numbers are sent with each message. A note names the
+attributes that cannot be sent.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ class ServerProgress:
 
     Args:
         trainer: the server's Trainer.
-        learner: the learner as the fit begins, before any of its hooks ran.
-        note: takes what the user should know.
+        learner: the learner when the fit begins, before any of its hooks ran.
+        note: function that reports a text to the user.
     """
 
     def __init__(self, trainer: Any, learner: nn.Module, note: Callable[[str], None]) -> None:
@@ -40,14 +41,14 @@ class ServerProgress:
         self.changed: dict[str, None] = {}
 
     def numbers(self, epoch: int, steps: int) -> dict[str, Number]:
-        """What each message of a round has of them.
+        """Return the numbers that each message of a round has.
 
         Args:
             epoch: ``current_epoch`` as the learner reads it.
             steps: ``global_step`` as the learner reads it.
 
         Raises:
-            UserError: a hook changed a frozen parameter, which does not travel.
+            UserError: a hook changed a frozen parameter, which is not sent.
         """
         self._refuse_changed_parameters()
         limit = self.trainer.max_epochs
@@ -86,11 +87,11 @@ class ServerProgress:
 
 
 class SiteProgress:
-    """Sets a site's Trainer and learner to what came with a message.
+    """Sets a site's Trainer and learner to the values in a message.
 
     Args:
         trainer: the site's Trainer.
-        learner: the learner as the fit begins, before any of its hooks ran.
+        learner: the learner when the fit begins, before any of its hooks ran.
     """
 
     def __init__(self, trainer: Any, learner: nn.Module) -> None:
@@ -129,5 +130,5 @@ class SiteProgress:
 
 
 def _versions(learner: nn.Module) -> dict[str, int]:
-    """How often each frozen parameter was changed in place."""
+    """Return how often each frozen parameter was changed in place."""
     return {n: p._version for n, p in learner.named_parameters() if not p.requires_grad}

@@ -1,8 +1,8 @@
-"""What of w a site has already, where clients leave coordinates at rest: the rest is sent.
+"""Send only the part of w that a site lacks, if clients leave coordinates unchanged.
 
-In the numbers of a message: ``since``, the number of the question with which the site got the w
-that the message builds on (else it builds on zeros), and ``model``, the round of the new one. In
-its arrays: ``changed``, a mask of the coordinates that ``w`` has.
+The numbers of a message: ``since``, the number of the question with which the site got the w that
+the message builds on (if absent, it builds on zeros), and ``model``, the round of the new w. Its
+arrays: ``changed``, a mask of the coordinates that ``w`` has.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.resting import foreseen
 
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # by number of bytes
 
 
 class SentModel:
-    """What a server's sites have of w."""
+    """The parts of w that a server's sites have."""
 
     def __init__(self, methods: Methods) -> None:
         self.methods = methods
@@ -29,10 +29,10 @@ class SentModel:
         self._latest: Tensor | None = None
 
     def put(self, message: Message, round: Round, since: int | None) -> None:
-        """Add what the message's site lacks of the round's w.
+        """Add the part of the round's w that the message's site lacks.
 
         Args:
-            since: the number of the site's last question; None: it lacks all.
+            since: the number of the site's last question; None: it lacks all of w.
         """
         w = round.w
         if self._latest is None or not torch.equal(self._latest, w):
@@ -51,7 +51,7 @@ class SentModel:
 
 
 def completed(message: Message, given: Tensor, methods: Methods, layout: Layout) -> Tensor:
-    """w ``(D,)`` of a message, at a site to which ``given`` came last, or zeros."""
+    """Return w ``(D,)`` of a message; ``given`` is the w that the site got last, or zeros."""
     w = foreseen(methods, given, layout, int(message.numbers["model"])).clone()
     changed = travel.got_mask(message.arrays["changed"], w.numel())
     w[changed] = travel.got(message.arrays, "w").to(w)
@@ -59,5 +59,5 @@ def completed(message: Message, given: Tensor, methods: Methods, layout: Layout)
 
 
 def bits(vector: Tensor) -> Tensor:
-    """The bits of numbers: NaN is NaN, and -0 is not 0."""
+    """Return the bits of numbers: NaN equals NaN, and -0 differs from 0."""
     return vector.detach().contiguous().view(INTEGERS[vector.element_size()])

@@ -1,8 +1,8 @@
-"""A site's rows of its clients on its disk, before and after its last round.
+"""The rows of a site's clients on its disk, from before and after its last round.
 
-What a round writes is staged, and on the disk before the server hears of the round. It becomes the
-clients' state when the server's next message says that the round counted; until then both versions
-are kept, and either may be gone on with.
+A round's rows are staged on disk before the server gets the site's answer. The staged rows become
+the clients' state when the server's next message says that the round counted. Until then both
+versions exist, and the site can continue with either.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PLACE = "site.id"
 
 
 class SiteRows:
-    """The rows in a site's folder, which this process holds.
+    """The rows in a site's folder, which this process has locked.
 
     Args:
-        store: in which the clients' state is read.
+        store: the store from which clients' state is read.
 
     Raises:
-        UserError: another process holds the folder, or its journal is damaged.
+        UserError: another process has locked the folder, or its journal is damaged.
     """
 
     def __init__(self, folder: Path, store: ClientStore) -> None:
@@ -49,7 +49,7 @@ class SiteRows:
             self.store.load(journal.rows, folder)
 
     def _place(self, path: Path) -> int:
-        """A number by which the folder is known, whichever process and node serve it."""
+        """Return a number that identifies the folder, whichever process and node serve it."""
         try:
             return int(path.read_text("ascii"))
         except (OSError, ValueError):
@@ -59,7 +59,7 @@ class SiteRows:
             return place
 
     def begin(self, run: int) -> None:
-        """Serve this run from here on.
+        """Use these rows for this run, which begins or goes on.
 
         Raises:
             UserError: the folder holds another run's rows.
@@ -72,10 +72,10 @@ class SiteRows:
         self.run = run
 
     def settle(self, counted: dict[int, int]) -> None:
-        """Make what was staged the clients' state, where their round counted, or drop it.
+        """Make the staged rows the clients' state if their round counted, or drop them.
 
         Args:
-            counted: by client the last of its rounds that counted at the server; -1: none did.
+            counted: by client the last of its rounds that counted at the server; -1: none.
 
         Raises:
             UserError: neither version belongs to that round.
@@ -87,12 +87,12 @@ class SiteRows:
                 self.staged.pop(client, None)
 
     def reading(self, counted: dict[int, int]) -> Callable[[str, int], Tensor | None]:
-        """Clients' rows as of these rounds, of either version; nothing is settled by it.
+        """Return clients' rows as of these rounds, from either version; nothing is settled.
 
-        A server that is killed before its next checkpoint may go on from the round before.
+        If a server is killed before its next checkpoint, it may continue from the round before.
 
         Args:
-            counted: as of :meth:`settle`.
+            counted: as in :meth:`settle`.
 
         Returns:
             ``(name, client)`` → the row, or None.
@@ -108,10 +108,11 @@ class SiteRows:
         return read
 
     def _staged_in(self, client: int, t: int) -> list[str] | None:
-        """Names of the rows that a client wrote in round t, if it is staged; None: committed.
+        """Return the names of the rows that a client wrote in round t, if they are staged; None:
+        committed.
 
         Raises:
-            UserError: it is neither.
+            UserError: they are neither staged nor committed.
         """
         here, names = self.staged.get(client, (-2, []))
         committed = self.committed.get(client, -1)
@@ -137,7 +138,9 @@ class SiteRows:
         del self.staged[client]
 
     def stage(self, t: int, rows: dict[str, dict[int, Tensor]], finished: list[int]) -> None:
-        """Store round t's rows besides the clients' state; they are on disk when this returns."""
+        """Store round t's rows in addition to the clients' state; they are on disk when this
+        returns.
+        """
         names: dict[int, list[str]] = {client: [] for client in finished}
         for name, by_client in rows.items():
             for client in by_client:

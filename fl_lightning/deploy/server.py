@@ -27,13 +27,14 @@ TOLD = "told by sites"  # key in checkpoints: the clients' numbers of samples an
 
 
 class AtServer(pl.Callback):
-    """Makes a fit the server of its clients' sites: they train, and their rows stay there.
+    """Makes a fit the server of its clients' sites: clients train there, and their rows stay there.
 
     Args:
-        run: a number by which sites know the run, in all its fits; None: the folder's.
-        timeout: seconds that a round waits for its sites; then their clients count as dropped.
-        min_sites: waited for before the first round; where sites have data of their own, all
-            clients of which nothing is known yet are waited for, too.
+        run: a number by which sites recognise the run, in all its fits; None: the folder's.
+        timeout: seconds that a round waits for its sites; after that their clients count as
+            dropped.
+        min_sites: number of sites to wait for before the first round. If sites have their own data,
+            the run also waits for all clients whose numbers of samples are not known yet.
 
     ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
     """
@@ -110,10 +111,10 @@ class AtServer(pl.Callback):
 
 
 def number_in(folder: Path, begins: int) -> int:
-    """The number by which sites know the run in a folder; drawn for one that begins.
+    """Return the number by which sites recognise the run in a folder; a new run draws one.
 
     Raises:
-        UserError: the run there has trained without sites.
+        UserError: the run in the folder trained without sites.
     """
     path = folder / NUMBER
     try:
@@ -151,7 +152,7 @@ def refuse_methods(callbacks: list[Any]) -> None:
 
 
 def refuse(loop: FederatedLoop, callbacks: list[Any]) -> None:
-    """Refuse what cannot be done while clients are at sites, before round 0.
+    """Before round 0, refuse what is impossible while clients are at sites.
 
     Raises:
         UserError: naming it.

@@ -41,12 +41,12 @@ class Ended(Exception):
 
 
 class AtSite(pl.Callback):
-    """Makes a fit a site: its first epoch serves a server until that ends, and raises Ended.
+    """Makes a fit a site: its first epoch serves a server until that ends, and then raises Ended.
 
     Args:
-        clients: their numbers, of the data's.
-        folder: where their rows are kept.
-        own: whether the data are the site's own; the server then knows only what the site sends.
+        clients: numbers of the site's clients, in the data.
+        folder: the folder of their rows.
+        own: whether the site brought its data; the server then knows only what the site sends.
     """
 
     # The server asks a site to measure its clients if the run's callbacks need it.
@@ -85,7 +85,7 @@ class AtSite(pl.Callback):
 
 
 class Site(FederatedLoop):
-    """In place of a run's rounds: a site's share of a server's."""
+    """Replaces a run's rounds: it computes a site's share of a server's rounds."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Site(FederatedLoop):
         self.rows = rows
         self.own_data = own_data
         self.given: Tensor | None = None  # the last complete w that the server sent
-        self.question = -1  # with which it came
+        self.question = -1  # number of the question that brought it
         self.w0: Tensor | None = None
         self.base = None if self.state.base is None else BaseAtSite(self.state.base)
 
@@ -127,7 +127,7 @@ class Site(FederatedLoop):
         raise Ended
 
     def answer(self, message: Message) -> Message:
-        """The site's answer to a message, with the number of the question."""
+        """Return the site's answer to a message, with the number of the question."""
         answer = self._answer(message)
         if "question" in message.numbers:
             answer.numbers["question"] = message.numbers["question"]
@@ -141,7 +141,10 @@ class Site(FederatedLoop):
                 return self.trained(message)
             if message.what == "evaluate":
                 return self.evaluated(message)
-            raise UserError(f"the message {message.what!r} is not known; are both versions equal?")
+            raise UserError(
+                f"the message {message.what!r} is not known; do server and site have the same "
+                "version?"
+            )
         except Exception as error:
             failed = Message("failed", message.site, numbers=dict(message.numbers))
             failed.numbers["user"] = int(isinstance(error, UserError))
@@ -152,12 +155,12 @@ class Site(FederatedLoop):
             return failed
 
     def here(self, message: Message) -> Message:
-        """The site's clients, with their samples and the batches of an epoch."""
+        """Return the site's clients, with their samples and the batches of an epoch."""
         m = int(message.numbers["m"])
         if m != self.cohort.m:
             raise UserError(
                 f"data.num_clients: the server's run has {m} clients, and the site's config "
-                f"{self.cohort.m}. Both need the same config."
+                f"{self.cohort.m}. Server and site need the same config."
             )
         if self.own_data:
             travel.check_names(message.arrays, self.cohort.data)
@@ -224,8 +227,8 @@ class Site(FederatedLoop):
     def evaluated(self, message: Message) -> Message:
         """Measure the models that the clients would use themselves, on their test samples.
 
-        Their rows are read as of the round that the server names, and nothing is committed: its
-        checkpoint may be of the round before.
+        The clients' rows are read as of the round that the server names, and nothing is committed,
+        because the server's checkpoint may be of the round before.
         """
         numbers = message.numbers
         self.rows.begin(int(numbers["run"]))
@@ -251,7 +254,7 @@ class Site(FederatedLoop):
         return answer
 
     def lacks_model(self, message: Message) -> bool:
-        """Tell whether the message builds on a model that the site does not have."""
+        """Return whether the message builds on a model that the site does not have."""
         # A restarted site has neither w nor w^0. The server may not know of the restart, so the
         # site asks for them.
         numbers = message.numbers
@@ -268,7 +271,7 @@ class Site(FederatedLoop):
         return answer
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
-        """The facts of round t as the message has them, with only this site's clients to train."""
+        """Return the facts of round t from the message, with only this site's clients to train."""
         self._take_model(message)
         round = self.round_at(t)
         ids = [int(i) for i in message.arrays["ids"]]
@@ -288,10 +291,10 @@ class Site(FederatedLoop):
         )
 
     def _take_model(self, message: Message) -> None:
-        """Set the model, its buffers and the server's states to what came.
+        """Set the model, its buffers and the server's states to the received ones.
 
         Raises:
-            UserError: it has another number of parameters.
+            UserError: the model has another number of parameters.
         """
         self.of_server.take(message.numbers)
         size = self.model.layout.size
@@ -333,7 +336,7 @@ class Site(FederatedLoop):
             self.state.initial_vector = self.w0
 
     def parts_sent(self, message: Message) -> Tensor:
-        """``(D,)`` bool: the coordinates of w that are in the message."""
+        """Return ``(D,)`` bool: the coordinates of w that are in the message."""
         assert self.parts is not None
         where = ~self.parts.kept
         sent = message.arrays["parts"]
@@ -344,13 +347,15 @@ class Site(FederatedLoop):
 
 
 def counted_in(message: Message) -> dict[int, int]:
-    """The clients that a message is about, each with its last round that counted; -1: none."""
+    """Return the clients that a message is about, each with its last round that counted; -1:
+    none.
+    """
     clients = message.arrays["mine"].tolist()
     return dict(zip(clients, message.arrays["counted"].tolist(), strict=True))
 
 
 class AtSiteLedger(Ledger):
-    """A round as a site knows it: server states are those that are sent to clients."""
+    """A round at a site: it knows only those server states that are sent to clients."""
 
     def server_state(self, key: str, declaration: Declaration) -> Tensor:
         if key not in self.round.server_states:
@@ -362,7 +367,9 @@ class AtSiteLedger(Ledger):
 
 
 class AtSiteContributions(Contributions):
-    """What clients bring home, with the messages of those methods that can write them smaller."""
+    """Clients' contributions at a site, with messages in fewer bytes from methods that can
+    write them.
+    """
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -382,7 +389,7 @@ def numbers_of(text: str) -> Iterator[int]:
     """Client numbers from ``"0,3,5"``.
 
     Raises:
-        UserError: it is something else.
+        UserError: the text has another form.
     """
     for word in text.replace(" ", "").split(","):
         if not word.isdecimal():

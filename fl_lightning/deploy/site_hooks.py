@@ -1,7 +1,8 @@
-"""Whether sites can run a method: what its clients' hooks read has to be there.
+"""Whether sites can run a method: everything that its clients' hooks read has to exist at the site.
 
-Sites run the hooks that take clients, ``steps`` and ``parts``. The server runs all others, on a
-callback of its own, so what these set is known at sites only where a declared state is sent.
+Sites run the hooks that take clients, ``steps`` and ``parts``. The server runs all others, on its
+own copy of the callback. So sites know what these hooks set only if it is a declared state that is
+sent.
 """
 
 from __future__ import annotations
@@ -46,10 +47,10 @@ AT_SERVER = (
 
 
 def check_hooks(callbacks: Collection[Any]) -> None:
-    """Refuse methods whose clients' hooks read what only the server knows.
+    """Refuse methods if their clients' hooks read values that only the server knows.
 
     Raises:
-        UserError: naming the method, the attribute and both hooks.
+        UserError: it names the method, the attribute and both hooks.
     """
     for callback in callbacks:
         if isinstance(callback, FederatedCallback):

@@ -39,9 +39,9 @@ OTHERS = 30.0  # seconds to wait for other sites' reports of an error
 class Sites:
     """An engine whose clients train at sites.
 
-    ``counts_tests``: whether sites are asked how many test samples their clients have; ``tests``:
-    what they have sent. ``modes``: whether greater or less is better, by metric, from learners.
-    ``progress``: what learners read of the run's progress.
+    ``counts_tests``: whether to ask sites how many test samples their clients have; ``tests``:
+    their answers. ``modes``: whether greater or less is better, by metric, from learners.
+    ``progress``: the values that learners read of the run's progress.
     """
 
     def __init__(
@@ -86,13 +86,14 @@ class Sites:
             )
 
     def wait_for(self, number: int) -> None:
-        """Wait until so many sites are there, and say for how many.
+        """Wait until there are so many sites, and print how many.
 
-        Where they have data of their own, also until each client's numbers were told once: the
-        server has no others to weight it by.
+        If they have their own data, also wait until each client's numbers were sent once, because
+        the server has no others for its weights.
 
         Raises:
-            UserError: something is to be mended at sites, at each that has said so.
+            UserError: the user has to correct something at sites; the error names each site that
+                reported it.
         """
         said = -1
         faults: dict[str, str] = {}  # by site
@@ -114,24 +115,24 @@ class Sites:
                 time.sleep(0.01)
 
     def lacks(self, number: int) -> bool:
-        """Tell whether the first round waits for more than the sites that are there."""
+        """Return whether the first round waits for more sites than there are."""
         own = isinstance(self.loop.cohort.data, Told)
         return len(self.known) < number or (own and bool(self.untold()))
 
     def untold(self) -> list[int]:
-        """The clients whose numbers of samples no site has sent."""
+        """Return the clients whose numbers of samples no site has sent."""
         data = self.loop.cohort.data
         known = {*self.holder, *(data.told() if isinstance(data, Told) else ())}
         return [i for i in range(self.loop.cohort.m) if i not in known]
 
     def away(self) -> str:
-        """The clients whose numbers of samples are still missing."""
+        """Return the clients whose numbers of samples are still missing."""
         away = [str(i) for i in self.untold()]
         more = ", …" if len(away) > 10 else ""
         return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
 
     def find(self) -> None:
-        """Ask sites that are not known yet for their clients; forget those that have gone."""
+        """Ask new sites for their clients; forget sites that have gone."""
         there = self.transport.sites()
         for site in set(self.known) - set(there):
             self.forget(site)
@@ -155,11 +156,11 @@ class Sites:
             self.base.forget(site)
 
     def heard(self, answer: Message) -> None:
-        """Take note of a site's clients.
+        """Note a site's clients.
 
         Raises:
             UserError: another site has one of them, its data differ from the server's, or the site
-                says what is wrong.
+                reports an error.
         """
         site = answer.site
         if answer.what == "lost":
@@ -180,8 +181,8 @@ class Sites:
         if parameters != self.loop.model.layout.size:
             raise UserError(
                 f"site {site}: its model has {parameters} parameters, and the server's "
-                f"{self.loop.model.layout.size}. Its data have other shapes or classes than the "
-                "server's config says."
+                f"{self.loop.model.layout.size}. The site's data have other shapes or classes than "
+                "the server's config says."
             )
         self._check_shapes(site, answer)
         clients = [int(i) for i in answer.arrays["clients"]]
@@ -232,14 +233,15 @@ class Sites:
         if here != there:
             raise UserError(
                 f"site {site}: client {client} has {there[0]} samples in {there[1]} batches there, "
-                f"and {here[0]} in {here[1]} by the server's config. Both need the same data."
+                f"and {here[0]} in {here[1]} by the server's config. Server and site need the same "
+                "data."
             )
 
     def failed(self, answer: Message) -> None:
-        """Raise what a site says.
+        """Raise the error that a site reports.
 
         Raises:
-            UserError: it is to be mended.
+            UserError: the user has to correct something.
             RuntimeError: it is an error of the site's code.
         """
         text = f"site {answer.site}: {said(answer.arrays['text'])}"
@@ -252,7 +254,9 @@ class Sites:
         collect: Callable[[int, Any], None],
         tell: Callable[[], None],
     ) -> None:
-        """Ask the sites of these clients to train them; who does not answer in time has dropped."""
+        """Ask the sites of these clients to train them; clients without an answer in time have
+        dropped.
+        """
         self.facts = self.progress.numbers(round.t, round.t)
         leaf_of = {client: leaf for leaf, client in leaves}
         faulty: dict[int, str] = {}  # clients whose update is not finite → their site
@@ -289,15 +293,15 @@ class Sites:
         ask: Callable[[str, list[int]], Message],
         fits: Callable[[int], bool] = lambda client: True,
     ) -> Iterator[tuple[Message, list[int]]]:
-        """Ask the sites of these clients, again where it has to be, until the time is over.
+        """Ask the sites of these clients, again if necessary, until the time is over.
 
         Args:
-            word: what they answer.
-            ask: the message for a site, about some of its clients.
-            fits: whether a client may be asked for, as its site is now.
+            word: the kind of their answers.
+            ask: function that returns the message for a site, about some of its clients.
+            fits: function that returns whether a client may be asked for now, in view of its site.
 
         Yields:
-            each answer to a site's last question, with the clients that it was asked for.
+            Each answer to a site's last question, with the clients that it was asked for.
         """
         until = time.monotonic() + self.timeout
         waiting: dict[str, list[int]] = {}  # site → clients asked for
@@ -325,7 +329,9 @@ class Sites:
                     self.heard(answer)
 
     def _in_time(self, answer: Message, waiting: Collection[str]) -> bool:
-        """Tell whether it answers what its site was asked last, or no question about clients."""
+        """Return whether the answer is to the last question to its site, or to a question that
+        is not about clients.
+        """
         question = answer.numbers.get("question")
         if question is None:
             return answer.what in ("lost", "here", "failed")
@@ -338,7 +344,7 @@ class Sites:
         waiting: dict[str, list[int]],
         missing: set[int],
     ) -> None:
-        """Send messages to the sites of missing clients that are there and not busy."""
+        """Send messages to the sites of missing clients that are present and not busy."""
         messages = []
         for site, clients in self.known.items():
             missing -= {i for i in missing & set(clients) if not fits(i)}
@@ -354,7 +360,7 @@ class Sites:
             self.transport.send(messages)
 
     def message(self, round: Round, site: str, mine: list[int]) -> Message:
-        """The message to a site in a round: w, states, buffers and the round's numbers."""
+        """Return the message to a site in a round: w, states, buffers and the round's numbers."""
         message = self._with_model("round", round, site, mine)
         message.numbers["round"] = round.t
         message.numbers |= self.facts
@@ -366,9 +372,10 @@ class Sites:
         return message
 
     def _with_model(self, what: str, round: Round, site: str, mine: list[int]) -> Message:
-        """A message with w, or what the site lacks of it, states and buffers as a round has them.
+        """Return a message with w, or the part of it that the site lacks, and the round's states
+        and buffers.
 
-        It names these clients of the site, and each one's last round that counted.
+        The message names these clients of the site, and the last round of each that counted.
         """
         whole = site not in self.told or round.parts is None
         message = Message(what, site)
@@ -392,8 +399,8 @@ class Sites:
             self.sent.put(message, round, self._last.get(site) if site in self.told else None)
         if site not in self.told and self.loop.methods.start_from_w0:
             travel.put(arrays, "w0", round.initial_model)
-        # Send buffers that clients own, too. A client without its own starts from these; each sends
-        # its change, and the server makes the next ones from the changes.
+        # Send buffers that clients own, too. A client without its own buffers starts from these;
+        # each client sends its change, and the server makes the next ones from the changes.
         for name, value in round.buffers.items():
             travel.put(arrays, "buffer/" + name, value)
         for key, value in self._states(self.loop.methods).items():
@@ -403,7 +410,9 @@ class Sites:
         return message
 
     def _parts_sent(self, round: Round, mine: list[int]) -> list[bool]:
-        """Of each part, whether one of these clients has no valid copy of it."""
+        """Return for each part of the model whether one of these clients has no valid copy of
+        it.
+        """
         parts = round.parts
         assert parts is not None
         sent = []
@@ -417,7 +426,7 @@ class Sites:
         return sent
 
     def _states(self, methods: Methods) -> dict[str, torch.Tensor]:
-        """The server states that clients are sent, as this round's hooks have left them."""
+        """Return the server states that clients are sent, after this round's hooks."""
         states = {}
         for callback in methods.callbacks:
             for declaration in callback.declarations().values():
@@ -430,10 +439,11 @@ class Sites:
     def measured(
         self, ids: Collection[int], finetune_epochs: float, model: PersonalModel
     ) -> evaluation.Values:
-        """Values of these clients' own models after the rounds so far, measured at their sites.
+        """Return values of these clients' own models after the rounds so far, measured at their
+        sites.
 
-        Clients whose sites do not answer in time are left out. ``model``: weights and buffers that
-        are evaluated.
+        Clients whose sites do not answer in time are left out. ``model``: the weights and buffers
+        to evaluate.
         """
         rounds = self.loop.state.rounds
         # The parts that clients keep are those with which the next round would begin.
@@ -461,12 +471,12 @@ class Sites:
         return {client: values[client] for client in ids if client in values}
 
     def one(self, model: PersonalModel) -> dict[str, float] | None:
-        """Values of one client with test samples; None where the sites that are there have none.
+        """Return values of one client with test samples; None if no present site has such a client.
 
         ``model``: as in :meth:`measured`.
 
         Raises:
-            UserError: no site has any, and more are not to come.
+            UserError: no site has any test samples, and no more sites will come.
         """
         for client in sorted(self.holder):
             if self.tests.get(client):
@@ -482,10 +492,10 @@ class Sites:
         )
 
     def _brought(self, answer: Message, client: int, round: Round) -> Brought:
-        """The results of a client at a site.
+        """Return the results of a client at a site.
 
         Raises:
-            UserError: it is not what the server's model and methods expect.
+            UserError: they do not match the server's model and methods.
         """
         try:
             whole = partial(self._whole_upload, round)
@@ -493,8 +503,8 @@ class Sites:
         except (KeyError, ValueError, RuntimeError, IndexError) as error:
             raise UserError(
                 f"site {answer.site}: its results of client {client} in round {round.t} do not fit "
-                f"the server's config ({type(error).__name__}: {str(error)[:100]}). Both need "
-                "the same config and version."
+                f"the server's config ({type(error).__name__}: {str(error)[:100]}). Server and "
+                "site need the same config and version."
             ) from error
         # Do not rely on the site's report: check the update here.
         if home.update is not None and not all_finite(home.update):
@@ -515,4 +525,4 @@ class Sites:
         return declared.sized(round.layout.size), declared.dtype or round.w.dtype
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""

@@ -13,10 +13,10 @@ from fl_lightning.datamodules.partitions import Indices
 
 
 class Everything(Partition):
-    """Each client has all samples: those of a site with data of its own, whichever it is.
+    """Each client has all samples, which are those of a site with its own data.
 
     Args:
-        m: clients of the run.
+        m: number of clients of the run.
     """
 
     needs_labels = False
@@ -33,10 +33,10 @@ class Everything(Partition):
 
 
 def as_one_client(data: Any, m: int) -> None:
-    """Make all of these data one client's, whichever of m it is; its test samples likewise.
+    """Give all of these data to one client, whichever of m it is; its test samples likewise.
 
     Args:
-        data: not set up yet; one list in ``test_clients`` is that client's.
+        data: data that are not set up yet; one list in ``test_clients`` belongs to that client.
     """
     data.partition = Everything(m)
     tests = getattr(data, "_test_clients", None)
@@ -45,7 +45,7 @@ def as_one_client(data: Any, m: int) -> None:
 
 
 class Told:
-    """The server's data, but for the clients' numbers of samples and batches, which sites tell."""
+    """The server's data, except that sites report the clients' numbers of samples and batches."""
 
     client_names = ()  # names in the server's own data do not belong to sites
 
@@ -58,26 +58,26 @@ class Told:
         return getattr(self._data, name)
 
     def tell(self, client: int, size: int, batches: int) -> None:
-        """Take a site's word for a client."""
+        """Note the numbers that a site reports for a client."""
         self._sizes[client] = size
         self._batches[client] = batches
 
     def told(self) -> dict[int, tuple[int, int]]:
-        """Samples and batches of the clients whose sites have sent these numbers."""
+        """Return samples and batches of the clients whose sites have reported their numbers."""
         return {i: (int(self._sizes[i]), batches) for i, batches in self._batches.items()}
 
     def client_sizes(self) -> NDArray[np.int64]:
-        """N_i ``(m,)``; the server's own number for a client whose site has not sent it."""
+        """Return N_i ``(m,)``; the server's own number for a client whose site has not sent it."""
         return self._sizes
 
     def batches_per_epoch(self, client: int) -> int:
-        """Batches of an epoch of a client."""
+        """Return the batches of an epoch of a client."""
         if client in self._batches:
             return self._batches[client]
         return int(self._data.batches_per_epoch(client))
 
     def card(self) -> dict[str, str]:
-        """Facts for the run's card, without the partition of the server's own data."""
+        """Return facts for the run's card, without the partition of the server's own data."""
         told = sorted(self._batches)
         sizes = [int(self._sizes[client]) for client in told]
         if not sizes:

@@ -1,7 +1,8 @@
-"""Messages between a server and its sites: only arrays and numbers, and who carries them.
+"""Messages between a server and its sites, which hold only arrays and numbers, and who carries
+them.
 
-A message as bytes is self-describing: 8 bytes with the length of a header in JSON, the header, and
-the arrays one behind the other. Nothing in it is ever unpickled.
+The bytes of a message are self-describing: 8 bytes with the length of a header in JSON, the header,
+and the arrays one after the other. Nothing in a message is ever unpickled.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ KINDS = "biufc"
 
 
 def words(text: str) -> NDArray[np.uint8]:
-    """A text for people as numbers."""
+    """Return a text for people as numbers."""
     return np.frombuffer(text.encode(), np.uint8)
 
 
 def said(array: Array) -> str:
-    """The text of such numbers."""
+    """Return the text of such numbers."""
     return array.astype(np.uint8).tobytes().decode(errors="replace")
 
 
@@ -53,23 +54,24 @@ class Message:
 
     @property
     def array_bytes(self) -> int:
-        """What its arrays take."""
+        """Return how many bytes its arrays take."""
         return sum(array.nbytes for array in self.arrays.values())
 
 
 class Transport(Protocol):
-    """Carries messages between the server and its sites; here, the server's end."""
+    """Carries messages between the server and its sites; this is the server's end."""
 
     def sites(self) -> list[str]:
-        """The sites that are there at present; one that was started again may have another name."""
+        """Return the sites that are present; a restarted site may have another name."""
 
     def send(self, messages: list[Message]) -> None:
-        """Send each message to its site; does not wait for an answer."""
+        """Send each message to its site; do not wait for an answer."""
 
     def receive(self, timeout: float) -> list[Message]:
-        """Answers that have come since the last call, waiting for one at most so many seconds.
+        """Return the answers since the last call; wait for one at most so many seconds.
 
-        A message that was lost on the way comes back as one with ``what="lost"`` of its site.
+        If a message was lost on the way, a message with ``what="lost"`` from its site comes
+        instead.
         """
 
 
@@ -77,7 +79,7 @@ class Post(Protocol):
     """A site's end of a transport."""
 
     def take(self) -> Message | None:
-        """The next message of the server; None: there will be no more."""
+        """Return the next message of the server; None: there will be no more."""
 
     def give(self, answer: Message) -> None:
         """Answer the message that was taken last."""
@@ -99,14 +101,14 @@ def packed(message: Message) -> bytes:
 
 
 def unpacked(data: bytes, site: str) -> Message:
-    """The message that :func:`packed` made.
+    """Return the message that :func:`packed` made.
 
     Raises:
-        UserError: naming the site, if the text is not a number.
+        UserError: the data are not such a message; the error names the site.
     """
     try:
         if data[:8] != MAGIC:
-            raise ValueError("it does not begin as a message does")
+            raise ValueError("it does not begin like a message")
         start = 16 + int.from_bytes(data[8:16], "little")
         header = json.loads(data[16:start])
         numbers = header["numbers"]
@@ -116,7 +118,7 @@ def unpacked(data: bytes, site: str) -> Message:
         for name, (kind, shape) in header["arrays"].items():
             dtype = np.dtype(str(kind))
             if dtype.kind not in KINDS or min(shape, default=0) < 0:
-                raise ValueError(f"{name} is no array of numbers")
+                raise ValueError(f"{name} is not an array of numbers")
             count = math.prod(shape)
             values = np.frombuffer(data, dtype, count, start)
             arrays[name] = values.reshape(shape).astype(dtype.newbyteorder("="))
@@ -127,21 +129,20 @@ def unpacked(data: bytes, site: str) -> Message:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise UserError(
             f"site {site}: the data that arrived are not a message of fl-lightning "
-            f"({str(error)[:100]}). Both ends "
-            "need the same version of fl-lightning."
+            f"({str(error)[:100]}). Server and site need the same version of fl-lightning."
         ) from error
 
 
 class InMemoryTransport:
-    """Sites in threads of this process, for tests and tries; one computes at a time.
+    """Sites in threads of this process, for tests and trials; one computes at a time.
 
-    Messages pass through bytes, as they do elsewhere.
+    Messages are converted to bytes, as in other transports.
 
     Args:
-        sites: by name, what a site does: a function that serves a :class:`Post` until its end.
+        sites: by name, a function that serves a :class:`Post` until its end.
 
-    ``swallows``: a function that says whether a message is lost.
-    ``array_bytes``: of the arrays of each message so far: (way, site, what, bytes).
+    ``swallows``: a function that returns whether a message is lost. ``array_bytes``: bytes of the
+    arrays of each message so far: (way, site, what, bytes).
     """
 
     def __init__(self, sites: Mapping[str, Callable[[Post], None]]) -> None:
@@ -205,7 +206,7 @@ class InMemoryTransport:
 
 
 class Killed(Exception):
-    """A site is killed, as a test has it."""
+    """A test has killed a site."""
 
 
 class _MemoryPost:

@@ -1,8 +1,9 @@
 """The content of a round's messages: the model and states down, each client's results up.
 
-Words: "hello" asks a site for its clients, "here" tells them; "round" asks for a round, "trained"
-brings it; "evaluate" asks for what clients' own models are worth, "evaluated" tells it; "whole"
-asks for all of the model; "failed" says why a site cannot go on.
+Kinds of messages: "hello" asks a site for its clients, and "here" lists them; "round" asks for a
+round, and "trained" brings its results; "evaluate" asks for measurements of clients' own models,
+and "evaluated" brings them; "whole" asks for the whole model; "failed" says why a site cannot go
+on.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a 
 
 
 def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
-    """Put a tensor among the arrays, by value; NumPy has no bfloat16, whose bits go instead."""
+    """Put a tensor among the arrays, by value; NumPy has no bfloat16, so its bits are sent
+    instead.
+    """
     values = values.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         arrays[name + BFLOAT] = values.view(torch.int16).numpy().copy()
@@ -34,25 +37,25 @@ def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
 
 
 def got(arrays: Mapping[str, Array], name: str) -> Tensor:
-    """The tensor that was put there; its memory is its own."""
+    """Return the tensor that was put there, in its own memory."""
     if name + BFLOAT in arrays:
         return torch.from_numpy(arrays[name + BFLOAT].copy()).view(torch.bfloat16)
     return torch.from_numpy(np.array(arrays[name], order="C"))
 
 
 def has(arrays: Mapping[str, Array], name: str) -> bool:
-    """Tell whether the arrays hold this tensor, in any dtype."""
+    """Return whether the arrays hold this tensor, in any dtype."""
     return name in arrays or name + BFLOAT in arrays
 
 
 def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
-    """The tensors whose names begin so, by the rest of their names."""
+    """Return the tensors whose names begin so, by the rest of their names."""
     names = [name.removesuffix(BFLOAT) for name in arrays if name.startswith(prefix)]
     return {name.removeprefix(prefix): got(arrays, name) for name in names}
 
 
 def shape_of(data: Any, client: int) -> tuple[int, ...]:
-    """Shape of a sample's x, where that is one array; else nothing."""
+    """Return the shape of a sample's x, if that is one array; else nothing."""
     batch = data.one_batch(client, 1)
     x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
     return tuple(x.shape[1:]) if isinstance(x, Tensor) else ()
@@ -62,19 +65,21 @@ def check_shape(where: str, shape: Array, data: Any) -> None:
     """Compare the shape of samples at the other end with that of these data.
 
     Raises:
-        UserError: naming both; ``where``: what is there in place of this end's.
+        UserError: the shapes differ; the error names both, and ``where`` names the other end.
     """
     there = tuple(int(size) for size in shape)
     here = shape_of(data, 0)
     if there != here:
         raise UserError(
-            f"{where}: x of a sample has the shape {there} there, and {here} here. Both need the "
-            "same columns, in the same order."
+            f"{where}: x of a sample has the shape {there} there, and {here} here. Server and site "
+            "need the same columns, in the same order."
         )
 
 
 def names_of(data: Any) -> dict[str, Array]:
-    """What the columns of x and the classes are called, in their order, where data have names."""
+    """Return the names of the columns of x and of the classes, in their order, if the data have
+    names.
+    """
     return {
         kind: words("\n".join(getattr(data, kind)))
         for kind in ("column_names", "class_names")
@@ -86,7 +91,7 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
     """Compare the server's names of columns and classes with those of a site's data.
 
     Raises:
-        UserError: naming both: a number would mean something else there.
+        UserError: it names both, because a number would have another meaning there.
     """
     for kind, names in names_of(data).items():
         if kind not in server or said(server[kind]) == said(names):
@@ -121,8 +126,8 @@ def packed_client(
     """Put a client's results into the message.
 
     Args:
-        reported: states whose rows go up.
-        encoded: its update in fewer numbers; None: it travels as it is.
+        reported: states whose rows are sent with the update.
+        encoded: its update in fewer numbers; None: it is sent as it is.
     """
     arrays = message.arrays
     at = f"{home.client}/"
@@ -167,11 +172,11 @@ def unpacked_client(
     whole: Callable[[str], tuple[tuple[int, ...], torch.dtype]],
     decode: Callable[[dict[str, Array], int, int], Tensor] | None,
 ) -> Brought:
-    """What a client brought home, as :func:`packed_client` put it in.
+    """Return a client's results, as :func:`packed_client` put them in.
 
     Args:
         whole: an upload's shape and dtype at the server.
-        decode: of the method that owns ``transmit``, if it has one.
+        decode: ``decode`` of the method that owns ``transmit``, if it has one.
 
     Raises:
         KeyError, ValueError, RuntimeError: something is missing or has another shape.
@@ -215,19 +220,19 @@ def unpacked_client(
 
 
 def _travelling(round: Round, home: Brought) -> Tensor | None:
-    """``(D,)`` bool: the coordinates that a client sends; None: all."""
+    """Return ``(D,)`` bool: the coordinates that a client sends; None: all."""
     return home.holds if round.averaged is None else round.averaged
 
 
 def _part(values: Tensor, where: Tensor | None) -> Tensor:
-    """The values that travel, of a vector of D numbers."""
+    """Return the values that are sent, from a vector of D numbers."""
     if where is None or values.shape != where.shape:
         return values
     return values[where.to(values.device)]
 
 
 def _spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:
-    """Values as they were before only those of some coordinates travelled; zeros elsewhere."""
+    """Return a vector from the values that were sent; zeros elsewhere."""
     if values.shape == shape:
         return values
     if where is None or shape != where.shape:
@@ -244,7 +249,7 @@ def put_mask(arrays: dict[str, Array], name: str, mask: Tensor) -> None:
 
 
 def got_mask(array: Array, size: int) -> Tensor:
-    """The mask ``(size,)`` that was put there.
+    """Return the mask ``(size,)`` that was put there.
 
     Raises:
         ValueError: it is damaged.
@@ -258,7 +263,7 @@ def got_mask(array: Array, size: int) -> Tensor:
 
 
 def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:
-    """The states of a learner's metrics; those of a list have the place behind a #."""
+    """Put the states of a learner's metrics; entries of a list have their place behind a #."""
     message.numbers[at + "metrics"] = 1
     for j, (count, states) in metrics.states.items():
         message.numbers[f"{at}updates/{j}"] = count

@@ -20,12 +20,14 @@ class StepBatches(NamedTuple):
 
 
 def steps_in(batches: int, accumulate: int) -> int:
-    """Local steps of an epoch of so many batches; the last one may have fewer batches."""
+    """Return the local steps of an epoch of so many batches; the last step may have fewer
+    batches.
+    """
     return -(-batches // accumulate)
 
 
 def batches_in(steps: int, per_epoch: int, accumulate: int) -> int:
-    """The batches of so many local steps; a step takes none of the next epoch.
+    """Return the batches of so many local steps; a step does not take batches of the next epoch.
 
     >>> [batches_in(steps, per_epoch=5, accumulate=2) for steps in (1, 2, 3, 4)]
     [2, 4, 5, 7]
@@ -35,7 +37,7 @@ def batches_in(steps: int, per_epoch: int, accumulate: int) -> int:
 
 
 def by_step(batches: Iterator[Any], per_epoch: int, accumulate: int) -> Iterator[StepBatches]:
-    """Batches as local steps take them.
+    """Yield batches in the groups that local steps take.
 
     >>> [step.batches for step in by_step(iter("abcdefg"), per_epoch=5, accumulate=2)]
     [['a', 'b'], ['c', 'd'], ['e'], ['f', 'g']]
@@ -52,13 +54,13 @@ def by_step(batches: Iterator[Any], per_epoch: int, accumulate: int) -> Iterator
 
 
 def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Tensor:
-    """How much a batch counts in its step, as a float64 scalar.
+    """Return the weight of a batch in its step, as a float64 scalar.
 
-    It is ``count`` where ``training_step`` returns ``{"loss": …, "count": …}``, else the number of
-    samples of the batch.
+    The weight is ``count`` if ``training_step`` returns ``{"loss": …, "count": …}``, else the
+    number of samples of the batch.
 
     Raises:
-        UserError: it is no number from 0, or a batch without samples that can be counted.
+        UserError: it is not a number of at least 0, or the samples of the batch cannot be counted.
     """
     if not isinstance(output, dict) or "count" not in output:
         try:
@@ -86,7 +88,7 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
 
 
 def accumulation_notes(learner: nn.Module, accumulate: int) -> list[str]:
-    """The note about a learner whose steps take several batches."""
+    """Return the note about a learner whose steps take several batches."""
     if accumulate == 1:
         return []
     for name, part in learner.named_modules():

@@ -1,7 +1,7 @@
 """A learner's attributes besides parameters and buffers, compared to find changes.
 
-An attribute is written down as pickle would save it, what is reached through it included. So it
-counts what it holds and not which object it is, and a learner's copy can be compared with another.
+An attribute is written as pickle would save it, including all objects that it refers to. So its
+content counts and not its identity, and a learner's copy can be compared with another.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ LIBRARIES = {*OF_THE_RUN, *sys.stdlib_module_names, "numpy", "torch", "torchmetr
 
 
 class Attributes:
-    """The attributes of a learner's modules and of their classes as they are now.
+    """The present attributes of a learner's modules and of their classes.
 
     Args:
-        metrics: whether those of torchmetrics count too.
-        values: a tensor is told by its values, and classes and functions are looked into. Without,
-            tensors, classes and functions are told by who they are: so a recorded step sees them,
-            which repeats what is done to a tensor in place. Only a metric's states count by value
-            then, as each client begins with a reset, which makes new tensors of them.
+        metrics: whether the attributes of torchmetrics count, too.
+        values: a tensor is compared by its values, and classes and functions by their content.
+            If False, tensors, classes and functions are compared by identity. A recorded step sees
+            them in this way, because it repeats in-place changes of a tensor. Then only the states
+            of metrics are compared by value, because each client begins with a reset, which makes
+            new tensors of them.
     """
 
     def __init__(self, learner: nn.Module, metrics: bool = False, values: bool = True) -> None:
@@ -61,7 +62,9 @@ class Attributes:
                     self._note_class(kind)
 
     def changed(self, later: Attributes) -> list[str]:
-        """The names of the attributes that differ in ``later``, or that only one of the two has."""
+        """Return the names of the attributes that differ in ``later``, or that only one of the
+        two has.
+        """
         names = dict.fromkeys([*self.found, *later.found])
         return [name for name in names if self.found.get(name) != later.found.get(name)]
 
@@ -102,7 +105,7 @@ class Writer(pickle.Pickler):
         self.values = values
 
     def persistent_id(self, value: Any) -> str | None:
-        """The identity of an object, if its content does not count."""
+        """Return the identity of an object, if its content does not count."""
         if isinstance(value, PLAIN):
             return None
         if id(value) in self.attributes.places:
@@ -118,7 +121,7 @@ class Writer(pickle.Pickler):
         return str(id(value))
 
     def reducer_override(self, value: Any) -> Any:
-        """Tensors, generators, functions and cells in a form that shows what they hold."""
+        """Reduce tensors, generators, functions and cells to a form that shows their content."""
         if isinstance(value, Tensor):
             return str, (self._of_tensor(value),)
         # get_state returns a new tensor each time, so compare its values.
@@ -163,7 +166,7 @@ def inside(value: Any) -> Any:
 
 
 def of_function(function: FunctionType) -> Any:
-    """A function's closure, defaults and attributes, and the globals that its code names."""
+    """Return a function's closure, defaults and attributes, and the globals that its code names."""
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     named = [function.__globals__[name] for name in names]
     return function.__closure__, function.__defaults__, vars(function), named

@@ -1,8 +1,8 @@
-"""Whether the learner can train on the smallest batch that a run has, tried before round 0.
+"""Before round 0, finds out whether the learner can train on the smallest batch of the run.
 
-BatchNorm cannot, on one value a channel; nor can a loss that compares samples. The run tries a step
-to find out whether the learner can train on such a batch, so it refuses only learners that cannot.
-If no client of the run has such a batch, the run is not refused.
+BatchNorm cannot train on one value per channel, and neither can a loss that compares samples. The
+run tries a step to find out whether the learner can train on such a batch, so it refuses only
+learners that cannot. If no client of the run has such a batch, the run is not refused.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ MOST_ROUNDS = 10_000
 
 
 def check_batch_sizes(copies: LearnerCopies, failed: bool = False) -> str:
-    """Take a step on as few samples as the run's smallest batch has, where that is no usual one.
+    """Take a step on as few samples as the run's smallest batch has, if that is not the usual size.
 
     Returns:
-        What the user should know: that such a batch fails, but no client of this run's rounds has
-        one, or a hook may yet ready the learner for it; an empty string where there is nothing.
+        A note for the user: such a batch fails, but no client of this run's rounds has one, or a
+        hook may still prepare the learner for it. Empty if there is no note.
 
     Args:
-        failed: a step on a usual batch has failed; that may be its size.
+        failed: whether a step on a usual batch has failed, which may be because of its size.
 
     Raises:
-        UserError: it fails, and would in a round to come.
+        UserError: the step fails, and would fail in a later round.
     """
     situation = copies.situation
     smallest = situation.cohort.smallest_batch()
@@ -84,7 +84,9 @@ class Met:
 
 
 def first_met(situation: Situation, fewest: int) -> Met:
-    """The smallest batch of the run's rounds; the first of ``fewest`` samples ends the search."""
+    """Return the smallest batch of the run's rounds; the first one with ``fewest`` samples ends
+    the search.
+    """
     found = Met(2**63, 0)
     rounds = MOST_ROUNDS if situation.rounds < 0 else min(situation.rounds, MOST_ROUNDS)
     for t in range(max(1, rounds)):
@@ -97,7 +99,9 @@ def first_met(situation: Situation, fewest: int) -> Met:
 
 
 def failure(copies: LearnerCopies, client: int, samples: int) -> str:
-    """What a step on a client's first samples fails with, on a copy; empty: it can be taken."""
+    """Return the error of a step on a client's first samples, on a copy; empty if the step
+    works.
+    """
     situation = copies.situation
     try:
         batch = situation.work.data.one_batch(client, samples, device=situation.w.device)
@@ -119,12 +123,12 @@ def failure(copies: LearnerCopies, client: int, samples: int) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """An error's text in one line, or its class if the text is empty."""
+    """Return an error's text in one line, or its class if the text is empty."""
     return (str(error).strip().splitlines() or [""])[0]
 
 
 class OneBatch:
-    """In place of the data, where a trial takes one step on a batch that is given."""
+    """Replaces the data if a trial takes one step on a given batch."""
 
     def __init__(self, batch: Any) -> None:
         self.batch = batch
@@ -136,7 +140,7 @@ class OneBatch:
 
 
 def paragraph(situation: Situation, met: Met, says: str) -> str:
-    """Which batch is too small for the learner, and the ways out."""
+    """Return which batch is too small for the learner, and what to do."""
     holds, ways_out = situation.work.data.told_of_batch(met.client, met.samples)
     when = f" (met in round {met.round})" if met.round >= 0 else ""
     few = f"{met.samples} sample{'s' if met.samples > 1 else ''}"

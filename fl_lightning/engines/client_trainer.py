@@ -1,4 +1,4 @@
-"""The Trainer as a learner finds it in a client's local steps, with the client's own numbers.
+"""The Trainer for a learner in a client's local steps, with the client's own numbers.
 
 Lightning's training batch is the round's token. In a step a learner reads the client's own values
 from it, such as ``num_training_batches`` for the weight of a KL term; everything else comes from
@@ -18,7 +18,7 @@ VALIDATING = "validate"  # a value of Lightning's RunningStage
 
 
 class View:
-    """An object, but for some attributes, each given by a function.
+    """An object, except for some attributes, each of which a function computes.
 
     Assigning to an attribute assigns to the object's.
     """
@@ -50,7 +50,7 @@ class View:
 
 
 def nobody() -> NoReturn:
-    """Refuse a client's number of batches while several clients train at once."""
+    """Refuse to give a client's number of batches while several clients train at once."""
     raise UserError(
         "training_step reads how many batches its client has (trainer.num_training_batches, "
         "train_dataloader, is_last_batch). Here several clients are trained or measured at once, "
@@ -60,12 +60,12 @@ def nobody() -> NoReturn:
 
 @dataclass
 class Present:
-    """The client and the local step that a learner is in.
+    """The client and the local step in which a learner is.
 
     Args:
-        who: gives the client's number.
-        steps: of the client in the round; None: it is not trained, but measured.
-        index: of the step, as ``training_step`` has it as ``batch_idx``.
+        who: function that returns the client's number.
+        steps: steps of the client in the round; None: it is not trained, but measured.
+        index: index of the step, which ``training_step`` gets as ``batch_idx``.
         validated: the number of batches on which ``model`` is validated; None: it is in a training
             step.
     """
@@ -101,17 +101,17 @@ class Present:
         return len(self.loader())
 
     def is_last(self) -> bool:
-        """Tell whether this is the last batch of an epoch of the client, or of its round."""
+        """Return whether this is the last batch of an epoch of the client, or of its round."""
         done = self.index + 1
         return bool(done % self.batches() == 0 or done == self.steps)
 
     def stage(self, trainer: Any) -> Any:
-        """Lightning's RunningStage: what the learner is used for, whatever ``trainer`` does."""
+        """Return Lightning's RunningStage of the learner, whatever ``trainer`` does."""
         stage = trainer.state.stage
         return stage if self.validated is None or stage is None else type(stage)(VALIDATING)
 
     def in_stage(self, trainer: Any, word: str) -> bool:
-        """``trainer.training``, ``trainer.validating`` or ``trainer.evaluating``."""
+        """Return ``trainer.training``, ``trainer.validating`` or ``trainer.evaluating``."""
         if self.validated is None:
             return bool(getattr(trainer, word))
         return word != "training"
@@ -158,7 +158,7 @@ class Present:
 
 
 class ClientLoader:
-    """A client's samples as its learner finds them, with its batches in order."""
+    """A client's samples for its learner, with its batches in order."""
 
     def __init__(self, data: Any, client: int) -> None:
         self._data = data
@@ -172,7 +172,7 @@ class ClientLoader:
 
     @property
     def dataset(self) -> Any:
-        """The samples that the client trains on, one by one."""
+        """Return the samples that the client trains on, one by one."""
         return self._data.client_dataset(self._client)
 
     @property

@@ -1,4 +1,4 @@
-"""A run's optimizers, given to it or configured by the learner, at their first rates."""
+"""A run's optimizers, given to it or configured by the learner, with their first rates."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Optimizers:
     """The optimizers of a fit.
 
     Args:
-        clients: over the learner's parameters.
-        schedule: the learner's lr scheduler, where it is stepped.
+        clients: optimizer over the learner's parameters.
+        schedule: the learner's lr scheduler, if it is stepped.
         server: over w.
-        server_rates: the server's, before any decay.
-        accounts: classes and settings as text, which a resumed run has to have again.
+        server_rates: the server's rates, before any decay.
+        accounts: classes and settings as text, which have to be the same in a resumed run.
     """
 
     clients: Optimizer
@@ -48,13 +48,15 @@ class Optimizers:
     accounts: dict[str, str]
 
     def client_rates(self, device: torch.device, kept: bool) -> ClientRates:
-        """The clients' rates before any decay; ``kept``: clients keep the optimizer's state."""
+        """Return the clients' rates before any decay; ``kept``: clients keep the optimizer's
+        state.
+        """
         return rates(self.clients, self.schedule, device, kept)
 
     def server_facts(self, decay: float | Schedule) -> tuple[str, float | None]:
-        """What the server optimizer is where it is not plain SGD, else empty; and its one rate.
+        """Return the server optimizer's class if it is not plain SGD, else empty; and its one rate.
 
-        The rate is None where it changes.
+        The rate is None if it changes.
         """
         (group, *_) = self.server.param_groups
         plain = is_plain_sgd(self.server) and not group["weight_decay"]
@@ -64,7 +66,7 @@ class Optimizers:
         return shown, None if decay != 1.0 else self.server_rates[0]
 
     def describe(self, settings: Settings) -> str:
-        """Both in one line: ``SGD 0.1 × 0.998^t · server SGD 1``."""
+        """Return both in one line: ``SGD 0.1 × 0.998^t · server SGD 1``."""
         rate = f"{self.clients.param_groups[0]['lr']:g}{decay_text(settings.lr_decay)}"
         line = f"{type(self.clients).__name__} {rate}"
         if self.schedule is not None:
@@ -80,14 +82,14 @@ def of_run(
     note: Callable[[str], None],
     most_steps: Callable[[], int],
 ) -> Optimizers:
-    """The optimizers that a run's settings ask for.
+    """Return the optimizers that a run's settings ask for.
 
     Args:
-        rounds: how many the run has; -1: no end.
-        most_steps: gives the most local steps that a client takes in round 0.
+        rounds: number of rounds; -1: no end.
+        most_steps: function that returns the most local steps of a client in round 0.
 
     Raises:
-        UserError: one that cannot work, or a scheduler that ends before the last round.
+        UserError: an optimizer cannot work, or a scheduler ends before the last round.
     """
     server = of_server(settings.server_optimizer, w)
     check_optimizer("server_optimizer", server)
@@ -113,7 +115,7 @@ def of_run(
 def note_rest(
     schedule: ClientSchedule, number: int, unit: str, note: Callable[[str], None]
 ) -> None:
-    """Tell of rounds or local steps in which a schedule's rate is 0."""
+    """Note the rounds or local steps in which a schedule's rate is 0."""
     rests = schedule.without_rate(number)
     if rests:
         note(
@@ -125,7 +127,7 @@ def note_rest(
 
 
 def account(optimizer: Optimizer) -> str:
-    """An optimizer's class and settings as text."""
+    """Return an optimizer's class and settings as text."""
     groups = []
     for group in optimizer.param_groups:
         # "initial_lr" is in a group only after a scheduler was built.
@@ -134,9 +136,11 @@ def account(optimizer: Optimizer) -> str:
 
 
 def differing(key: str, then: str, now: str) -> list[str]:
-    """What differs between two accounts of an optimizer, such as ``key.lr: 0.1 then, 0.2 now``.
+    """Return the difference between two accounts of an optimizer, such as ``key.lr: 0.1 then, 0.2
+    now``.
 
-    0 is 0.0, and what is off may be absent: another version of torch has other options.
+    0 equals 0.0, and an option that is off may be absent, because another version of torch has
+    other options.
     """
     of_class_then, _, text_then = then.partition(" ")
     of_class_now, _, text_now = now.partition(" ")
@@ -165,15 +169,16 @@ def of_clients(
     note: Callable[[str], None],
     most_steps: Callable[[], int],
 ) -> tuple[Optimizer, ClientSchedule | None]:
-    """The optimizer of the local steps over the learner's parameters, and its scheduler's table.
+    """Return the optimizer of the local steps over the learner's parameters, and its scheduler's
+    table.
 
     Args:
         unit: ``client_scheduler``.
-        most_steps: gives the most local steps that a client takes in round 0.
+        most_steps: function that returns the most local steps of a client in round 0.
 
     Raises:
-        UserError: it takes more than one gradient a step; or the learner gives none, or several, or
-            no scheduler.
+        UserError: it takes more than one gradient per step; or the learner gives none, or several,
+            or no scheduler.
     """
     schedulers: list[tuple[Any, int]] = []
     given: list[dict[str, Any]] = []
@@ -208,7 +213,7 @@ def of_clients(
 
 
 def schedule_of(learner: Any, steps: int) -> ClientSchedule:
-    """The schedule that the learner configures for a client with so many local steps."""
+    """Return the schedule that the learner configures for a client with so many local steps."""
     with steps_shown(learner, lambda: steps):
         optimizer, schedulers, given = from_learner(learner)
     return ClientSchedule(optimizer, schedulers, "local_steps", given)
@@ -216,9 +221,10 @@ def schedule_of(learner: Any, steps: int) -> ClientSchedule:
 
 @contextmanager
 def steps_shown(learner: Any, steps: Callable[[], int]) -> Iterator[list[int]]:
-    """Within, the learner finds a client's local steps as ``estimated_stepping_batches``.
+    """Within this context the learner finds a client's local steps as
+    ``estimated_stepping_batches``.
 
-    They are what its Trainer is asked for; the list has them once they were.
+    The learner's Trainer returns them; the list has them once they were read.
     """
     asked: list[int] = []
 
@@ -240,7 +246,7 @@ def steps_shown(learner: Any, steps: Callable[[], int]) -> Iterator[list[int]]:
 def check_scheduler(
     learner: Any, factory: object, schedulers: list[tuple[Any, int]], unit: str
 ) -> None:
-    """Refuse a scheduler that cannot be stepped as it was asked for."""
+    """Refuse a scheduler that cannot be stepped as ``client_scheduler`` asks."""
     name = type(learner).__name__
     option = f"client_scheduler={unit!r}"
     by_metric = torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -267,12 +273,13 @@ def check_scheduler(
 
 
 def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[dict[str, Any]]]:
-    """The one optimizer of ``configure_optimizers``, its schedulers, and its groups before these.
+    """Return the one optimizer of ``configure_optimizers``, its schedulers, and its groups from
+    before these.
 
-    Each scheduler comes with how many epochs or steps of plain training pass between its steps.
+    Each scheduler comes with the number of epochs or steps of plain training between its steps.
 
     Raises:
-        UserError: no optimizer, or several.
+        UserError: there is no optimizer, or there are several.
     """
     with groups_made() as made:
         configured = learner.configure_optimizers()
@@ -305,7 +312,7 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
 
 @contextmanager
 def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Within, note parameter groups and copies of them as they are made.
+    """Within this context, note parameter groups and copies of them as they are made.
 
     Building a scheduler changes a group at once.
     """
@@ -327,7 +334,7 @@ def groups_made() -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
 def without_scheduler(
     group: dict[str, Any], made: list[tuple[dict[str, Any], dict[str, Any]]]
 ) -> dict[str, Any]:
-    """A parameter group as it was before a scheduler set what it sets."""
+    """Return a parameter group as it was before a scheduler changed it."""
     if "initial_lr" not in group:
         return group
     at_first = next((copy for now, copy in made if now is group), {"lr": group["initial_lr"]})
@@ -349,7 +356,7 @@ def _not_one(learner: object, number: int) -> UserError:
 
 
 def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
-    """A copy of the clients' optimizer at a round's rates, to look at."""
+    """Return a copy of the clients' optimizer at a round's rates, to read."""
     shown = shallow(optimizer)
     groups = rates.groups(0) or optimizer.param_groups
     shown.param_groups = []

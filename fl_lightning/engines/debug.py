@@ -1,4 +1,6 @@
-"""``engine="debug"``: sequential's bits, and errors that leave at hand what they are about."""
+"""``engine="debug"``: the bits of sequential, and errors that carry the objects that they are
+about.
+"""
 
 from __future__ import annotations
 
@@ -21,17 +23,17 @@ from fl_lightning.round.server import Server
 
 @dataclass(frozen=True)
 class At:
-    """Where a run was when a hook or ``training_step`` raised an error, which has it as ``at``.
+    """The place of a run when a hook or ``training_step`` raised an error, which has it as ``at``.
 
     Args:
         round: t, from 0.
-        client: its number; None: at the server.
-        step: the local step, from 0; None: outside of a client's steps.
-        hook: ``"training_step"``, or a method's, such as ``"ControlVariates.on_local_end"``.
-        arguments: a method's hook's by name, as they were before the call. Of ``clients``: ``x``
-            ``(n, D)`` and the rows of states that were read so far; of ``server``: ``w`` and
-            ``update`` ``(D,)``.
-        batch: the local step's; None outside of a client's steps.
+        client: number of the client; None: at the server.
+        step: number of the local step, from 0; None: outside of a client's steps.
+        hook: ``"training_step"``, or a method's hook, such as ``"ControlVariates.on_local_end"``.
+        arguments: arguments of a method's hook by name, as they were before the call. ``clients``
+            has ``x`` ``(n, D)`` and the rows of states that were read so far; ``server`` has ``w``
+            and ``update`` ``(D,)``.
+        batch: batch of the local step; None outside of a client's steps.
     """
 
     round: int
@@ -56,7 +58,7 @@ class Debug(Sequential):
 
 
 class StepByStep:
-    """Takes a client's local steps as they are, in place of a recorder that replays them."""
+    """Takes a client's local steps without recording them."""
 
     stream: torch.cuda.Stream | None = None
 
@@ -68,7 +70,7 @@ class StepByStep:
         optimizer: ClientOptimizer,
         copy: LearnerCopy,
     ) -> None:
-        """All steps of one client."""
+        """Take all steps of one client."""
         for index, batch in enumerate(batches):
             try:
                 step(batch, index)
@@ -78,7 +80,7 @@ class StepByStep:
                 raise
 
     def forget(self) -> None:
-        """Nothing is kept from one round to the next."""
+        """Do nothing: nothing is kept from one round to the next."""
 
 
 def watched(hook: Callable[..., Any], subject: Clients | Server, *more: Any) -> Any:
@@ -112,7 +114,7 @@ def leave(error: Exception, at: At) -> None:
 
 
 def seen(subject: Clients | Server) -> dict[str, Any]:
-    """The tensors that a hook can change."""
+    """Return the tensors that a hook can change."""
     if isinstance(subject, Server):
         return {"w": subject.w.clone(), "update": subject.update.clone()}
     group = subject._group

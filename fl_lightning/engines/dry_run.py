@@ -28,7 +28,7 @@ TIMED = 3
 
 
 class DryRun:
-    """Trains clients in the j-th copy of the learner for trials; the run stays as it is.
+    """Trains clients in the j-th copy of the learner for trials; the run does not change.
 
     ``draws``: the process's random generators are seeded for each client, as in a round.
     """
@@ -52,7 +52,7 @@ class DryRun:
         """Take ``steps`` steps of a client from the server's model.
 
         Returns:
-            Its model, its buffers and what it logged, in a fixed order.
+            The client's model, its buffers and its logs, in a fixed order.
         """
         with torch.no_grad(), self.worker:
             round = self.situation.round({client: steps}, self.buffers)
@@ -63,10 +63,10 @@ class DryRun:
 
 
 def step_seconds(copies: LearnerCopies) -> float:
-    """Seconds of a local step on one thread, measured once, after steps were taken before.
+    """Return the seconds of a local step on one thread, measured once, after earlier steps.
 
-    They are the processor's, which a busy neighbour hardly changes; of steps that wait each time,
-    for a disk, say, they are the clock's.
+    They are processor seconds, which other work on the machine hardly changes. If each step waits,
+    for example for a disk, they are the clock's.
     """
     if copies.step_seconds is None:
         client = copies.situation.cohort.tried(0)[0]
@@ -88,16 +88,16 @@ def step_seconds(copies: LearnerCopies) -> float:
 
 
 def waits_so_far() -> int:
-    """How often this thread waited; 0 where the system does not tell."""
+    """Return how often this thread waited; 0 if the system does not report it."""
     if sys.platform != "linux":
         return 0
     return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 def tried_apart(situation: Situation) -> ExitStack:
-    """Within, steps may be tried: generators and callbacks come back as they were.
+    """Within this context steps may be tried; generators and callbacks are restored afterwards.
 
-    Callbacks that look at each batch have no copies, so their attributes are copied meanwhile.
+    Callbacks that read each batch have no copies, so their attributes are copied meanwhile.
     """
     stack = ExitStack()
     stack.enter_context(random_state_kept(situation.w))

@@ -18,8 +18,8 @@ Collect = Callable[[int, ClientGroup], None]
 class Engine(Protocol):
     """Trains a round's clients, in any order and any threads.
 
-    When ``train`` returns the learner is the round's evaluated model again, with its buffers.
-    An exception of a client ends the round: it is raised to the caller once no thread works on.
+    When ``train`` returns, the learner is the round's evaluated model again, with its buffers. An
+    exception of a client ends the round: the caller gets it when no thread works any more.
     """
 
     def train(
@@ -34,19 +34,21 @@ class Engine(Protocol):
 
         Args:
             collect: takes each trained client, as a group of one after ``on_local_end``, with its
-                ``buffers``, and ``metrics`` and ``optimizer_rows`` where it has any; called in any
-                thread, before its memory is reused. Clients that are trained stacked are handed
-                over one by one.
+                ``buffers``, and with ``metrics`` and ``optimizer_rows`` if it has any. It is called
+                in any thread, before the client's memory is reused. Stacked clients are handed over
+                one by one.
             tell: called in the caller's thread after each client.
         """
 
     def close(self) -> None:
-        """Release what is held: the run is over, or a round failed. It may be called again."""
+        """Release all resources, because the run is over or a round failed. ``close`` may be called
+        again.
+        """
 
 
 @contextmanager
 def intra_op_threads(number: int) -> Iterator[None]:
-    """Within, PyTorch's kernels use that many threads."""
+    """Within this context PyTorch's kernels use that many threads."""
     usual = torch.get_num_threads()
     # Setting the number of threads costs time, even if it does not change.
     if number != usual:

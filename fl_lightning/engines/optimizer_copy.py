@@ -1,4 +1,4 @@
-"""Copies of a user's optimizer, with all that it keeps beside its parameters' state."""
+"""Copies of a user's optimizer, with everything that it stores besides its parameters' state."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ MISSING = object()
 
 
 def shallow(optimizer: Optimizer) -> Optimizer:
-    """A copy with the same attributes and parameter groups.
+    """Return a copy with the same attributes and parameter groups.
 
-    ``copy.copy`` would lose the attributes that a subclass sets: ``Optimizer.__getstate__`` hands
-    over state, groups and defaults only.
+    ``copy.copy`` would lose the attributes that a subclass sets, because ``Optimizer.__getstate__``
+    returns only state, groups and defaults.
     """
     copied: Optimizer = object.__new__(type(optimizer))
     vars(copied).update(vars(optimizer))
@@ -49,12 +49,14 @@ def shallow(optimizer: Optimizer) -> Optimizer:
 
 
 def own_attributes(optimizer: Optimizer) -> dict[str, Any]:
-    """An optimizer's attributes besides those that torch gives every optimizer."""
+    """Return an optimizer's attributes besides those that torch gives every optimizer."""
     return {name: v for name, v in vars(optimizer).items() if name not in OF_TORCH | {"step"}}
 
 
 def copied_values(values: Mapping[str, Any], replaced: Mapping[int, Any]) -> dict[str, Any]:
-    """Deep copies of values by name; ``replaced``: what takes an object's place, by its id."""
+    """Return deep copies of values by name; ``replaced``: what takes an object's place, by its
+    id.
+    """
     copies = {}
     for name, value in values.items():
         try:
@@ -65,11 +67,11 @@ def copied_values(values: Mapping[str, Any], replaced: Mapping[int, Any]) -> dic
 
 
 def check_alone(optimizer: Optimizer) -> None:
-    """Refuse a client optimizer of which no client could have a copy.
+    """Refuse a client optimizer of which a client could not have its own copy.
 
     Raises:
-        UserError: it holds another optimizer, a module or a random generator, or hooks of its
-            steps, which may act on what is not the client's.
+        UserError: it holds another optimizer, a module, a random generator, or hooks of its steps,
+            which may act on objects that are not the client's.
     """
     kind = type(optimizer).__name__
     for name in ("step_pre_hook", "step_post_hook"):
@@ -103,7 +105,7 @@ def _foreign(optimizer: Optimizer, name: str, what: str, held: object) -> str:
 
 
 def inside(value: Any, depth: int) -> Iterator[Any]:
-    """A value, and what lies in it as in a container or a bound method."""
+    """Yield a value, and the values inside it, if it is a container or a bound method."""
     yield value
     parts: list[Any] = []
     if isinstance(value, dict):
@@ -117,7 +119,7 @@ def inside(value: Any, depth: int) -> Iterator[Any]:
 
 
 def alike(one: Any, other: Any) -> bool:
-    """Tell whether two values of an optimizer's setting are the same."""
+    """Return whether two values of an optimizer's setting are the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return same_bits(one, other)
     if isinstance(one, list | tuple) and type(one) is type(other):
@@ -133,7 +135,7 @@ def alike(one: Any, other: Any) -> bool:
 
 
 def as_row(optimizer: Optimizer, key: str, value: Any) -> tuple[str, Tensor]:
-    """A row of a client's optimizer state: the tensor, and a name that says what it stands for.
+    """Return a row of a client's optimizer state: the tensor, and a name for its meaning.
 
     Raises:
         UserError: it is neither a tensor nor a number.

@@ -1,9 +1,10 @@
-"""A client's steps on copies of the learner before round 0: whether it fits, and what it keeps.
+"""Takes a client's steps on copies of the learner before round 0: do they work, and what state do
+they leave?
 
-Nobody can find all state of a Python object. What decides is what clients leave: a client that
-trains after another one has to leave the same bits and the same attributes as before it. A value
-that each step writes before it reads it (a cache) passes. A value that continues from client to
-client does not pass, wherever it is stored.
+It is impossible to find all state of a Python object. So the results decide: a client that trains
+after another one has to give the same bits and the same attributes as before it. A value that each
+step writes before it reads it (a cache) passes. A value that continues from client to client does
+not pass, wherever it is stored.
 """
 
 from __future__ import annotations
@@ -56,10 +57,10 @@ class Reason:
     """Why clients cannot train side by side.
 
     Args:
-        keeps: the learner keeps something from client to client, which a buffer could hold.
-        draws: steps or data draw random numbers, and nothing else was found: each process has its
-            own generators, so in processes of their own clients may train side by side.
-        note: what the user should know even where clients do not train side by side.
+        keeps: the learner keeps state from client to client, which a buffer could hold.
+        draws: steps or data draw random numbers, and nothing else was found. Clients may then train
+            in parallel in separate processes, because each process has its own generators.
+        note: note for the user, even if clients do not train in parallel.
     """
 
     text: str
@@ -70,13 +71,13 @@ class Reason:
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """What a client's first steps showed.
+    """The findings of a client's first steps.
 
     Args:
-        one_by_one: why clients have to train one after the other, where they have to.
-        untried: why no step could be taken, where it could not.
-        buffers: those that changed, by name.
-        untrained: whether the loss gave no trainable parameter a gradient.
+        one_by_one: why clients have to train one after the other, if they have to.
+        untried: why no step could be taken, if none could.
+        buffers: names of buffers that changed.
+        untrained: whether the loss gave no gradient to any trainable parameter.
     """
 
     one_by_one: Reason | None = None
@@ -86,16 +87,17 @@ class FirstSteps:
 
 
 def take_first_steps(copies: LearnerCopies) -> FirstSteps:
-    """A step of round 0's first client before and after another client's; more for frozen weights.
+    """Take a step of round 0's first client before and after another client's; more steps for
+    frozen weights.
 
-    Frozen parameters that the steps write are buffers to ``copies`` from here on. The number of
-    steps is the same whatever the engine and the machine, so that a learner that keeps state where
-    its copies share it (a global, a closure, its class) begins each run alike.
+    Frozen parameters that the steps write count as buffers of ``copies`` from now on. The number of
+    steps is the same in every engine and machine. So a learner whose copies share some state (a
+    global, a closure, its class) begins each run in the same way.
 
     Raises:
         UserError: the batch is too small, a packaged network does not fit the data, or the step
             assigns to a trainable parameter's ``data``.
-        Exception: from the learner or the data, with a note that says where.
+        Exception: from the learner or the data, with a note about the place.
     """
     situation = copies.situation
     client = situation.cohort.tried(0)[0]
@@ -174,7 +176,7 @@ def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Rea
 
 
 def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
-    """Why steps on two copies rule out training side by side; None: they allow it.
+    """Return why steps on two copies rule out parallel training; None: they allow it.
 
     ``drawn``: what is known to draw random numbers; empty: nothing so far.
     """
@@ -229,7 +231,9 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def read_between_rounds(learner: Any, names: list[str]) -> list[str]:
-    """Those attributes of which a hook speaks that runs on the global model, and not in a step."""
+    """Return those attributes that a hook uses which runs on the global model, and not in a
+    step.
+    """
     spoken: set[str] = set()
     for part in lightning_modules(learner):
         for kind in type(part).__mro__:
@@ -240,7 +244,7 @@ def read_between_rounds(learner: Any, names: list[str]) -> list[str]:
 
 
 def same_batch(one: Any, other: Any) -> bool:
-    """Tell whether the numbers in two batches' tensors and arrays are the same."""
+    """Return whether the numbers in two batches' tensors and arrays are the same."""
     for a, b in zip(tree_leaves(one), tree_leaves(other), strict=False):
         if type(a) is not type(b) or not isinstance(a, Tensor | np.ndarray):
             continue
@@ -254,14 +258,14 @@ def same_batch(one: Any, other: Any) -> bool:
 
 
 def frozen_that_changed(learner: Any, copied: Any) -> tuple[str, ...]:
-    """Names of frozen parameters that are not the learner's in its copy."""
+    """Return the names of frozen parameters of a copy that differ from the learner's."""
     own = dict(copied.named_parameters())
     frozen = ((name, p) for name, p in learner.named_parameters() if not p.requires_grad)
     return tuple(name for name, p in frozen if not same_bits(p.data, own[name].data))
 
 
 def buffers_that_changed(trial: DryRun) -> tuple[str, ...]:
-    """Names of buffers that are no longer what the trial's steps began with."""
+    """Return the names of buffers that differ from the trial's start."""
     before = trial.buffers
     changed = []
     for name, value in trial.copy.buffers.items():
@@ -272,10 +276,10 @@ def buffers_that_changed(trial: DryRun) -> tuple[str, ...]:
 
 
 def check_tied(trial: DryRun) -> None:
-    """Refuse a learner whose step makes a trainable parameter another tensor.
+    """Refuse a learner whose step replaces the tensor of a trainable parameter.
 
     Raises:
-        UserError: with the parameter.
+        UserError: it names the parameter.
     """
     copy = trial.copy
     views = copy.layout.views(copy.x.view(-1))
@@ -290,7 +294,9 @@ def check_tied(trial: DryRun) -> None:
 
 
 def explains(error: Exception, learner: Any) -> bool:
-    """Tell whether an error is that a packaged network does not fit the data's sizes or classes."""
+    """Return whether an error shows that a packaged network does not fit the data's sizes or
+    classes.
+    """
     parts = lightning_modules(learner)
     packaged = all(type(part).__module__.split(".")[0] == PACKAGE for part in parts)
     of_sizes = isinstance(error, RuntimeError | IndexError | ValueError)
@@ -298,7 +304,9 @@ def explains(error: Exception, learner: Any) -> bool:
 
 
 def explained(error: Exception, learner: Any, client: int, batch: Any) -> Exception:
-    """The learner's own error with a note, or a UserError where a packaged network is at fault."""
+    """Return the learner's own error with a note, or a UserError if a packaged network is the
+    cause.
+    """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
     where = f"client {client}'s first batch ({shapes})"

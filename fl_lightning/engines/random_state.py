@@ -1,4 +1,4 @@
-"""The process's random generators: seeding and restoring them, and telling what was drawn."""
+"""The process's random generators: they are seeded and restored, and draws are detected."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from fl_lightning.sampling import generator
 
 
 class RandomState:
-    """The process's generators as they are now.
+    """The present states of the process's random generators.
 
-    They are torch's (the CPU's, and that of x's device), NumPy's and Python's.
-    ``torch_alone``: without NumPy's and Python's, which are slow to read.
+    These are torch's generators (the CPU's, and that of x's device), NumPy's and Python's.
+    ``torch_alone``: leave out NumPy's and Python's, which are slow to read.
     """
 
     def __init__(self, x: Tensor | None = None, torch_alone: bool = False) -> None:
@@ -38,7 +38,7 @@ class RandomState:
             torch.cuda.set_rng_state(self.cuda, self.device)
 
     def drawn_since(self) -> bool:
-        """Tell whether anything was drawn since, from any generator that was read."""
+        """Return whether anything was drawn since then, from any generator that was read."""
         now = RandomState()
         if self.device is not None and self.cuda is not None:
             now.cuda = torch.cuda.get_rng_state(self.device)
@@ -53,7 +53,7 @@ class RandomState:
 
 @contextmanager
 def random_state_kept(x: Tensor | None = None) -> Iterator[None]:
-    """Leave the global random generators as they were, also that of x's device."""
+    """Restore the global random generators afterwards, also that of x's device."""
     state = RandomState(x)
     try:
         yield

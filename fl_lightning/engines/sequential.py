@@ -1,4 +1,4 @@
-"""One client after the other, eager, any learner works."""
+"""Trains one client after the other, without recording, so any learner works."""
 
 from __future__ import annotations
 
@@ -39,4 +39,4 @@ class Sequential:
                 copy.load_buffers(round.buffers)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is nothing to release."""

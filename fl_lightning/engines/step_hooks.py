@@ -27,15 +27,16 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class StepHooks:
-    """The hooks that a learner has, called in Lightning's order; they may change ``.grad``.
+    """The hooks that a learner overrides, called in Lightning's order; they may change ``.grad``.
 
-    The hooks of the backward see each gradient of the loss, those before the optimizer's step the
-    gradient at which the step is taken, before methods correct and ``clip_norm`` limits it.
+    The hooks of the backward pass get each gradient of the loss. Those before the optimizer's step
+    get the gradient of the step, before methods correct it and ``clip_norm`` limits it.
 
     Args:
         names: the hooks that it overrides.
-        parameters: of the layout, in its order.
-        optimizer: gives the clients' over the learner's parameters, to look at.
+        parameters: parameters of the layout, in its order.
+        optimizer: function that returns the clients' optimizer over the learner's parameters, to
+            read.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class StepHooks:
 
     @classmethod
     def of(cls, learner: Any, *rest: Any) -> StepHooks | None:
-        """The learner's hooks; None where it has none, so that its steps cost nothing."""
+        """Return the learner's hooks; None if it has none, so that its steps cost nothing."""
         names = [name for name in (*AROUND_BATCHES, *OF_GRADIENTS) if overrides(learner, name)]
         return cls(learner, names, *rest) if names else None
 
@@ -73,7 +74,7 @@ class StepHooks:
             )
 
     def backward(self, loss: Tensor, first: bool) -> Gradients:
-        """∇ℓ by parameter, as the hooks leave it; ``first``: of this step."""
+        """Return ∇ℓ by parameter, after the hooks; ``first``: it is the first of this step."""
         learner = self.learner
         parameters = self.parameters
         if first and "on_before_zero_grad" in self.names:
@@ -96,7 +97,9 @@ class StepHooks:
             clear(parameters)
 
     def before_optimizer_step(self, gradient: Any) -> Any:
-        """The gradient of the step ``(1, D)``, or one tensor a parameter, as the hooks leave it."""
+        """Return the gradient of the step ``(1, D)``, or one tensor per parameter, after the
+        hooks.
+        """
         changed = self._after_hooks(gradient) if self.before_step else gradient
         if "on_train_batch_end" in self.names:
             self._gradient = changed
@@ -131,7 +134,7 @@ class StepHooks:
             self._batch = (results, batch, index)
 
     def batch_end(self, missing: Sequence[int]) -> None:
-        """Call ``on_train_batch_end`` with ``.grad`` as the step had it.
+        """Call ``on_train_batch_end`` with the ``.grad`` of the step.
 
         ``missing``: parameters without a gradient, by place.
         """
@@ -153,7 +156,7 @@ class StepHooks:
 
 
 def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
-    """∇ℓ by parameter, None where ℓ does not depend on it; hooks on parameters are called."""
+    """Return ∇ℓ by parameter, None if ℓ does not depend on it; hooks on parameters are called."""
     # `training_step` may have left gradients, which plain training clears, too.
     clear(parameters)
     try:
@@ -171,7 +174,7 @@ def taken(parameters: Sequence[nn.Parameter]) -> Gradients:
 
 
 def dense(gradients: Gradients, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
-    """Gradients with zeros where a parameter has none."""
+    """Return gradients with zeros if a parameter has none."""
     pairs = zip(gradients, parameters, strict=True)
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 

@@ -1,8 +1,8 @@
-"""``concurrent`` on a CPU: several clients side by side in one process, each worker a thread.
+"""``concurrent`` on a CPU: several clients in parallel in one process, with one thread per worker.
 
 A client is trained on one intra-op thread whatever the number of workers, and the sum over clients
-does not depend on who finished when: the same bits for any number of workers, and as from the
-sequential engine on one thread.
+does not depend on the order in which they finish. So any number of workers gives the same bits, and
+so does the sequential engine on one thread.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ WAITING_BYTES = 2**28
 
 
 class Threads:
-    """A thread for each worker; the learner itself stays at the global model.
+    """One thread for each worker; the learner itself stays at the global model.
 
     Args:
-        workers: with ``draws=False``: the process has one random generator of each kind, which
-            threads would race for.
-        learner: the original; the workers' copies follow what its hooks change between rounds.
-        warn: called with a text when something drew random numbers nevertheless.
+        workers: workers with ``draws=False``, because the process has one random generator of each
+            kind, and threads would draw from it in random order.
+        learner: the original; the workers' copies follow changes by its hooks between rounds.
+        warn: called with a text if random numbers were drawn nevertheless.
     """
 
     def __init__(self, workers: list[Worker], learner: Any, warn: Callable[[str], None]) -> None:
@@ -103,7 +103,7 @@ class Threads:
 
 
 def largest_first(round: Round, leaves: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The leaves by number of steps, if updates that wait for their turn fit into memory."""
+    """Return the leaves by number of steps, if updates that wait for their turn fit into memory."""
     if len(leaves) * round.w.nbytes > WAITING_BYTES:
         return leaves
     return sorted(leaves, key=lambda leaf: -round.steps[leaf[1]])

@@ -1,4 +1,6 @@
-"""The model that Lightning validates: what a method evaluates, or averages of WeightAveraging."""
+"""The model that Lightning validates: the one that a method evaluates, or averages of
+WeightAveraging.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +13,15 @@ from fl_lightning.round.global_model import GlobalModel
 
 
 def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """The weights ``(D,)`` and buffers that are validated, exported and saved as a checkpoint's.
+    """Return the weights ``(D,)`` and buffers that Lightning validates, exports and saves in a
+    checkpoint.
 
-    Lightning's ``WeightAveraging`` keeps averages beside the model, and puts them in its place for
-    each validation. So they are put there here, and taken away again.
+    Lightning's ``WeightAveraging`` keeps averages separately, and replaces the model by them for
+    each validation. This function replaces the model by these averages in the same way, and then
+    restores the model.
 
     Args:
-        trainer: with the run's callbacks; None if there are no callbacks.
+        trainer: Trainer with the run's callbacks; None if there are no callbacks.
     """
     module = getattr(trainer, "lightning_module", None)
     callbacks = [] if module is None else list(filter(averages_weights, trainer.callbacks))
@@ -32,11 +36,13 @@ def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Te
 
 
 def averages_weights(callback: Any) -> bool:
-    """Tell whether a callback is a ``WeightAveraging``, of either Lightning, with averages."""
+    """Return whether a callback is a ``WeightAveraging``, of either Lightning package, with
+    averages.
+    """
     has_averages = getattr(callback, "_average_model", None) is not None
     return has_averages and has_base(callback, "WeightAveraging")
 
 
 def has_base(callback: Any, name: str) -> bool:
-    """Tell whether a callback is of a class of this name, of either Lightning."""
+    """Return whether a callback has a class of this name, of either Lightning package."""
     return any(kind.__name__ == name for kind in type(callback).__mro__)

@@ -9,7 +9,9 @@ from typing import Any
 def draw_clients(
     file: Any, name: str, values: Mapping[int, float], tuned: Mapping[int, float]
 ) -> None:
-    """The clients' values of a metric in ascending order, before and after fine-tuning, as PNG."""
+    """Draw the clients' values of a metric in ascending order, before and after fine-tuning, as
+    PNG.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""Clients' values as CSV: after the last round, and after every one that was measured."""
+"""Clients' values as CSV: after the last round, and after every round that was measured."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ def lines_of(rows: Iterable[list[object]]) -> str:
 
 
 def heading(table: Values, names: Sequence[str] = ()) -> list[object]:
-    """The columns of :func:`client_rows`."""
+    """Return the columns of :func:`client_rows`."""
     return ["client", "samples", *table, *(["name"] if names else [])]
 
 
 def client_rows(
     table: Values, samples: Mapping[int, int], names: Sequence[str] = ()
 ) -> list[list[object]]:
-    """A row per client: client, samples, every metric, its name where there are ``names``.
+    """Yield a row per client: client, samples, every metric, and its name if there are ``names``.
 
-    A metric is empty where a client has no value.
+    A metric is empty if a client has no value.
     """
     rows: list[list[object]] = []
     for client, number in samples.items():
@@ -43,7 +43,7 @@ def client_rows(
 class ClientRounds:
     """``clients_rounds.csv``: round, client, samples, every metric; rounds ascending.
 
-    A round's rows are added at its end, whatever the number of rounds before.
+    A round's rows are added at its end, whatever the number of earlier rounds.
     """
 
     def __init__(self, path: Path) -> None:
@@ -82,7 +82,7 @@ class ClientRounds:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
     def _rewrite(self, header: list[object], new: list[list[object]]) -> None:
-        """Write all rounds under a header that also has the columns of before."""
+        """Write all rounds under a header that also has the old columns."""
         old_header, old = self._read() if self.path.exists() else ([], [])
         every = [*old_header, *(name for name in header if name not in old_header)]
         named = [dict(zip(old_header, row, strict=True)) for row in old]
@@ -99,7 +99,7 @@ class ClientRounds:
             return list(next(csv.reader(file), []))
 
     def _read(self) -> tuple[list[object], list[list[object]]]:
-        """The header and the whole rows; a killed process may have left half of one."""
+        """Return the header and the complete rows; a killed process may have left half a row."""
         text = self.path.read_bytes().decode()
         whole = text[: text.rfind("\n") + 1]
         header, *rows = list(csv.reader(io.StringIO(whole))) or [[]]

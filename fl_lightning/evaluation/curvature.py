@@ -2,7 +2,7 @@
 
 G. H. Golub, C. F. Van Loan: Matrix Computations, ch. 10. M. F. Hutchinson: A stochastic estimator
 of the trace of the influence matrix for Laplacian smoothing splines (1990). Products with the
-Hessian come from differentiating twice.
+Hessian are computed by differentiating twice.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ class Curvature:
     """The curvature of the mean loss at a vector.
 
     Args:
-        top_eigenvalue: the largest, algebraically; NaN where something is not finite.
-        top_residual: ‖Hv - λv‖ / |λ| of it.
-        trace, trace_stderr: its estimate, and the standard error of that over the probes.
-        norm: of the vector.
-        products: how many products with the Hessian it took.
+        top_eigenvalue: the largest eigenvalue (not in absolute value); NaN if a value is not
+            finite.
+        top_residual: its ‖Hv - λv‖ / |λ|. trace, trace_stderr: the estimate of the trace, and its
+            standard error over the probes.
+        norm: norm of the vector.
+        products: number of products with the Hessian.
     """
 
     top_eigenvalue: float
@@ -53,7 +54,8 @@ class Curvature:
 class Hessian:
     """H of the mean loss over ``samples`` at x ``(D,)``: ``hessian(v)`` is Hv ``(D,)``, float64.
 
-    Its batches are read once and kept. Every process has to make the same products.
+    The batches of ``samples`` are read once and stay in memory. Every process has to make the same
+    products.
 
     Raises:
         UserError: the loss cannot be differentiated twice.
@@ -114,7 +116,9 @@ class Hessian:
         return (total.product / self._number).cpu().numpy()
 
     def _check_missing(self, gradients: Gradients, batch: Any, index: int) -> None:
-        """Refuse a loss that `backward()` gives gradients which no second derivative sees."""
+        """Refuse a loss to which `backward()` gives gradients that no second derivative
+        includes.
+        """
         copy = self.evaluator.copy
         loss = self.evaluator.loss(batch, index, graph=True)
         by_backward = differentiated(loss, copy.parameters)
@@ -128,14 +132,14 @@ class Hessian:
 
 
 def measure(hessian: Hessian, tolerance: float, probes: int, seed: int) -> Curvature:
-    """The curvature; random vectors are functions of the seed."""
+    """Return the curvature; random vectors are functions of the seed."""
     return measure_with_vector(hessian, tolerance, probes, seed)[0]
 
 
 def measure_with_vector(
     hessian: Hessian, tolerance: float, probes: int, seed: int
 ) -> tuple[Curvature, Vector]:
-    """The curvature, and the first eigenvector; zeros where something is not finite."""
+    """Return the curvature, and the first eigenvector; zeros if a value is not finite."""
     vector = np.zeros(hessian.size)
     try:
         value, vector = top(hessian, tolerance, seed)
@@ -150,10 +154,10 @@ def measure_with_vector(
 
 
 def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
-    """The largest eigenvalue, algebraically, and its eigenvector of length 1.
+    """Return the largest eigenvalue (not in absolute value), and its eigenvector of length 1.
 
-    They come from ARPACK's restarted Lanczos iteration, to ‖Hv - λv‖ ≤ ``tolerance`` |λ|. Where its
-    restarts do not suffice, the tolerance is loosened. The residual shows how far it came.
+    Both come from ARPACK's restarted Lanczos iteration, with ‖Hv - λv‖ ≤ ``tolerance`` |λ|. If its
+    restarts do not suffice, the tolerance is loosened. The residual shows the error that remains.
 
     Raises:
         FloatingPointError: a product is not finite.
@@ -195,13 +199,13 @@ def top(hessian: Hessian, tolerance: float, seed: int) -> tuple[float, Vector]:
 
 
 def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[float, float]:
-    """An estimate of the trace, and its standard error over so many probes z of ±1, rounding
-    included.
+    """Return an estimate of the trace, and its standard error over so many probes z of ±1,
+    including rounding.
 
-    tr H = tr Q'HQ + tr PHP with P = I - QQ': the first part is taken exactly, z'PHPz estimates the
-    second. Q holds ``along``, best the first eigenvector, and up to ``probes`` / 2 more directions
-    in which H is large, H times random vectors, so that the error is that of what is small (R. A.
-    Meyer et al.: Hutch++, 2021).
+    tr H = tr Q'HQ + tr PHP with P = I - QQ'. The first part is computed exactly, and z'PHPz
+    estimates the second. Q has ``along``, best the first eigenvector, and up to ``probes`` / 2 more
+    directions in which H is large: H times random vectors. So only the estimate for the small part
+    has an error (R. A. Meyer et al.: Hutch++, 2021).
     """
     n = hessian.size
     more = min(probes // 2, n // 2, SKETCH // n)
@@ -220,7 +224,7 @@ def trace(hessian: Hessian, probes: int, seed: int, along: Vector) -> tuple[floa
 
 
 def _differentiable_once(node: Any) -> bool:
-    """Tell whether another gradient would silently miss a part of a gradient's graph."""
+    """Return whether another gradient would silently miss a part of a gradient's graph."""
     seen = set()
     waiting = [node]
     while waiting:

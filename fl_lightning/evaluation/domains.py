@@ -11,10 +11,11 @@ Values = Mapping[int, float]
 def by_domain(
     values: Values, samples: Mapping[int, int], domains: Sequence[str]
 ) -> dict[str, float]:
-    """The mean of a metric over each domain's clients, weighted by test samples; NaN is no value.
+    """Return the mean of a metric over each domain's clients, weighted by test samples; NaN does
+    not count.
 
     Args:
-        values, samples: by client.
+        values, samples: values by client.
         domains: the domain of each client.
 
     >>> by_domain({0: 1.0, 1: 0.5, 2: 0.0}, {0: 3, 1: 1, 2: 2}, ["art", "art", "photo"])
@@ -30,7 +31,7 @@ def by_domain(
 
 
 def over_domains(values: Mapping[str, float], greater: bool) -> dict[str, float]:
-    """``_mean`` over domains, each of which counts alike, and the ``_worst``.
+    """Return ``_mean`` over domains, which all have the same weight, and the ``_worst``.
 
     >>> over_domains({"art": 0.75, "photo": 0.25}, greater=True)
     {'_mean': 0.5, '_worst': 0.25}
@@ -45,11 +46,12 @@ def rows_of_domains(
     domains: Sequence[str],
     greater: Mapping[str, bool],
 ) -> list[list[object]]:
-    """The lines of domains.csv: a row per domain, then the mean and the worst of each metric.
+    """Return the lines of domains.csv: a row per domain, then the mean and the worst of each
+    metric.
 
     Args:
         table: metric → client → value.
-        greater: by metric, whether greater is better.
+        greater: for each metric, whether greater is better.
     """
     names = [name for name, values in table.items() if values]
     columns = {name: by_domain(table[name], samples, domains) for name in names}

@@ -1,6 +1,6 @@
 """The loss of clients' samples at any vector.
 
-It is measured on a copy of the learner, in evaluation mode, without augmentation.
+The loss is measured on a copy of the learner, in evaluation mode, without augmentation.
 """
 
 from __future__ import annotations
@@ -53,8 +53,9 @@ GRAPH_BYTES = 2**28
 class OverSamples(Sums):
     """Sums over samples.
 
-    ``samples``: how many; ``loss``, ``gradient`` and ``product`` (of the Hessian and a vector):
-    each weighted by them; ``logs``: of what the learner logged, and ``logged``: of how many.
+    ``samples`` is their number. ``loss``, ``gradient`` and ``product`` (of the Hessian and a
+    vector) are weighted by it. ``logs`` are sums of logged values, and ``logged`` the numbers of
+    samples that logged them.
     """
 
     samples: Tensor | None = None
@@ -67,9 +68,10 @@ class OverSamples(Sums):
 
 @dataclass(frozen=True)
 class Measured:
-    """Means over ``samples`` samples, counted as often as clients hold them; NaN of none.
+    """Means over ``samples`` samples, counted as often as clients hold them; NaN if there are none.
 
-    ``logged``: what the learner logs, under its names; ``gradient``: of the loss ``(D,)``, float64.
+    ``logged``: values that the learner logs, under its names; ``gradient``: gradient of the loss
+    ``(D,)``, float64.
     """
 
     samples: int
@@ -79,21 +81,21 @@ class Measured:
 
 
 class Evaluator:
-    """Evaluates clients' samples on a copy of the learner as it is when this is made, buffers
-    included.
+    """Evaluates clients' samples on a copy of the learner, with the state and buffers that it has
+    when this is made.
 
-    The run sees nothing of it: neither its learner, nor random state, metrics or logs. The loss is
-    what ``training_step`` gives in evaluation mode, each batch weighted by its samples; what a step
-    draws is a function of the seed and the batch. Sums are in float64, over batches that do not
-    depend on who computes them: processes share the work, and 1, 2, 4, … of them have the same
-    bits. All of them have to call :meth:`mean` and :meth:`each`.
-    ``buffers``: what each batch starts from, the learner's at first.
+    An evaluation changes nothing of the run: neither its learner, nor random state, metrics or
+    logs. The loss is that of ``training_step`` in evaluation mode, and each batch is weighted by
+    its samples. Random draws in a step are a function of the seed and the batch. Sums are float64,
+    over batches that do not depend on which process computes them. Processes share the work, and 1,
+    2, 4, … of them have the same bits. All of them have to call :meth:`mean` and :meth:`each`.
+    ``buffers``: buffers with which each batch starts, at first the learner's.
 
     Args:
-        learner: any LightningModule; ``layout``: of its trainable parameters.
+        learner: any LightningModule; ``layout``: layout of its trainable parameters.
         data: a federated data module.
-        context: around each forward pass; ``convert``: ``(learner, batch) -> batch``, None: as it
-            is.
+        context: context manager around each forward pass; ``convert``: ``(learner, batch) ->
+            batch``, None: batches stay as they are.
 
     Example:
         >>> from fl_lightning.evaluation.samples import samples_of
@@ -145,7 +147,7 @@ class Evaluator:
 
     @classmethod
     def of_run(cls, run: Any, trainer: Any, exact: bool = False) -> Evaluator:
-        """The evaluator of a FederatedRun, with the batches that clients get.
+        """Return the evaluator of a FederatedRun, with the batches that clients get.
 
         ``exact``: without autocast.
         """
@@ -155,7 +157,9 @@ class Evaluator:
     def of_model(
         cls, model: GlobalModel, trainer: Any, data: Any, seed: int, exact: bool = False
     ) -> Evaluator:
-        """The evaluator of a GlobalModel, with the batches that clients get of ``data``."""
+        """Return the evaluator of a GlobalModel, with the batches that clients get from
+        ``data``.
+        """
         device = trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
@@ -166,10 +170,11 @@ class Evaluator:
 
     @classmethod
     def of_evaluated(cls, run: Any, trainer: Any, exact: bool = False) -> tuple[Evaluator, Tensor]:
-        """The evaluator of a FederatedRun, and the weights ``(D,)`` that Lightning validates.
+        """Return the evaluator of a FederatedRun, and the weights ``(D,)`` that Lightning
+        validates.
 
-        Averages of WeightAveraging and what the learner's validation hooks put in place of the
-        weights are in them, and in the evaluator's buffers.
+        The weights include averages of WeightAveraging and changes by the learner's validation
+        hooks; the same holds for the evaluator's buffers.
         """
         evaluator = cls.of_run(run, trainer, exact)
         vector, evaluator.buffers = evaluated(run.model, trainer)
@@ -177,7 +182,9 @@ class Evaluator:
         return evaluator, vector
 
     def follow(self, learner: Any, buffers: Mapping[str, Tensor]) -> None:
-        """Evaluate at these buffers from here on, and as the learner's hooks have left it."""
+        """Use these buffers for later evaluations, and the changes that the
+        learner's hooks have made.
+        """
         self.copy.follow(learner)
         self.copy.begin(self.data)
         self.copy.learner.eval()
@@ -188,12 +195,12 @@ class Evaluator:
     def mean(
         self, x: Tensor, samples: Samples, gradient: bool = False, step: str = "training_step"
     ) -> Measured:
-        """Means at x ``(D,)`` over all these samples together, the same in every process.
+        """Return means at x ``(D,)`` over all these samples together, the same in every process.
 
         Args:
-            gradient: whether to give that of the loss too.
-            step: whose logs are wanted, ``training_step``'s or ``validation_step``'s; the loss is
-                the former's.
+            gradient: whether to compute the gradient of the loss, too.
+            step: whose logs are returned, ``training_step``'s or ``validation_step``'s; the loss is
+                always ``training_step``'s.
         """
         size = self.size(x, samples, GRAPH_BYTES) if gradient else self.size(x, samples)
         return self.mean_of(x, self.shares(samples, size), gradient, step)
@@ -205,7 +212,7 @@ class Evaluator:
         gradient: bool = False,
         step: str = "training_step",
     ) -> Measured:
-        """:meth:`mean` over batches that :meth:`shares` gave."""
+        """Return :meth:`mean` over batches that :meth:`shares` returned."""
         total = self.sum(x, shares, self._term(gradient, step))
         states = gathered(self.copy.take_metrics())
         logged = {**_means(total), **self._of_metrics(states)}
@@ -216,10 +223,10 @@ class Evaluator:
         return Measured(number, float(total.loss / number), logged, mean_gradient)
 
     def each(self, x: Tensor, samples: Samples, step: str = "training_step") -> dict[str, Tensor]:
-        """Each client's means ``(n,)``, float64: ``samples``, ``loss`` and the logs.
+        """Return each client's means ``(n,)``, float64: ``samples``, ``loss`` and the logs.
 
-        They are in the order of ``samples``, and NaN for clients without samples, or for which the
-        learner logged nothing.
+        The means are in the order of ``samples``, and NaN for clients without samples or without
+        logs.
 
         Args:
             x: ``(D,)``, or one per client ``(n, D)``.
@@ -246,11 +253,12 @@ class Evaluator:
     def client(
         self, x: Tensor, client: int, indices: NDArray[np.int64], step: str = "training_step"
     ) -> dict[str, float]:
-        """One client's means at x ``(D,)``, in this process only: samples, loss and the logs.
+        """Return one client's means at x ``(D,)``, only in this process: samples, loss and the
+        logs.
 
         Args:
-            step: whose logs are wanted; ``validation_step``: as :meth:`validated` gives them, but
-                at x itself, whatever model the learner's hooks put in its place.
+            step: whose logs are returned; with ``validation_step`` as in :meth:`validated`, but at
+                x itself, even if the learner's hooks replace the model.
         """
         if not len(indices):
             return {"samples": 0, "loss": math.nan}
@@ -270,11 +278,12 @@ class Evaluator:
         return {**self._validated(x, client, shares, at_x=True), **values}
 
     def validated(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> dict[str, float]:
-        """What ``Trainer.validate`` would give for the model x ``(D,)`` on only these samples.
+        """Return what ``Trainer.validate`` would give for the model x ``(D,)`` on only these
+        samples.
 
         Returns:
-            ``samples``, all that the learner logs by its name, and ``loss``: what it logs as its
-            validation's, else what ``training_step`` gives in evaluation mode.
+            The values are ``samples``, all that the learner logs under their names, and ``loss``:
+            the loss that it logs in validation, else that of ``training_step`` in evaluation mode.
         """
         if not len(indices):
             return {"samples": 0, "loss": math.nan}
@@ -285,10 +294,11 @@ class Evaluator:
         return {"samples": len(indices), **logged, "loss": loss}
 
     def model(self, x: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Weights ``(D,)`` and buffers that are validated in place of x and :attr:`buffers`.
+        """Return the weights ``(D,)`` and buffers that are validated in place of x and
+        :attr:`buffers`.
 
-        They are others where the learner's own hooks, such as ``on_validation_start``, exchange
-        them.
+        The validated weights differ from x if the learner's own hooks, such as
+        ``on_validation_start``, replace them.
         """
         if not hooks_of(self.copy.learner) & frozenset(BEFORE):
             return x, self.buffers
@@ -303,7 +313,7 @@ class Evaluator:
         return weights.to(x), {name: buffer.clone() for name, buffer in own.buffers.items()}
 
     def _training_loss(self, x: Tensor, client: int, indices: NDArray[np.int64]) -> float:
-        """The training step's loss at the model that is validated in place of x."""
+        """Return the training step's loss at the model that is validated in place of x."""
         buffers = self.buffers
         point, self.buffers = self.model(x)
         try:
@@ -319,9 +329,9 @@ class Evaluator:
         validated: bool = False,
         twice: bool = False,
     ) -> list[Share]:
-        """One client's batches, of validation's size where they are ``validated``.
+        """Return one client's batches, with validation's size if they are ``validated``.
 
-        ``twice``: they are read once for two passes, unless there are too many to hold.
+        ``twice``: they are read once for two passes, unless they are too many for the memory.
         """
         samples = {client: indices}
         size = getattr(self.data, "eval_batch_size", None) if validated else None
@@ -331,9 +341,10 @@ class Evaluator:
     def _validated(
         self, x: Tensor, client: int, shares: list[Share], at_x: bool = False
     ) -> dict[str, float]:
-        """What the learner logs in one validation epoch on a client's batches; empty: no step.
+        """Return the learner's logs of one validation epoch on a client's batches; empty if there
+        is no step.
 
-        ``at_x``: x is what is measured, also where the learner's hooks exchange weights.
+        ``at_x``: measure x itself, even if the learner's hooks exchange weights.
         """
         if not overrides(self.copy.learner, "validation_step"):
             return {}
@@ -361,7 +372,7 @@ class Evaluator:
         return logged
 
     def _for_validation(self) -> LearnerCopy:
-        """The learner as it is now, for one validation: a copy where hooks or steps change it."""
+        """Return the learner for one validation: a copy of it if hooks or steps change it."""
         if self._stateless:
             return self.copy
         own = self.copy.another(aliased=keeps_frozen(self.copy.learner))
@@ -383,11 +394,11 @@ class Evaluator:
     def shares(
         self, samples: Samples, size: int, alone: bool = False, keep: bool = False
     ) -> list[Share]:
-        """This process's batches of up to ``size`` samples, each read when it is called for.
+        """Yield this process's batches of up to ``size`` samples, each read when it is requested.
 
-        A batch takes the next samples in the order of the clients: small clients share one where
-        tensors allow it. ``alone``: the batches of all processes. ``keep``: they are read now, for
-        many passes over the same samples.
+        A batch takes the next samples in the order of the clients; small clients share a batch if
+        tensors allow it. ``alone``: yield the batches of all processes. ``keep``: read them now,
+        for many passes over the same samples.
         """
         world, rank = (1, 0) if alone else place()
         shares: list[Share] = [
@@ -398,9 +409,10 @@ class Evaluator:
     def sum(
         self, x: Tensor, shares: Sequence[Share], term: Term, alone: bool = False
     ) -> OverSamples:
-        """Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: of this one).
+        """Return Σ of ``term`` at x ``(D,)`` over the batches of all processes (``alone``: only of
+        this one).
 
-        It is empty where there are no batches.
+        The sum is empty if there are no batches.
         """
         world, rank = (1, 0) if alone else place()
         tree: TreeSum[OverSamples] = TreeSum(len(shares))
@@ -416,9 +428,9 @@ class Evaluator:
         return total or OverSamples()
 
     def size(self, x: Tensor, samples: Samples, graph_bytes: int = 0) -> int:
-        """The number of samples that fit into a batch.
+        """Return the number of samples that fit into a batch.
 
-        It is measured on the first two samples, so it is the same in every process.
+        The number is found from the first two samples, so it is the same in every process.
         ``graph_bytes``: memory for the graph of a backward pass; 0 if there is no graph.
         """
         first = next(((c, indices[:2]) for c, indices in samples.items() if len(indices)), None)
@@ -433,7 +445,7 @@ class Evaluator:
         return max(1, min(MOST, int(fitting)))
 
     def _bytes_of_graph(self, x: Tensor, batch: Any, number: int) -> int:
-        """The memory of the tensors that a backward pass over this batch keeps."""
+        """Return the memory of the tensors that a backward pass over this batch keeps."""
         parameters = self.copy.x.untyped_storage().data_ptr()
         kept = 0
 
@@ -452,7 +464,7 @@ class Evaluator:
         return kept
 
     def loss(self, batch: Any, index: int, graph: bool) -> Tensor:
-        """The mean loss of a batch; ``graph``: with what its gradient needs."""
+        """Return the mean loss of a batch; with ``graph`` also the graph of its gradient."""
         self._graph = graph or self._builds_graph
         try:
             return self.copy.loss(batch, index)[1]
@@ -497,7 +509,9 @@ class Evaluator:
         return term
 
     def _validation(self, batch: Any, index: int) -> None:
-        """A step of validation, with the learner's hooks around it, on samples of many clients."""
+        """Take a step of validation, with the learner's hooks around it, on samples of many
+        clients.
+        """
         self._graph = False
         learner = self.copy.learner
         if self.convert_validation is not None:
@@ -511,7 +525,7 @@ class Evaluator:
             learner.validation_step(*called_with(learner.validation_step, batch, index))
 
     def _one(self, term: Term, batch: Any, number: int, index: int) -> OverSamples:
-        """A term of one batch, from the server's buffers."""
+        """Return a term of one batch, with the server's buffers."""
         # A step's random draws depend only on the batch's number, and not on the process that
         # computes it.
         self.copy.logged = {}
@@ -531,7 +545,7 @@ class Evaluator:
 
     @contextmanager
     def _at(self, x: Tensor, own: LearnerCopy | None = None) -> Iterator[None]:
-        """Within, the copy of the learner (None: that of all measurements) is at x ``(D,)``."""
+        """Within this context the copy of the learner (None: the common one) is at x ``(D,)``."""
         own = own or self.copy
         own.reset()
         own.go_to(x)
@@ -539,7 +553,9 @@ class Evaluator:
             yield
 
     def _of_metrics(self, states: Sequence[metric_states.MetricStates | None]) -> dict[str, float]:
-        """The values of the learner's torchmetrics that were logged, over all they have seen."""
+        """Return the values of the learner's logged torchmetrics, over all samples that they
+        have seen.
+        """
         by_rank = {rank: state for rank, state in enumerate(states) if state is not None}
         return metric_states.merged_into(self.copy.learner, by_rank) if by_rank else {}
 

@@ -19,7 +19,7 @@ from fl_lightning.round.group import ClientGroup
 
 
 class OwnMetrics(dict[str, Tensor]):
-    """Columns ``(n, 1)`` by name; NaN under any name where no client of the group has samples."""
+    """Columns ``(n, 1)`` by name; NaN under any name if no client of the group has samples."""
 
     def __init__(self, columns: dict[str, Tensor], empty: bool) -> None:
         super().__init__(columns)
@@ -33,11 +33,12 @@ class OwnMetrics(dict[str, Tensor]):
 
 
 class ClientEvaluation:
-    """Evaluates clients' own samples on one copy of the learner, made when it is first needed.
+    """Evaluates clients' own samples on one copy of the learner, which is made when it is first
+    needed.
 
     Args:
-        learner: whose steps measure; ``data``: a federated data module.
-        make: makes the evaluator.
+        learner: learner whose steps measure; ``data``: a federated data module.
+        make: function that makes the evaluator.
     """
 
     def __init__(self, learner: Any, data: Any, make: Callable[[], Evaluator]) -> None:
@@ -50,7 +51,7 @@ class ClientEvaluation:
         self._round: Round | None = None
 
     def __call__(self, group: ClientGroup, x: Tensor, what: str) -> dict[str, Tensor]:
-        """The columns of :meth:`Clients.evaluate`."""
+        """Return the columns of :meth:`Clients.evaluate`."""
         if what not in ("train", "test"):
             raise ValueError(
                 f"clients.evaluate: what={what!r} is not known; it is 'train' or 'test'"
@@ -83,7 +84,9 @@ class ClientEvaluation:
         return OwnMetrics(columns, empty)
 
     def _of_round(self, round: Round) -> Evaluator:
-        """The evaluator with the round's buffers, and as the learner's hooks have left it."""
+        """Return the evaluator with the round's buffers, and with changes by the learner's
+        hooks.
+        """
         learner = self._learner
         if self._evaluator is None:
             with _shims_put_aside(learner):
@@ -96,7 +99,7 @@ class ClientEvaluation:
 
 @contextmanager
 def _shims_put_aside(learner: Any) -> Iterator[None]:
-    """Within, the learner can be copied without the engine that trains in it."""
+    """Within this context the learner can be copied, because the engine's shims are removed."""
     put_aside: list[tuple[Any, dict[str, Any]]] = []
     for part in lightning_modules(learner):
         names = [name for name in IN_STEPS if name in vars(part)]

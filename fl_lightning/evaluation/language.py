@@ -1,4 +1,4 @@
-"""What loggers of language models have in common: the network, its tokens, and files of rows."""
+"""The common part of loggers of language models: the network, its tokens, and files of rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fl_lightning.learner.modules import modes
 
 
 class LanguageMeasurement(Measurement):
-    """Base class of loggers that ask a language model about rows of a file after some rounds.
+    """Base class of loggers that ask a language model about the rows of a file, after some rounds.
 
     Args:
         path: JSON lines, or one JSON list.
@@ -32,15 +32,15 @@ class LanguageMeasurement(Measurement):
         self.rows = self.checked(read_records(self.path, type(self).__name__))
 
     def checked(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """The rows, if all have the required fields.
+        """Return the rows, after checking that all have the required fields.
 
         Raises:
-            UserError: names the first that has not.
+            UserError: it names the first row that lacks them.
         """
         raise NotImplementedError  # abstract: each logger decides which rows it accepts
 
     def place(self, number: int) -> str:
-        """Where a row stands, for messages."""
+        """Return the place of a row, for messages."""
         return f"{type(self).__name__}: {str(self.path)!r}, record {number + 1},"
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -67,13 +67,15 @@ class LanguageMeasurement(Measurement):
             )
 
     def lengths(self, encoder: Any) -> list[int]:
-        """The most tokens that each row puts before the network."""
+        """Return the largest number of tokens that each row gives to the network."""
         raise NotImplementedError  # abstract: each logger decides what it asks about a row
 
 
 @contextmanager
 def as_measured(module: Any) -> Iterator[Any]:
-    """The learner with the evaluated weights, in evaluation mode; nothing is left of its use."""
+    """Within this context the learner has the evaluated weights, in evaluation mode; afterwards
+    it is unchanged.
+    """
     learner = module.learner
     training = [part for part, mode in modes(learner) if mode]
     vector = module.global_vector.detach()

@@ -1,4 +1,4 @@
-"""Loggers that measure the model after a round, outside of it: they change nothing of the round."""
+"""Loggers that measure the model after a round; they do not change the round."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fl_lightning.machine.processes import gathered
 
 
 class Measurement(FederatedCallback):
-    """Base class of loggers that measure the evaluated model after some rounds and the last.
+    """Base class of loggers that measure the evaluated model after some rounds and after the last.
 
-    It measures where (t + 1) mod ``every_n_rounds`` = 0; None: only after the last round. A run
-    that a signal stops has no last round: it will be resumed.
+    A logger measures if (t + 1) mod ``every_n_rounds`` = 0; None: only after the last round. If a
+    signal stops a run, no round counts as the last, because the run will be resumed.
 
     Raises:
         UserError: ``every_n_rounds`` is neither None nor an integer above 0.
@@ -29,11 +29,11 @@ class Measurement(FederatedCallback):
         self._ended = self._measured = self._validated = -1  # rounds
 
     def measure(self, module: Any) -> dict[str, float]:
-        """The values to log of this FederatedModule; called in every process."""
+        """Return the values to log for this FederatedModule; called in every process."""
         raise NotImplementedError  # abstract: each logger measures something else
 
     def validated(self, t: int) -> bool:
-        """Tell whether the model of round t was validated."""
+        """Return whether the model of round t was validated."""
         return self._validated == t
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -56,7 +56,7 @@ class Measurement(FederatedCallback):
             self._measure(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Measure the last round, where only now it is known to be that."""
+        """Measure the last round, if it is known only now that it was the last."""
         # After an early stop the last round is an earlier one than `max_epochs` gives.
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
             self._measure(trainer)

@@ -1,4 +1,4 @@
-"""Clients' personal models after a round, and how well each does on its client's test samples."""
+"""Clients' personal models after a round, and their values on each client's test samples."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ PersonalModel = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers
 
 
 class Sizes(dict[int, int]):
-    """N_i of a client, computed when it is asked for: with a million clients few are asked for."""
+    """N_i of a client, computed on request, because only a few of a million clients are read."""
 
     def __init__(self, data: Any) -> None:
         super().__init__()
@@ -49,13 +49,14 @@ class Sizes(dict[int, int]):
 
 @dataclass(frozen=True)
 class PersonalModels:
-    """The clients' personal models: by ``personal``, else the evaluated model with kept parts.
+    """The clients' personal models: the result of ``personal``, else the evaluated model with kept
+    parts.
 
     Args:
-        round: the facts of the round that was committed last; w, the evaluated model and buffers
-            as they are after it; ``read`` gives the committed rows of the clients that are asked
-            for.
-        evaluate: behind ``clients.evaluate``; ``ledger``: by which methods read their state.
+        round: the facts of the last committed round; w, the evaluated model and buffers are those
+            after it. ``read`` returns committed rows of clients.
+        evaluate: function behind ``clients.evaluate``; ``ledger``: through which methods read their
+            state.
     """
 
     round: Round
@@ -64,13 +65,13 @@ class PersonalModels:
     ledger: Callable[[Round], Ledger] = Ledger
 
     def of(self, client: int) -> PersonalModel:
-        """The model of one client.
+        """Return the model of one client.
 
-        It is the evaluated one where the client never finished a round, but for methods that have
-        one for all. Of parts that were not averaged after the last round it is w.
+        The model is the evaluated one if the client never finished a round, except for methods with
+        one model for all. Parts that were not averaged after the last round have the values of w.
 
         Raises:
-            UserError: what the client keeps for itself is at its site.
+            UserError: the client's own state is at its site.
         """
         round = replace(self.round, ids=[client])
         if round.read(AT_SITES, client) is not None:
@@ -97,15 +98,15 @@ class PersonalModels:
 
 
 def of_run(run: Any, trainer: Any) -> PersonalModels:
-    """Personal models of a FederatedRun after its rounds so far.
+    """Return personal models of a FederatedRun after its rounds so far.
 
-    Each process has those of the clients whose rows live there. ``trainer``: whose callbacks may
-    average weights, or None.
+    Each process has the values of the clients whose rows it keeps. ``trainer``: Trainer whose
+    callbacks may average weights, or None.
     """
     if run.loop is None:
         raise UserError(
-            "personal models exist only after a run has begun. Ask for them after trainer.fit, or "
-            "in a callback."
+            "personal models exist only after a run has begun. Ask for personal models after "
+            "trainer.fit, or in a callback."
         )
     facts = run.loop.round_at(max(run.state.rounds - 1, 0))
     vector, buffers = evaluated(run.model, trainer)
@@ -117,13 +118,13 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
 def of_checkpoint(
     saved: dict[str, Any], model: GlobalModel, methods: Methods, trainer: Any, data: Any, path: str
 ) -> PersonalModels:
-    """Personal models of a checkpoint; w and the buffers are set too.
+    """Return personal models of a checkpoint; w and the buffers are set, too.
 
     Args:
-        trainer: on whose device clients' samples are evaluated, where a method asks for it.
+        trainer: Trainer on whose device clients' samples are evaluated, if a method needs it.
         model: its learner must hold the checkpoint's state dict already.
-        methods: the run's, as its config has them; ``data``: its data module, from which sizes are
-            read where a method asks for them; ``path``: of the checkpoint, beside which client rows
+        methods: the run's methods from its config; ``data``: its data module, from which sizes are
+            read if a method needs them; ``path``: path of the checkpoint, beside which client rows
             lie.
     """
     held = federated_part(saved)
@@ -159,13 +160,13 @@ def of_checkpoint(
 
 
 def check_client(client: int, m: int) -> None:
-    """Refuse a number that is no client's."""
+    """Refuse a number that is not a client's."""
     if not 0 <= client < m:
         raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
 
 
 def of_client(run: Any, client: int, trainer: Any) -> PersonalModel:
-    """One client's personal model, the same in every process of a FederatedRun."""
+    """Return one client's personal model, the same in every process of a FederatedRun."""
     models = of_run(run, trainer)
     check_client(client, models.round.num_clients)
     # The process that stores the client's rows has its model, and sends it to all other processes.
@@ -176,12 +177,12 @@ def of_client(run: Any, client: int, trainer: Any) -> PersonalModel:
 
 
 class Elsewhere(Protocol):
-    """A callback that measures clients whose samples are in no process of the run."""
+    """A callback that measures clients whose samples are not in a process of the run."""
 
     measures_clients: bool
 
     def one_client(self, module: Any) -> dict[str, float] | None:
-        """Values of one client at the present model; None: none can be had yet.
+        """Return values of one client at the present model; None: no client can be measured yet.
 
         Raises:
             UserError: no client has test samples.
@@ -190,11 +191,13 @@ class Elsewhere(Protocol):
     def measured(
         self, module: Any, ids: Sequence[int], finetune_epochs: float
     ) -> tuple[dict[int, dict[str, dict[str, float]]], dict[int, int]]:
-        """As :func:`measured`, and each client's number of test samples; some may be left out."""
+        """As :func:`measured`, with each client's number of test samples; some clients may be
+        left out.
+        """
 
 
 def elsewhere(trainer: Any) -> Elsewhere | None:
-    """The callback that measures clients elsewhere; None: their samples are here."""
+    """Return the callback that measures clients elsewhere; None: their samples are in this run."""
     for callback in trainer.callbacks:
         if getattr(callback, "measures_clients", False):
             measuring: Elsewhere = callback
@@ -209,17 +212,17 @@ def measured(
     finetune_epochs: float = 0,
     models: PersonalModels | None = None,
 ) -> dict[int, dict[str, dict[str, float]]]:
-    """Each client's personal model measured on its own test samples; every process calls it.
+    """Return each client's personal model's values on its own test samples; every process calls it.
 
     Args:
         run: a FederatedRun; ``trainer``: the Trainer that fits it.
         finetune_epochs: local epochs of fine-tuning before a second measurement.
-        models: the clients'; None: the run's, after its rounds so far.
+        models: the clients' models; None: the run's, after its rounds so far.
 
     Returns:
         ``{client: {"": values, "_finetuned": values}}``, as :meth:`Evaluator.validated` gives them:
-        ``samples``, ``loss`` and what the learner logs in validation, under its names; of a client
-        without test samples, empty. The second is there where ``finetune_epochs`` is above 0.
+        ``samples``, ``loss`` and the learner's validation logs, under their names; empty for a
+        client without test samples. The second entry exists if ``finetune_epochs`` is above 0.
     """
     data = trainer.datamodule
     (world, rank) = place()
@@ -249,9 +252,9 @@ def measured(
 class FineTuning:
     """Trains a client's model for some more local epochs, on a copy of the learner.
 
-    Nothing of it is kept. All parameters are trained by the client optimizer at the rate of the
-    round that was committed last, without methods and clipping. Batches and draws of a step are
-    functions of (seed, round, client), and are not the round's.
+    The fine-tuned model is not kept. The client optimizer trains all parameters at the rate of the
+    last committed round, without methods and clipping. Batches and random draws of a step are
+    functions of (seed, round, client), and differ from the round's.
     """
 
     def __init__(self, run: Any, trainer: Any, epochs: float) -> None:
@@ -275,7 +278,9 @@ class FineTuning:
     def __call__(
         self, round: Round, client: int, weights: Tensor, buffers: Mapping[str, Tensor]
     ) -> PersonalModel:
-        """The client's model after ``epochs`` more, from ``weights`` ``(D,)`` and ``buffers``."""
+        """Return the client's model after ``epochs`` more, from ``weights`` ``(D,)`` and
+        ``buffers``.
+        """
         steps = self.cohort.steps_of(client, self.epochs)
         factor = decay_factor(self.settings.lr_decay, round.t)
         own_round = replace(
@@ -299,7 +304,7 @@ class FineTuning:
 
 @dataclass(frozen=True)
 class OtherBatches:
-    """A data module whose clients see their samples in an order of its own."""
+    """A data module in which clients' samples have another order."""
 
     data: Any
 

@@ -1,4 +1,4 @@
-"""Records of instructions: read from files, and made into prompts."""
+"""Records of instructions: read from files, and converted to prompts."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ INPUT = ("input", "context")
 
 
 def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, or of one JSON list.
+    """Read the records of a file of JSON lines, or of one JSON list.
 
     Raises:
-        UserError: it is not there, or holds something else.
+        UserError: the file does not exist, or holds something else than results.
     """
     expected = "one JSON object per line, or one JSON list of objects"
     try:
@@ -63,10 +63,10 @@ def check_template(wanted_by: str, template: str) -> None:
 
 
 def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str, str]:
-    """A record's prompt and its answer.
+    """Return a record's prompt and its answer.
 
     Args:
-        place: of the record, for the message.
+        place: place of the record, for the message.
 
     Raises:
         UserError: it has no instruction or no output.

@@ -1,4 +1,6 @@
-"""The samples that are measured, and their batches: client after client, small ones together."""
+"""The samples that are measured, and their batches: client after client; small clients share a
+batch.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,14 @@ Counted = tuple[Any, int]  # a batch and its number of samples
 
 
 def samples_of(data: Any) -> Samples:
-    """All clients' training samples."""
+    """Return all clients' training samples."""
     return {i: data.client_indices(i) for i in range(int(data.num_clients))}
 
 
 def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
-    """So many of all clients' samples, drawn without replacement; None, or no fewer: all.
+    """Draw so many of all clients' samples, without replacement; None, or no fewer: all.
 
-    A sample that several clients hold can come several times. The draw is a function of (seed,
+    A sample that several clients hold can occur several times. The draw is a function of (seed,
     purpose).
     """
     sizes = data.client_sizes()
@@ -43,7 +45,9 @@ def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
 
 
 def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64]]]]:
-    """Batches of exactly ``size`` samples, but for the last, as parts (client, its samples)."""
+    """Yield batches of exactly ``size`` samples, except the last, as parts (client, its
+    samples).
+    """
     batches: list[list[tuple[int, NDArray[np.int64]]]] = []
     room = 0
     for client, indices in samples.items():
@@ -60,7 +64,9 @@ def pieces(samples: Samples, size: int) -> list[list[tuple[int, NDArray[np.int64
 
 
 def together(read: list[Counted]) -> list[Counted]:
-    """Batches as one, where all their leaves are tensors of one row a sample; else as they are."""
+    """Join batches to one if all their leaves are tensors with one row per sample; else leave
+    them as they are.
+    """
     flat = [tree_flatten(batch) for batch, _ in read]
     first, spec = flat[0]
     if len(read) == 1 or not first:
@@ -79,7 +85,7 @@ def together(read: list[Counted]) -> list[Counted]:
 
 
 def copies(batches: list[Counted]) -> list[Counted]:
-    """The same batches in memory of their own: a learner may change its batch in place."""
+    """Copy the batches to their own memory, because a learner may change its batch in place."""
     return [(tree_map(_copied, batch), number) for batch, number in batches]
 
 

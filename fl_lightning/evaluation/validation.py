@@ -1,7 +1,7 @@
-"""One validation epoch of a learner by itself: its hooks, its steps, and what it logs in them.
+"""One validation epoch of a learner: its hooks, its steps, and its logs.
 
-The order of the calls and the reductions of logged values are Lightning's. So a client's samples
-give the values that ``Trainer.validate`` would give on only these samples.
+The order of the calls and the reductions of logged values are the same as Lightning's. So a
+client's samples give the values that ``Trainer.validate`` would give on only these samples.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ Batches = Iterable[tuple[Any, int]]  # each batch with its number of samples
 
 
 def hooks_of(learner: object) -> frozenset[str]:
-    """The validation hooks that a learner has of its own."""
+    """Return the validation hooks that a learner overrides."""
     return frozenset(name for name in (*BEFORE, *OF_BATCHES, *AFTER) if overrides(learner, name))
 
 
@@ -41,11 +41,11 @@ class ValidationEpoch:
     """Calls a learner's validation hooks and steps as Lightning does for one loader.
 
     Args:
-        learner: a copy, whose parameters and buffers are in place. Its ``log`` and ``log_dict`` are
-            replaced for good.
-        context: around each call of the learner.
-        convert: ``(learner, batch) -> batch``; None: as it is.
-        seed: called with the number of each batch before it.
+        learner: a copy whose parameters and buffers are set. The ``log`` and ``log_dict`` of this
+            copy are replaced permanently.
+        context: context manager around each call of the learner.
+        convert: ``(learner, batch) -> batch``; None: batches stay as they are.
+        seed: called with the number of each batch before the batch.
     """
 
     def __init__(
@@ -66,13 +66,13 @@ class ValidationEpoch:
             object.__setattr__(part, "log_dict", self.logs.log_dict)
 
     def begin(self) -> None:
-        """Call the hooks that come before the first batch."""
+        """Call the hooks before the first batch."""
         self.seed(0)
         for name in BEFORE:
             self._call(name)
 
     def run(self, batches: Batches) -> dict[str, float]:
-        """What the learner logs for these batches by name, after :meth:`begin`."""
+        """Return the learner's logs for these batches by name, after :meth:`begin`."""
         for index, (batch, samples) in enumerate(batches):
             self.seed(index)
             if self.convert is not None:
@@ -105,9 +105,9 @@ class ValidationEpoch:
 
 
 class EpochLogs:
-    """What a learner logs in one epoch of validation, reduced over its batches as Lightning does.
+    """The learner's logs in one epoch of validation, reduced over its batches as in Lightning.
 
-    ``hook``: in which the learner is.
+    ``hook``: the hook that is running.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -123,7 +123,9 @@ class EpochLogs:
         self._metrics: dict[tuple[str, str], Metric] = {}
 
     def batch_starts(self, batch: Any, samples: int) -> None:
-        """Weigh means by this batch from here on. None means that no batch is present."""
+        """Weigh the means by the size of this batch until the next one
+        starts. None means that there is no batch.
+        """
         self._batch = batch
         self._samples = samples
         self._size = None
@@ -167,7 +169,9 @@ class EpochLogs:
             self.log(name, value, *arguments, **flags)
 
     def take(self) -> dict[str, float]:
-        """The values by name, of a name that several hooks log the last one's; then none."""
+        """Return the values by name, and forget them; if several hooks log a name, the last
+        one's value counts.
+        """
         # In a collection, metrics with equal states share those of the first. Asking for all
         # metrics makes the others refer to these states.
         for collection in self._collections:
@@ -182,7 +186,7 @@ class EpochLogs:
         return values
 
     def _batch_size(self) -> int:
-        """The batch's number of samples, as Lightning finds it."""
+        """Return the batch's number of samples, as Lightning finds it."""
         if self._size is None:
             self._size = self._samples
             # Lightning cannot find the size of a batch without a tensor.

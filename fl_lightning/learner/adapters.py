@@ -20,9 +20,9 @@ class Adapter:
 
     Args:
         name: the path of the module that holds the pair, and the adapter's own name in it, if it
-            has one: ``"encoder.query.default"``.
-        a, b: names of the parameters A, ``(rank, in)``, and B, ``(out, rank)``.
-        weight: name of the frozen weight; empty if there is none beside the pair.
+            has one: ``"encoder.query.default"``. a, b: names of the parameters A, ``(rank, in)``,
+            and B, ``(out, rank)``.
+        weight: name of the frozen weight; empty if there is none for the pair.
         rank: rows of A.
         scale: alpha / rank, or what else the module multiplies with.
         transposed: whether the weight is stored as ``(in, out)``, as GPT-2's ``Conv1D`` is. What is
@@ -46,14 +46,15 @@ class Adapter:
     says_scale: bool = True
 
     def matrices(self, vector: Tensor) -> tuple[Tensor, Tensor]:
-        """A ``(rank, in)`` and B ``(out, rank)``, views into a vector ``(D,)``."""
+        """Return A ``(rank, in)`` and B ``(out, rank)``, views into a vector ``(D,)``."""
         a, b = (vector[place] for place in self.places)
         return a.view(self.rank, -1), b.view(-1, self.rank)
 
     def addition(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
-        """Factors of what left @ right, in place of B A, adds to the weight as it is stored.
+        """Return factors of the addition to the stored weight if left @ right takes the place of B
+        A.
 
-        It is scale * left @ right, transposed where the weight is.
+        The addition is scale * left @ right, transposed if the weight is.
         """
         if self.transposed:
             return right.T, self.scale * left.T
@@ -61,7 +62,7 @@ class Adapter:
 
     @property
     def size(self) -> int:
-        """Numbers per rank: in + out."""
+        """Return the numbers per rank: in + out."""
         a, b = self.places
         return int(a.stop - a.start + b.stop - b.start) // self.rank
 
@@ -69,10 +70,10 @@ class Adapter:
 def adapters_of(
     learner: nn.Module, layout: Mapping[str, tuple[slice, torch.Size]]
 ) -> list[Adapter]:
-    """The adapters among the trainable parameters, in the order of the layout.
+    """Return the adapters among the trainable parameters, in the order of the layout.
 
-    Two of them are a pair if their names differ only in ``lora_A`` and ``lora_B``. peft's adapters
-    are found, and modules with parameters of these names.
+    Two parameters are a pair if their names differ only in ``lora_A`` and ``lora_B``. The names of
+    peft's adapters differ so, and modules of your own may use the same names.
     """
     pairs = [(name, name.replace(A, B)) for name in layout if A in name]
     pairs = [(a, b) for a, b in pairs if b in layout]
@@ -112,7 +113,7 @@ def adapters_of(
 
 
 def beside(path: str, parameters: Mapping[str, nn.Parameter], pair: tuple[str, str]) -> str:
-    """The name of the frozen weight that belongs to a pair; empty: there is none."""
+    """Return the name of the frozen weight that belongs to a pair; empty if there is none."""
     prefix = f"{path}." if path else ""
     for name in (f"{prefix}base_layer.weight", f"{prefix}weight"):
         parameter = parameters.get(name)
@@ -152,7 +153,9 @@ def scale_notes(layout: Any, methods: Any) -> list[str]:
 
 
 def users_of_parameters(learner: nn.Module) -> dict[int, list[str]]:
-    """Paths of the modules that hold each parameter as their own, by the parameter's id."""
+    """Return the paths of the modules that hold each parameter as their own, by the parameter's
+    id.
+    """
     users: dict[int, list[str]] = {}
     for path, module in learner.named_modules():
         for parameter in module._parameters.values():
@@ -162,9 +165,9 @@ def users_of_parameters(learner: nn.Module) -> dict[int, list[str]]:
 
 
 def why_no_product(layout: Any) -> str:
-    """Why the adapters of a layout add something else than scale · B A; empty: they do not.
+    """Return why the adapters of a layout add something else than scale · B A; empty: they do not.
 
-    The text names the parameter.
+    The text that is returned names the parameter.
     """
     for name in layout:
         if "lora_embedding_" in name:
@@ -187,7 +190,7 @@ def check_products(layout: Any, asking: str) -> None:
     """Refuse adapters of which a method cannot take products.
 
     Raises:
-        UserError: naming the method, ``asking``, and the parameter.
+        UserError: it names the method, ``asking``, and the parameter.
     """
     if why := why_no_product(layout):
         raise UserError(
@@ -202,7 +205,7 @@ def check_untied(layout: Any, asking: str) -> None:
     """Refuse adapters whose frozen weight a method cannot change.
 
     Raises:
-        UserError: naming the method, ``asking``, and the weight.
+        UserError: it names the method, ``asking``, and the weight.
     """
     for adapter in layout.adapters:
         if not adapter.weight:
@@ -223,7 +226,7 @@ def check_there(layout: Any, asking: str) -> None:
     """Refuse a learner without adapters.
 
     Raises:
-        UserError: naming the method, ``asking``, and how LoRA is added.
+        UserError: it names the method, ``asking``, and says how to add LoRA.
     """
     if not layout.adapters:
         raise UserError(

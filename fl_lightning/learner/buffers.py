@@ -1,4 +1,6 @@
-"""The fate of a learner's buffers: statistics have a mean, counters a maximum, memory stays."""
+"""How a learner's buffers are combined: statistics by their mean, counters by their maximum;
+memory stays.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,14 @@ class BufferPolicy:
     """Decides which buffers the server averages, and which each client keeps as its own.
 
     Args:
-        given: one word for all, or patterns of names with a word each, of which the first that fits
-            decides; buffers that none fits are ``"average"``.
+        given: one word for all buffers, or patterns of names with a word each. The first pattern
+            that matches decides; buffers without a match are ``"average"``.
 
     ``as_buffers``: frozen parameters that the learner's steps write, which are averaged as weights
         are.
 
     Raises:
-        UserError: a pattern fits no buffer.
+        UserError: a pattern matches no buffer.
     """
 
     def __init__(self, learner: nn.Module, given: str | Mapping[str, str]) -> None:
@@ -49,7 +51,7 @@ class BufferPolicy:
         self._check([*slots, *frozen] if slots else [])
 
     def _check(self, names: list[str]) -> None:
-        """Refuse a pattern that fits none of these names."""
+        """Refuse a pattern that matches none of these names."""
         # A learner without buffers accepts any patterns, so that one config serves several
         # networks.
         if isinstance(self.given, str) or not names:
@@ -62,7 +64,7 @@ class BufferPolicy:
                 )
 
     def word(self, name: str) -> str:
-        """The user's word for a buffer; empty where the buffer's name decides."""
+        """Return the user's word for a buffer; empty if the buffer's name decides."""
         if isinstance(self.given, str):
             return "" if self.given == "average" else self.given
         for pattern, word in self.given.items():
@@ -71,12 +73,14 @@ class BufferPolicy:
         return ""
 
     def averages(self, name: str, value: Tensor) -> bool:
-        """Tell whether the server takes the clients' mean, of integers the maximum."""
+        """Return whether the server takes the clients' mean, or for integers the maximum."""
         word = self.word(name)
         return word == "average" or (word != "keep" and self.known(name, value))
 
     def known(self, name: str, value: Tensor) -> bool:
-        """Tell whether it is a normalisation layer's statistic, a counting integer, or a weight."""
+        """Return whether it is a normalisation layer's statistic, a counting integer, or a
+        weight.
+        """
         leaf = name.rpartition(".")[2]
         if name in self.of_norms:
             return True
@@ -85,15 +89,15 @@ class BufferPolicy:
         return value.numel() == 1 and bool(COUNTER & set(leaf.lower().split("_")))
 
     def own(self, names: Iterable[str]) -> frozenset[str]:
-        """The buffers that each client keeps as its own."""
+        """Return the buffers that each client keeps as its own."""
         return frozenset(name for name in names if self.word(name) == "own")
 
     def untold(self, name: str, value: Tensor) -> bool:
-        """Tell whether only its name makes it the server's, and no note has said so yet."""
+        """Return whether only its name makes it the server's, and no note has said so yet."""
         return name not in self._told and not self.word(name) and not self.known(name, value)
 
     def name_kept(self, changed: Collection[str], note: Callable[[str], None]) -> None:
-        """Say of buffers that local steps change that the server's stay as they are."""
+        """Note which buffers change in local steps although the server keeps its own values."""
         names = sorted(set(changed) - self._told)
         if not names:
             return
@@ -111,7 +115,7 @@ class BufferPolicy:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether a module is a normalisation layer, by its class or a base class."""
+    """Return whether a module is a normalisation layer, by its class or a base class."""
     # A whole learner is not a normalisation layer, whatever its name is.
     if lightning_base(module) is not None:
         return False
@@ -125,7 +129,7 @@ def is_norm(module: nn.Module) -> bool:
 def buffer_slots(
     learner: nn.Module,
 ) -> tuple[dict[str, list[tuple[nn.Module, str]]], dict[str, Tensor | None]]:
-    """The places of each buffer (a shared one has several), and its tensor, or None."""
+    """Return the places of each buffer (a shared one has several), and its tensor, or None."""
     slots: dict[str, list[tuple[nn.Module, str]]] = {}
     tensors: dict[str, Tensor | None] = {}
     names: dict[int, str] = {}
@@ -139,7 +143,9 @@ def buffer_slots(
 
 
 def buffer_values(learner: nn.Module, as_buffers: Collection[str] = ()) -> dict[str, Tensor]:
-    """Copies of a learner's buffers by name, and of the parameters counted ``as_buffers``."""
+    """Return copies of a learner's buffers by name, and of the parameters counted
+    ``as_buffers``.
+    """
     values = {n: b.detach().clone() for n, b in learner.named_buffers() if b is not None}
     named = learner.named_parameters() if as_buffers else ()
     return values | {n: p.detach().clone() for n, p in named if n in as_buffers}

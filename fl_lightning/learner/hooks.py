@@ -1,4 +1,4 @@
-"""The learner's own hooks, called on the global model as if the learner were trained by itself."""
+"""The learner's own hooks, called on the global model as in plain Lightning."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ HOOKS = [
     "on_predict_batch_end",
     "on_predict_model_eval",
 ]
-# Lightning behaves differently if a module overrides one of these, so they are forwarded only if
-# the learner overrides them.
+# Lightning behaves differently if a module overrides one of these hooks, so forward a hook only if
+# the learner overrides it.
 WHERE_OVERRIDDEN = [
     "on_validation_model_train",
     "on_test_model_train",
@@ -50,14 +50,16 @@ STEPS = ("validation_step", "test_step", "predict_step")
 
 
 class LearnerHooks(pl.LightningModule):
-    """Base of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS` to the learner."""
+    """Base class of FederatedModule, which forwards :data:`HOOKS` and :data:`STEPS` to the
+    learner.
+    """
 
     learner: Any
     logged: Logged  # records the metrics that the learner logs
     _evaluated_batch_size: int = 1
 
     def __getattr__(self, name: str) -> Any:
-        """The learner's attribute, where a callback looks for one that this module has not."""
+        """Return the learner's attribute, if a callback reads one that this module lacks."""
         # Private names are not forwarded: code that reads them means this very object.
         try:
             return super().__getattr__(name)
@@ -69,19 +71,19 @@ class LearnerHooks(pl.LightningModule):
 
     @property
     def hparams(self) -> Any:
-        """The learner's, as callbacks and loggers expect."""
+        """Return the learner's hyper-parameters, as callbacks and loggers expect."""
         return self.learner.hparams
 
     @property
     def hparams_initial(self) -> Any:
-        """The learner's, those with which it was made."""
+        """Return the hyper-parameters with which the learner was made."""
         return self.learner.hparams_initial
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.learner(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The learner's own, under its own names."""
+        """Return the learner's own state dict, under its own names."""
         return self.learner.state_dict(*args, **kwargs)
 
     def log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,7 +105,7 @@ class LearnerHooks(pl.LightningModule):
         return self.learner.load_state_dict(state_dict, strict=strict)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Load as a part of another module, whose state has the learner's own names too.
+        """Load as a part of another module, whose state also has the learner's own names.
 
         WeightAveraging's averaged model is such a module.
         """
@@ -112,7 +114,7 @@ class LearnerHooks(pl.LightningModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def adopt(self, learner: Any) -> None:
-        """Show Lightning the steps and hooks that the learner has, and no others."""
+        """Show Lightning exactly the steps and hooks that the learner has."""
         self.learner = learner
         # If the learner lacks a step, use Lightning's own, so that Lightning skips its loop.
         for step in STEPS[:2]:
@@ -130,15 +132,21 @@ class LearnerHooks(pl.LightningModule):
         object.__setattr__(self, name, types.MethodType(function, self))
 
     def clients_optimizer(self) -> Any:
-        """The clients' optimizer at the round's rates: ``self.optimizers()`` between rounds."""
-        raise NotImplementedError  # the run knows it
+        """Return the clients' optimizer at the round's rates: ``self.optimizers()`` between
+        rounds.
+        """
+        raise NotImplementedError  # FederatedModule overrides this
 
     def clients_scheduler(self) -> Any:
-        """The learner's ``self.lr_schedulers()`` between rounds; None where it is not stepped."""
+        """Return the learner's ``self.lr_schedulers()`` between rounds; None if it is not
+        stepped.
+        """
         raise NotImplementedError  # the run knows it
 
     def connect_learner(self) -> None:
-        """Give the learner and LightningModules in it this run's trainer, and take their logs."""
+        """Give this run's trainer to the learner and to LightningModules in it, and collect
+        their logs.
+        """
         world = self.trainer.world_size
 
         def over_processes(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -186,7 +194,7 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 def _transfer(name: str) -> Callable[..., Any]:
-    """The learner's hook for its own batches."""
+    """Return a hook that passes batches to the learner's hook, but not the round's token."""
 
     def hook(self: LearnerHooks, batch: Any, *args: Any) -> Any:
         # In training, Lightning's batch is the round's token, which a learner does not expect.

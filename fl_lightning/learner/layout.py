@@ -26,15 +26,16 @@ LAYERS = (
 class Layout(dict[str, tuple[slice, torch.Size]]):
     """``{parameter name: (slice into the flat vector, shape)}`` of the trainable parameters.
 
-    They are in ``named_parameters()`` order, each in C order whatever its memory format.
+    The parameters are in the order of ``named_parameters()``, each in C order whatever its memory
+    format.
 
     >>> layout = Layout(nn.Linear(3, 2))
     >>> layout.size, layout["bias"]
     (8, (slice(6, 8, None), torch.Size([2])))
 
-    ``layers``: the names of each layer's parameters by the layer's path, as :func:`layers_of` has
-    them; ``norms``: those of normalisation layers; ``adapters``: the low-rank adapters (LoRA), in
-    the order of the layout.
+    ``layers``: the names of each layer's parameters by the layer's path, from :func:`layers_of`;
+    ``norms``: those of normalisation layers; ``adapters``: the low-rank adapters (LoRA), in the
+    order of the layout.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -52,12 +53,13 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         self.adapters = adapters_of(learner, self)
 
     def named(self, which: str | Sequence[str], asking: str) -> list[str]:
-        """Parameters by a pattern of names (``fnmatch``), or of a group; or by several of these.
+        """Return parameters by a pattern of names (``fnmatch``), by a group, or by several of
+        these.
 
         Groups are ``"last"`` (the last layer), ``"norms"`` and ``"all"``.
 
         Raises:
-            UserError: there are none; ``asking`` names the option in the error.
+            UserError: there are none; ``asking`` is the option's name in the error.
         """
         if not isinstance(which, str):
             return self._of_each(which, asking)
@@ -90,24 +92,24 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         return names
 
     def mask(self, names: Sequence[str]) -> Tensor:
-        """``(D,)`` bool: the coordinates of these parameters."""
+        """Return ``(D,)`` bool: the coordinates of these parameters."""
         mask = torch.zeros(self.size, dtype=torch.bool)
         for name in names:
             mask[self[name][0]] = True
         return mask
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """The parameters' views into ``vector`` ``(D,)``, in layout order."""
+        """Return the parameters' views into ``vector`` ``(D,)``, in layout order."""
         return [vector[where].view(shape) for where, shape in self.values()]
 
 
 def trainable(learner: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names and parameters with ``requires_grad``, in registration order."""
+    """Return names and parameters with ``requires_grad``, in registration order."""
     return ((name, p) for name, p in learner.named_parameters() if p.requires_grad)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
-    """Tensors one after the other, each in C order, as ``(D,)``."""
+    """Return tensors one after the other, each in C order, as ``(D,)``."""
     return torch.cat([t.reshape(-1) for t in tensors])
 
 
@@ -123,14 +125,14 @@ def fill(views: list[Tensor], tensors: Sequence[Tensor]) -> None:
 
 
 def all_finite(v: Tensor) -> bool:
-    """Tell whether no entry is infinite or NaN."""
+    """Return whether no entry is infinite or NaN."""
     # If the sum is finite, which is quick to check, every entry is. The sum of finite numbers may
     # still overflow.
     return math.isfinite(v.sum()) or bool(torch.isfinite(v).all())
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors are the same, where NaN is the same as NaN."""
+    """Return whether two tensors are equal, with NaN equal to NaN."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     return torch.equal(one, other) or bool(((one == other) | (one.isnan() & other.isnan())).all())
@@ -143,10 +145,10 @@ def tie(parameters: Sequence[nn.Parameter], views: Sequence[Tensor]) -> None:
 
 
 def check_trainable(learner: nn.Module, layout: Layout) -> None:
-    """Refuse a set of trainable parameters other than the one the run began with.
+    """Refuse trainable parameters if they are not those with which the run began.
 
     Raises:
-        UserError: ``requires_grad`` of some has been changed since.
+        UserError: ``requires_grad`` of some has changed since then.
     """
     now = {name for name, _ in trainable(learner)}
     if now == layout.keys():
@@ -165,7 +167,7 @@ def check_trainable(learner: nn.Module, layout: Layout) -> None:
 
 
 def layers_of(learner: nn.Module) -> dict[str, list[str]]:
-    """Names of the parameters of each layer by its module's path.
+    """Return the names of the parameters of each layer by its module's path.
 
     Parameters of other modules belong to the last layer registered before them, else to the first.
     A learner without layers is one layer, called "".
@@ -190,7 +192,7 @@ def layers_of(learner: nn.Module) -> dict[str, list[str]]:
 
 
 def last_of(learner: nn.Module) -> str:
-    """The path of the last module with parameters of its own that is no normalisation layer.
+    """Return the path of the last module with its own parameters that is not a normalisation layer.
 
     A layer counts as one module.
     """
@@ -208,15 +210,15 @@ def last_of(learner: nn.Module) -> str:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Tell whether it is one of torch's normalisation layers, or of a class called …Norm."""
+    """Return whether it is one of torch's normalisation layers, or its class is called …Norm."""
     is_torch_norm = isinstance(module, nn.modules.batchnorm._NormBase)
     return is_torch_norm or re.search(r"Norm(\dd)?$", type(module).__name__) is not None
 
 
 def norms_of(learner: nn.Module) -> list[str]:
-    """Names of the parameters of normalisation layers.
+    """Return the names of the parameters of normalisation layers.
 
-    These are torch's, and classes whose names end in Norm.
+    The layers that count are torch's own, and classes whose names end in Norm.
     """
     names: list[str] = []
     for path, module in learner.named_modules():

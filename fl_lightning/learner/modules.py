@@ -1,4 +1,4 @@
-"""The modules of a learner, and which of Lightning's hooks are its own."""
+"""The modules of a learner, and the hooks of Lightning that it overrides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRANSFER = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_ba
 
 
 def gradient_hook(learner: nn.Module) -> str:
-    """The first trainable parameter with a hook on its gradient; empty: none has one."""
+    """Return the first trainable parameter with a hook on its gradient; empty if there is none."""
     for name, parameter in trainable(learner):
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return name
@@ -33,10 +33,10 @@ def gradient_hook(learner: nn.Module) -> str:
 
 
 def check_gradient_hooks(learner: nn.Module) -> None:
-    """Refuse hooks on gradients where copies of the learner train, which would not have them.
+    """Refuse hooks on gradients if copies of the learner train, because copies do not have them.
 
     Raises:
-        UserError: with the parameter.
+        UserError: it names the parameter.
     """
     name = gradient_hook(learner)
     if name:
@@ -50,27 +50,28 @@ def check_gradient_hooks(learner: nn.Module) -> None:
 
 
 def keeps_frozen(learner: nn.Module) -> bool:
-    """Whether a learner says that its steps write no frozen parameter: ``frozen_stay = True``.
+    """Return whether a learner declares that its steps write no frozen parameter: ``frozen_stay =
+    True``.
 
-    Then no copy of it needs frozen parameters of its own.
+    If it does, no copy of the learner needs its own frozen parameters.
     """
     return getattr(learner, "frozen_stay", False) is True
 
 
 def modes(module: nn.Module) -> list[tuple[nn.Module, bool]]:
-    """A module's parts, each with whether it is in training mode."""
+    """Return a module's parts, each with whether it is in training mode."""
     return [(part, part.training) for part in module.modules()]
 
 
 def lightning_modules(learner: nn.Module) -> list[Any]:
-    """The learner and the LightningModules inside it, of either namespace."""
+    """Return the learner and the LightningModules inside it, of either namespace."""
     return [part for part in learner.modules() if lightning_base(part) is not None]
 
 
 def lent_logs(learner: nn.Module) -> dict[int, Any]:
-    """The ``log`` and ``log_dict`` that Lightning lends to callbacks in the learner, by id.
+    """Return the ``log`` and ``log_dict`` that Lightning lends to callbacks in the learner, by id.
 
-    They are methods of the run's module, of which no copy of the learner is to have its own.
+    Both are methods of the run's module, which no copy of the learner should copy.
     """
     lent: dict[int, Any] = {}
     for part in learner.modules():
@@ -82,7 +83,9 @@ def lent_logs(learner: nn.Module) -> dict[int, Any]:
 
 
 def lightning_base(learner: object) -> Any:
-    """``LightningModule`` of the learner's namespace; None if the learner is another module."""
+    """Return ``LightningModule`` of the learner's namespace; None if the learner is another
+    module.
+    """
     for kind in reversed(type(learner).__mro__):
         if kind.__name__ == "LightningModule":
             return kind
@@ -90,13 +93,15 @@ def lightning_base(learner: object) -> Any:
 
 
 def overrides(learner: object, hook: str) -> bool:
-    """Tell whether the learner has a hook of its own: in its class, or put on the instance."""
+    """Return whether the learner overrides a hook, in its class or on the instance."""
     of_base = getattr(lightning_base(learner), hook, None)
     return hook in vars(learner) or getattr(type(learner), hook, None) is not of_base
 
 
 def deep_copied(learner: nn.Module, memo: dict[int, Any]) -> Any:
-    """A deep copy of a learner, without what a profiler hangs on it; ``memo``: not to be copied."""
+    """Return a deep copy of a learner, without a profiler's objects; ``memo``: objects that are
+    not copied.
+    """
     copied = copy.deepcopy(learner, {**without_graphs(learner), **recorders(learner), **memo})
     drop_recorders(copied)
     # Tensors of a copied scripted module are computed from the original's, or require no gradient
@@ -109,9 +114,11 @@ def deep_copied(learner: nn.Module, memo: dict[int, Any]) -> Any:
 
 
 def recorders(learner: nn.Module) -> dict[int, Any]:
-    """What ``Trainer(profiler="pytorch")`` hangs on modules to time them, by id.
+    """Return the objects that ``Trainer(profiler="pytorch")`` attaches to modules to time them, by
+    id.
 
-    As a memo for ``copy.deepcopy`` it keeps them from being copied: they hold the whole run.
+    As a memo for ``copy.deepcopy`` this keeps them from being copied, because they hold the whole
+    run.
     """
     found: dict[int, Any] = {}
     for part in learner.modules():
@@ -123,7 +130,7 @@ def recorders(learner: nn.Module) -> dict[int, Any]:
 
 
 def drop_recorders(copied: nn.Module) -> None:
-    """Take them away from a copy: they time one call at a time, and copies run side by side."""
+    """Remove them from a copy, because they time one call at a time, and copies run in parallel."""
     for part in copied.modules():
         for hooks in (part._forward_pre_hooks, part._forward_hooks):
             for key in [key for key, hook in hooks.items() if recorder_of(hook) is not None]:
@@ -131,15 +138,15 @@ def drop_recorders(copied: nn.Module) -> None:
 
 
 def recorder_of(hook: Any) -> Any:
-    """The profiler's object behind a forward hook; None: the hook is another one."""
+    """Return the profiler's object behind a forward hook; None if the hook is another one."""
     owner = getattr(getattr(hook, "func", None), "__self__", None)
     return owner if type(owner).__name__ == "RegisterRecordFunction" else None
 
 
 def called_with(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...]:
-    """As many of a step's or hook's arguments as it takes.
+    """Return as many of a step's or hook's arguments as it takes.
 
-    Where it requires one more, that is the number of its loader: 0.
+    If it requires one more, that is the number of its loader: 0.
     """
     parameters = inspect.signature(function).parameters.values()
     if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
@@ -151,7 +158,7 @@ def called_with(function: Callable[..., Any], *arguments: Any) -> tuple[Any, ...
 
 
 def check_loggable(learner: str, name: str, value: Any) -> None:
-    """Refuse what ``self.log`` cannot log.
+    """Refuse values that ``self.log`` cannot log.
 
     Raises:
         UserError: ``value`` is not a number, a tensor of one, or a metric of torchmetrics.
@@ -175,13 +182,13 @@ def check_loggable(learner: str, name: str, value: Any) -> None:
 
 
 def logged_of(learner: Any) -> Logged:
-    """The notes on metrics of the run that ``learner`` belongs to; new ones where it has no run."""
+    """Return the notes on metrics of the learner's run; new ones if it has no run."""
     module = getattr(getattr(learner, "_trainer", None), "lightning_module", None)
     return getattr(module, "logged", None) or Logged()
 
 
 def without_graphs(learner: nn.Module) -> dict[int, Any]:
-    """A memo for ``copy.deepcopy`` with copies of tensors that have a graph, by id.
+    """Return a memo for ``copy.deepcopy`` with copies of tensors that have a graph, by id.
 
     ``deepcopy`` refuses such tensors. The hooks of ``torch.nn.utils.spectral_norm`` and
     ``weight_norm`` leave such a weight on their layer.

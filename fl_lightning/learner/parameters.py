@@ -1,6 +1,6 @@
 """A learner's parameters as objects in memory.
 
-Refused are those that cannot lie in one flat vector, and those that would leave it in a step.
+This file refuses parameters that cannot lie in one flat vector, or that would leave it in a step.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Slots = list[tuple[str, nn.Module, dict[str, nn.Parameter | None], dict[str, nn.
 
 
 def check_learner_parameters(learner: nn.Module) -> None:
-    """Refuse parameters that cannot lie in one flat vector.
+    """Refuse parameters that cannot be part of one flat vector.
 
     Raises:
-        UserError: lazy parameters, several dtypes, less than float32, nothing to train, or two
-            over the same memory.
+        UserError: there are lazy parameters, several dtypes, less than float32, nothing to train,
+            or two parameters in the same memory.
     """
     for name, parameter in learner.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -56,12 +56,12 @@ def check_learner_parameters(learner: nn.Module) -> None:
 
 
 def check_precision(learner: nn.Module) -> None:
-    """Refuse trainable parameters of less than float32, whose sums would lose small steps.
+    """Refuse trainable parameters of less than float32, because their sums would lose small steps.
 
     Frozen parameters may have any dtype.
 
     Raises:
-        UserError: with the first of them.
+        UserError: it names the first of them.
     """
     for name, parameter in trainable(learner):
         if torch.promote_types(parameter.dtype, torch.float32) != parameter.dtype:
@@ -76,7 +76,7 @@ def check_precision(learner: nn.Module) -> None:
 
 
 def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
-    """Names of two tensors over the same memory, a trainable parameter one of them."""
+    """Return the names of two tensors in the same memory, of which one is a trainable parameter."""
     spans = []
     for name, tensor in [*learner.named_parameters(), *learner.named_buffers()]:
         if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
@@ -93,13 +93,13 @@ def sharing(learner: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def extent(tensor: Tensor) -> int:
-    """The number of elements of memory from a tensor's first to its last."""
+    """Return the number of elements of memory from a tensor's first to its last."""
     dimensions = zip(tensor.shape, tensor.stride(), strict=True)
     return 1 + sum((size - 1) * stride for size, stride in dimensions)
 
 
 def overlap(one: Tensor, other: Tensor) -> bool:
-    """Tell whether two tensors whose extents meet have an element in common."""
+    """Return whether two tensors whose extents meet have an element in common."""
     same_storage = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
     if not same_storage or one.dtype != other.dtype:
         return True
@@ -113,7 +113,7 @@ def overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def slots_of_parameters(learner: nn.Module) -> Slots:
-    """The Parameters and modules that each module has, by name."""
+    """Return the Parameters and modules that each module has, by name."""
     return [
         (path, part, dict(part._parameters), dict(part._modules))
         for path, part in learner.named_modules()
@@ -121,10 +121,11 @@ def slots_of_parameters(learner: nn.Module) -> Slots:
 
 
 def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
-    """Refuse a learner that has another Parameter than the run began with, or a new module of them.
+    """Refuse a learner whose Parameters differ from those at the run's start, or with a new module
+    of them.
 
     Raises:
-        UserError: with its name.
+        UserError: it gives the parameter's name.
     """
     # This runs for every client, and a walk over all modules is slow. So unchanged parameters are
     # recognised by identity, and names are looked up only for an error.
@@ -150,6 +151,7 @@ def check_same_parameters(learner: nn.Module, slots: Slots) -> None:
 def replaced(learner: nn.Module, name: str) -> UserError:
     return UserError(
         f"learner {type(learner).__name__}: a new Parameter was assigned to {name} in a step or "
-        "hook. It would not be part of the model that clients train and the server averages. "
-        "Change it in place (….data.copy_(…)), or make it in __init__, setup or configure_model."
+        "hook. Such a parameter would not be part of the model that clients train and the server "
+        "averages. Change it in place (….data.copy_(…)), or make it in __init__, setup or "
+        "configure_model."
     )

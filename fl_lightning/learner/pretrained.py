@@ -1,4 +1,4 @@
-"""A learner's network of peft or transformers, written as these libraries read it."""
+"""Write a learner's network of peft or transformers in the format of these libraries."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from fl_lightning.errors import UserError
 
 
 def is_of(module: nn.Module, library: str, name: str) -> bool:
-    """Tell whether a module's class descends from ``library``'s class of this name."""
+    """Return whether a module's class descends from ``library``'s class of this name."""
     homes = [cls.__module__ for cls in type(module).__mro__ if cls.__name__ == name]
     return any(home.split(".")[0] == library for home in homes)
 
 
 def network_of(learner: nn.Module) -> Any:
-    """The learner's one network of peft or transformers.
+    """Return the learner's one network of peft or transformers.
 
     Raises:
         UserError: there is none, or there are several.
@@ -41,14 +41,15 @@ def network_of(learner: nn.Module) -> Any:
 
 
 def save(learner: nn.Module, folder: str | Path, merged: bool, changed_base: bool) -> None:
-    """Write the learner's network into a folder. The learner is a copy, which this takes apart.
+    """Write the learner's network into a folder. The learner is a copy, and this function may take
+    it apart.
 
     Args:
-        merged: with the adapters added to the weights.
+        merged: add the adapters to the weights.
         changed_base: whether a method changed the weights under the adapters.
 
     Raises:
-        UserError: there is not one network, or it is of a kind that no library reads back.
+        UserError: there is not exactly one network, or no library can read its kind back.
     """
     network = network_of(learner)
     folder = Path(folder)

@@ -21,12 +21,12 @@ Change = Callable[["Tap", Any], Any]
 
 @dataclass(frozen=True)
 class Tap:
-    """A module of the learner that a method looks at.
+    """A module of the learner whose output or input a method reads.
 
     Args:
-        method: the class that declares it; ``name``: the name it has there.
-        path: of the module in the learner; empty: the learner itself.
-        entering: its first positional input is meant, not its output.
+        method: the class that declares it; ``name``: its name there.
+        path: path of the module in the learner; empty: the learner itself.
+        entering: whether the tap reads the module's first positional input, instead of its output.
     """
 
     method: str
@@ -38,10 +38,10 @@ class Tap:
         return f"{self.method}: taps[{self.name!r}] = {self.path + ENTERING * self.entering!r}"
 
     def module(self, learner: nn.Module) -> nn.Module:
-        """The module in this learner or copy of it.
+        """Return the module in this learner or in a copy of it.
 
         Raises:
-            UserError: there is none.
+            UserError: it does not exist.
         """
         try:
             return learner.get_submodule(self.path)
@@ -54,10 +54,11 @@ class Tap:
 
 
 def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> list[Tap]:
-    """A method's taps, ``"last"`` as the path of the last module with parameters of its own.
+    """Return a method's taps, with the path of the last module that has its own parameters for
+    ``"last"``.
 
     Raises:
-        UserError: they are no names with paths.
+        UserError: they are not names with paths.
     """
     found = []
     for name, path in dict(declared).items():
@@ -75,7 +76,7 @@ def taps_of(method: str, declared: Mapping[str, str], learner: nn.Module) -> lis
 
 
 class Seen(dict[Tap, Any]):
-    """What each tap gave last in a pass."""
+    """The last value of each tap in a pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,10 +87,10 @@ class Seen(dict[Tap, Any]):
         self._versions[tap] = versions(value)
 
     def of(self, taps: Iterable[Tap]) -> dict[str, Any]:
-        """These taps by name.
+        """Return these taps by name.
 
         Raises:
-            UserError: the pass did not come by one of them, or changed in place what it gave.
+            UserError: the pass did not call one of the modules, or changed its value in place.
         """
         for tap in taps:
             if tap not in self:
@@ -107,15 +108,16 @@ class Seen(dict[Tap, Any]):
 
 
 def versions(value: Any) -> list[int]:
-    """How often each tensor has been changed in place."""
+    """Return how often each tensor has been changed in place."""
     return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 @contextmanager
 def tapped(learner: nn.Module, taps: Iterable[Tap], change: Change | None = None) -> Iterator[Seen]:
-    """Within, each tap gets what its module gives last; ``change`` may replace outputs.
+    """Within this context each tap records its module's last output; ``change`` may replace
+    outputs.
 
-    A tap has what the module itself gave, before any change.
+    A tap has the module's own output, from before any change.
     """
     seen = Seen()
     entering: dict[str, list[Tap]] = {}
@@ -146,13 +148,15 @@ def tapped(learner: nn.Module, taps: Iterable[Tap], change: Change | None = None
 
 
 def _with(look: Callable[..., Any], here: list[Tap]) -> Callable[..., Any]:
-    """A hook that gives ``look`` the taps and the last thing that it is called with."""
+    """Return a hook that gives ``look`` the taps and the last argument of the call."""
     return lambda module, *given: look(here, given[-1])
 
 
 @contextmanager
 def calls(learner: nn.Module) -> Iterator[dict[str, bool]]:
-    """Within, the paths of modules that are called, with whether each has a positional input."""
+    """Within this context, record the paths of modules that are called, and whether each has a
+    positional input.
+    """
     called: dict[str, bool] = {}
 
     def noting(path: str) -> Callable[..., None]:
@@ -165,10 +169,10 @@ def calls(learner: nn.Module) -> Iterator[dict[str, bool]]:
 
 
 def check_called(taps: Iterable[Tap], called: Mapping[str, bool]) -> None:
-    """Refuse taps whose modules a step does not call, or not with a positional input.
+    """Refuse taps if a step does not call their modules, or not with a positional input.
 
     Raises:
-        UserError: with the modules that are called.
+        UserError: it lists the modules that are called.
     """
     for tap in taps:
         if tap.path not in called:
@@ -186,5 +190,5 @@ def check_called(taps: Iterable[Tap], called: Mapping[str, bool]) -> None:
 
 
 def these(names: list[str]) -> str:
-    """The names there are, for a refusal."""
+    """Return the existing names, for an error."""
     return f"There are {', '.join(names)[:300]}." if names else "There are none."

@@ -1,4 +1,4 @@
-"""A learner's weights from a file: read, and compared with what the learner has."""
+"""A learner's weights from a file: read, and compared with the learner's own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_weights(learner: Any, weights: Any, given: str = "ckpt_path") -> None:
     """Refuse weights of another model than the learner, and damaged ones.
 
     Raises:
-        UserError: with the first that is missing, unknown, of another shape or kind of number, or
+        UserError: it names the first weight that is missing, unknown, of another shape or type, or
             not finite.
     """
     own = learner.state_dict()
@@ -38,9 +38,9 @@ def check_weights(learner: Any, weights: Any, given: str = "ckpt_path") -> None:
 
 
 def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
-    """The first difference of weights from the learner's own, in name, shape or kind of number.
+    """Return the first difference of weights from the learner's own, in name, shape or type.
 
-    It is empty where there is none.
+    The text is empty if nothing differs.
     """
     if not isinstance(weights, dict):
         return f"its state_dict is a {type(weights).__name__}"
@@ -61,10 +61,10 @@ def _differs(own: dict[str, Tensor], weights: Any, strict: bool) -> str:
 
 
 def load_weights(path: str | Path) -> dict[str, Tensor]:
-    """The learner's weights by name from a checkpoint or an exported file.
+    """Return the learner's weights by name from a checkpoint or an exported file.
 
     Raises:
-        UserError: missing, damaged, or without weights.
+        UserError: the file is missing, damaged, or has no weights.
     """
     if Path(path).is_dir():
         raise UserError(

@@ -1,4 +1,4 @@
-"""Checks that all processes of a run do the same where their values are combined."""
+"""Checks that all processes of a run do the same before their values are combined."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _TOLERANCE = 1e-4
 def check_logged_alike(trainer: Any) -> None:
     """Refuse evaluation in which one process logs a metric and another one does not.
 
-    Lightning brings the processes' values together one after the other, in the order in which they
-    were logged, and not by their names.
+    Lightning combines the processes' values in the order in which they were logged, and not by
+    their names.
 
     Raises:
-        UserError: naming the metric and the processes.
+        UserError: it names the metric and the processes.
     """
     if world_size() == 1:
         return
@@ -36,9 +36,9 @@ def check_logged_alike(trainer: Any) -> None:
             missing = next(rank for rank in range(len(of_each)) if rank not in logs)
             raise UserError(
                 f"{name!r} was logged in process {logs[0]} and not in process {missing}. Each "
-                "process evaluates other samples, and all of them have to log the same metrics. "
-                f"Call self.log({name!r}, …) for every batch and in every process: not only where "
-                "a batch has certain samples, and not only if self.trainer.is_global_zero."
+                "process evaluates different samples, and all processes have to log the same "
+                f"metrics. Call self.log({name!r}, …) for every batch and in every process: not "
+                "only if a batch has certain samples, and not only if self.trainer.is_global_zero."
             )
     raise UserError(
         f"process 0 logged {of_each[0]} in evaluation, and another process logged these metrics in "
@@ -47,13 +47,13 @@ def check_logged_alike(trainer: Any) -> None:
 
 
 def travels(result: Any) -> bool:
-    """Tell whether Lightning brings a logged value together over processes."""
+    """Return whether Lightning combines a logged value over processes."""
     sync = result.meta.sync
     return not sync.rank_zero_only and (sync.should or not result.is_tensor)
 
 
 class Alike:
-    """The state of one process at the end of a round, which is the same in all of them.
+    """The state of one process at the end of a round, which has to be equal in all of them.
 
     Args:
         stops: whether this process was asked to stop the run after this round.
@@ -70,14 +70,14 @@ class Alike:
 
     @property
     def stops(self) -> bool:
-        """Tell whether a process was asked to stop the run."""
+        """Return whether a process was asked to stop the run."""
         return any(stops for stops, _, _ in self.of_each)
 
     def check_model(self, t: int) -> None:
-        """Refuse to go on with another model in each process.
+        """Refuse to go on if the processes have different models.
 
         Raises:
-            UserError: naming the round.
+            UserError: it names the round.
         """
         (_, norm, total) = self.of_each[0]
         limit = _TOLERANCE * norm

@@ -15,12 +15,12 @@ from torch import Tensor
 M_TRIM_THRESHOLD = -1
 M_TOP_PAD = -2
 M_MMAP_THRESHOLD = -3
-# As prctl.h has it.
+# The value in prctl.h.
 PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
-    """Be killed when the process ``parent`` ends, however it does."""
+    """Let this process be killed when the process ``parent`` ends, for whatever reason."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have ended before this process asked to follow it.
@@ -29,11 +29,11 @@ def end_with_parent(parent: int) -> None:
 
 
 def keep_memory() -> None:
-    """Let the C library keep the memory of freed tensors for the next ones, in this process.
+    """Let the C library keep the memory of freed tensors for later ones, in this process.
 
     By default glibc returns large blocks to the system, which then clears every page again in each
-    local step: a tenth of a convolutional network's time. Settings of malloc in the environment are
-    respected; without glibc nothing happens.
+    local step: a tenth of a convolutional network's time. Settings of malloc in the environment
+    take precedence; without glibc nothing happens.
     """
     if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
         return
@@ -49,7 +49,7 @@ def keep_memory() -> None:
 
 
 def prepare_process(device: torch.device) -> None:
-    """Let the process keep memory, and a GPU's kernels leave the same bits each time."""
+    """Let the process keep memory, and make a GPU's kernels give the same bits each time."""
     keep_memory()
     # Trainer(benchmark=True) asks for the fastest kernels, even if their bits vary.
     if device.type == "cuda" and not torch.backends.cudnn.benchmark:
@@ -58,10 +58,10 @@ def prepare_process(device: torch.device) -> None:
 
 
 def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor, array or list of numbers, as a tensor on ``device``.
+    """Return a tensor, array or list of numbers as a tensor on ``device``.
 
-    A copy from pageable memory would wait for everything that the stream was given before: with
-    several epochs a client, clients would run one after the other whatever stream they are on.
+    A copy from pageable memory would wait for everything queued on the stream before. With several
+    epochs per client, clients would then run one after the other, whatever their streams.
     """
     tensor = torch.as_tensor(value, dtype=dtype)
     if device.type == "cuda" and not tensor.is_cuda:
@@ -70,7 +70,7 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 
 def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows in the host's memory."""
+    """Return the rows in the host's memory."""
     on_host: dict[str, Tensor] = {}
     for key, row in rows.items():
         row = row.detach()

@@ -1,4 +1,4 @@
-"""The processes of a run, over torch.distributed; where there is only one, lists have one entry."""
+"""The processes of a run, over torch.distributed; with only one process, lists have one entry."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ opened_in_each: set[str] = set()
 
 
 def usable_cores() -> int:
-    """How many cores this process may use; a container may leave fewer than the machine has."""
+    """Return how many cores this process may use; a container may have fewer than the machine."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def cores_of_each() -> int:
-    """How many cores each of the run's processes on this machine may use for itself, at least one.
+    """Return how many cores each of the run's processes on this machine may use, at least one.
 
-    Processes with the same cores share them. A launcher may also have given each process its own
-    cores, which are then not shared. Every process of the run has to call this.
+    Processes with the same cores share them. If a launcher gave each process its own cores, these
+    are not shared. Every process of the run has to call this.
     """
     if not hasattr(os, "sched_getaffinity"):
         local = os.environ.get("LOCAL_WORLD_SIZE", str(world_size()))
@@ -47,7 +47,9 @@ def cores_of_each() -> int:
 
 
 def processor_seconds() -> float:
-    """Seconds of the processor that this process and those that it has waited for have used."""
+    """Return the processor seconds of this process and of the ended processes that it waited
+    for.
+    """
     used = time.process_time()
     if sys.platform == "linux":
         children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -58,11 +60,11 @@ def processor_seconds() -> float:
 def limit_threads(cores: int) -> str:
     """Let PyTorch use at most as many threads within an operation as ``cores``.
 
-    More threads than cores wait for each other in a loop that keeps the core busy: a round of small
-    steps then takes hundreds of times as long.
+    More threads than cores wait for each other in a busy loop, and a round of small steps then
+    takes hundreds of times as long.
 
     Returns:
-        What was changed, as a note; empty if nothing had to be changed.
+        The change as a note; empty if nothing had to be changed.
     """
     threads = torch.get_num_threads()
     if threads <= cores:
@@ -78,12 +80,12 @@ def limit_threads(cores: int) -> str:
 
 
 def default_timeout() -> timedelta:
-    """How long a process waits for another by default."""
+    """Return how long a process waits for another by default."""
     return timedelta(minutes=30)
 
 
 def set_timeout(timeout: timedelta) -> None:
-    """Let no process wait longer for another, from here on."""
+    """From now on let no process wait longer than this for another."""
     global _timeout
     _timeout = timeout
     # Older versions of torch have this function under a private name.
@@ -93,23 +95,23 @@ def set_timeout(timeout: timedelta) -> None:
 
 
 def timeout() -> timedelta:
-    """How long a process waits for another at present."""
+    """Return how long a process waits for another at present."""
     return _timeout or default_timeout()
 
 
 def world_size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def place() -> tuple[int, int]:
-    """How many processes there are, and which this is."""
+    """Return the number of processes, and the number of this one."""
     world = world_size()
     return world, dist.get_rank() if world > 1 else 0
 
 
 def gathered(value: T) -> list[T]:
-    """Every process's value, by rank, in all of them; any picklable value."""
+    """Return every process's value, by rank, in all of them; any picklable value."""
     if world_size() == 1:
         return [value]
     values: list[T] = [value] * world_size()
@@ -118,7 +120,7 @@ def gathered(value: T) -> list[T]:
 
 
 def collective_device() -> torch.device:
-    """The device on which tensors that travel between processes have to lie."""
+    """Return the device on which tensors have to lie to be sent between processes."""
     if dist.get_backend() == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A round's participants spread over processes, GPUs and nodes, by torch.distributed."""
+"""Spreads a round's participants over processes, GPUs and nodes, by torch.distributed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from fl_lightning.machine import processes
 from fl_lightning.machine.processes import default_timeout, set_timeout
 
 _MARGIN = timedelta(minutes=10)  # beyond the longest round
-# Seconds that the other processes have to answer. After a closed connection they need fewer,
-# because one of them has gone.
+# Seconds that the other processes have to answer. After a closed connection the other processes
+# need fewer seconds, because one of them has gone.
 _ANSWER = 10.0
 _ANSWER_CLOSED = 2.0
 # Errors of a broken connection have no class of their own, but contain one of these words.
@@ -44,10 +44,10 @@ class FederatedStrategy(DDPStrategy):
 
     Args:
         timeout: how long a process waits for another before the run ends, a timedelta or seconds.
-            None: ten minutes beyond the longest round so far. Half an hour at least before round 0,
-            with its downloads and trials; with torch before 2.14 all along, as its gloo may keep
-            the timeout that it began with.
-        **kwargs: of Lightning's DDPStrategy.
+            None: ten minutes beyond the longest round so far. At least half an hour before round 0,
+                with its downloads and trials; with torch before 2.14 always, because its gloo may
+                keep the timeout with which it began.
+        **kwargs: arguments of Lightning's DDPStrategy.
     """
 
     strategy_name = "federated"
@@ -74,7 +74,7 @@ class FederatedStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The arguments with which Lightning splits no loader."""
+        """Return the arguments with which Lightning splits no loader."""
         # Every process reads the round's token, and evaluation splits its data itself.
         return {"num_replicas": 1, "rank": 0}
 
@@ -93,7 +93,7 @@ class FederatedStrategy(DDPStrategy):
         self._who = [store.get(f"fl/who/{rank}").decode() for rank in range(self.world_size)]
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one round; the longest so far says how long the others may take."""
+        """Run one round; the longest round so far decides how long the others may take."""
         now = time.monotonic()
         if self._began is None:
             set_timeout(self.given_timeout or default_timeout())
@@ -125,7 +125,7 @@ class FederatedStrategy(DDPStrategy):
             raise UserError(text) from cause
 
     def _silent(self, seconds: float) -> list[int]:
-        """The ranks that do not say, within so many seconds, that they are there."""
+        """Return the ranks that do not answer within so many seconds."""
         others = [rank for rank in range(self.world_size) if rank != self.global_rank]
         silent = set(others)
         deadline = time.monotonic() + seconds

@@ -1,7 +1,7 @@
 """Networks, and the learner around them.
 
-What needs torchvision, Lightning or transformers is imported at first use, so that light commands
-start quickly.
+Code that needs torchvision, Lightning or transformers is imported at first use, so that light
+commands start quickly.
 """
 
 from __future__ import annotations

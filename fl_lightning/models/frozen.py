@@ -1,4 +1,4 @@
-"""Frozen linear layers of fewer bits on a processor that cannot compute in them."""
+"""Frozen linear layers in fewer bits, on a processor that cannot compute in them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-# So many numbers of a weight are in float32 at a time, 16 MB: each worker has its own.
+# Number of entries of a weight that are in float32 at a time: 16 MB per worker.
 WIDENED = 2**22
 
 
 def blocks(weight: Tensor) -> Iterator[slice]:
-    """Rows of a weight ``(out, in)``, some at a time."""
+    """Yield rows of a weight ``(out, in)``, some at a time."""
     rows = max(1, WIDENED // weight.shape[1])
     for start in range(0, len(weight), rows):
         yield slice(start, start + rows)
@@ -25,8 +25,9 @@ _scratch = threading.local()
 
 
 def widened(rows: Tensor) -> Tensor:
-    """These rows in float32, in memory that the thread's next call uses again."""
-    # A gradient that is differentiated again keeps what it was made of.
+    """Return these rows in float32, in memory that the thread's next call uses again."""
+    # If the gradient is differentiated again, its graph keeps these rows, so they need their own
+    # memory.
     if torch.is_grad_enabled():
         return rows.float()
     # New memory each time would stay with the thread's allocator, some 100 MB per worker.
@@ -37,7 +38,7 @@ def widened(rows: Tensor) -> Tensor:
 
 
 class Widened(torch.autograd.Function):
-    """x Wᵀ + b of W in fewer bits, computed in float32, also in the backward pass."""
+    """x Wᵀ + b with W in fewer bits, computed in float32, also in the backward pass."""
 
     generate_vmap_rule = True
 
@@ -71,8 +72,9 @@ class Widened(torch.autograd.Function):
 class FrozenLinear(nn.Linear):
     """A linear layer that is not trained.
 
-    A processor without instructions for bfloat16 takes a hundred times as long for a product in it
-    as for one in float32, and longer still for its gradient. There the product is in float32.
+    On a processor without instructions for bfloat16, a product in bfloat16 takes a hundred times as
+    long as in float32, and its gradient even longer. On such a processor the product is computed in
+    float32.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -85,12 +87,12 @@ class FrozenLinear(nn.Linear):
 
 
 def computes_in_bfloat16() -> bool:
-    """Whether this processor has instructions for products in bfloat16."""
+    """Return whether this processor has instructions for products in bfloat16."""
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
 
 
 def freeze_linears(model: nn.Module) -> None:
-    """Make linear layers whose weights are frozen ``FrozenLinear``, in place."""
+    """Replace linear layers whose weights are frozen by ``FrozenLinear``, in place."""
     for part in model.modules():
         if type(part) is nn.Linear and not part.weight.requires_grad:
             part.__class__ = FrozenLinear

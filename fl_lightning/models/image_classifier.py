@@ -1,4 +1,4 @@
-"""The learner around a network that classifies."""
+"""The learner around a network for classification."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class ImageClassifier(pl.LightningModule):
     """Cross-entropy on batches (x, y), with an accuracy; y are classes ``(n,)``, or their shares
     ``(n, num_classes)``, as mixup and cutmix make them.
 
-    It logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
+    The learner logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
     Args:
-        network: inputs ``(n, …)`` to logits ``(n, num_classes)``.
-        lr, weight_decay, momentum: of SGD, where no client optimizer is set.
+        network: inputs ``(n, …)`` to logits ``(n, num_classes)``. lr, weight_decay, momentum: of
+            SGD, if no client optimizer is set.
 
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """
@@ -51,7 +51,7 @@ class ImageClassifier(pl.LightningModule):
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as Lightning does, but import nothing that the checkpoint names."""
+        """Load as Lightning does, but import no class that the checkpoint names."""
         trusted = {} if cls is not ImageClassifier else {"_instantiator": None}
         return super().load_from_checkpoint(*args, **{**trusted, **kwargs})
 
@@ -102,9 +102,10 @@ def _loss(logits: Tensor, y: Tensor) -> Tensor:
 
 
 def built_network(network: Any, learner: str) -> Any:
-    """A network, which a checkpoint names by class and arguments.
+    """Return a network that a checkpoint names by class and arguments.
 
-    Its class has to be imported already: a checkpoint of strangers may name any class.
+    The network's class has to be imported already, because a checkpoint by others may name any
+    class.
     """
     if not isinstance(network, dict) or "class_path" not in network:
         return network

@@ -1,6 +1,6 @@
-"""LeNet, as the simulator of FedInit's and FedSMOO's authors has it for CIFAR-10.
+"""LeNet, as in the simulator of FedInit's and FedSMOO's authors for CIFAR-10.
 
-No table of their papers uses it.
+No table of their papers has this network.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fl_lightning.given import Given
 class LeNet(Given, nn.Module):
     """Two 5x5 convolutions of 64 channels, each with 2x2 max pooling, then three linear layers.
 
-    These have 384, 192 and ``num_classes`` units. Inputs are ``(n, in_channels, input_size,
-    input_size)``; for ten classes of 3x32x32 there are 797,962 parameters.
+    The three linear layers have 384, 192 and ``num_classes`` units. Inputs are ``(n, in_channels,
+    input_size, input_size)``; for ten classes of 3x32x32 there are 797,962 parameters.
 
     Args:
-        channels: of both convolutions: 16 is the small twins', with 237,466 parameters.
+        channels: of both convolutions; 16 is the size in the small sweeps, with 237,466 parameters.
     """
 
     # On a CPU this shortens a step to 0.8 to 0.9 of its time.

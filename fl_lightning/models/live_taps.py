@@ -1,4 +1,4 @@
-"""Convolutions that leave out taps which meet nothing but padding, on maps of one or two pixels."""
+"""Convolutions that leave out taps which meet only padding, on maps of one or two pixels."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from torch.nn.functional import linear
 class LiveTaps(nn.Conv2d):
     """A 3x3 convolution with padding 1 (and no bias, dilation or groups).
 
-    It is the same function with the same weights and gradients. On 1x1 maps only the centre tap
-    ever meets data, on 2x2 maps with stride 2 only four do; the rest have gradient 0. In ResNet-18
-    with 32x32 inputs they are 62 % of all weights. Results differ from Conv2d's by rounding.
+    This layer computes the same function as torch's, with the same weights and gradients. On 1x1
+    maps only the centre tap meets data, and on 2x2 maps with stride 2 only four taps do; the others
+    have gradient 0. In ResNet-18 with 32x32 inputs these are 62 % of all weights. Results differ
+    from Conv2d's by rounding.
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Maps ``(n, inputs, height, width)``."""
+        """Take maps ``(n, inputs, height, width)``."""
         if x.shape[-2:] == (1, 1) and self.stride == (1, 1):
             return linear(x.flatten(1), self.weight[:, :, 1, 1])[:, :, None, None]
         if x.shape[-2:] == (2, 2) and self.stride == (2, 2):
@@ -24,9 +25,9 @@ class LiveTaps(nn.Conv2d):
 
 
 def leave_out_dead_taps(network: nn.Module) -> None:
-    """Turn a network's 3x3 convolutions with padding 1 into :class:`LiveTaps`.
+    """Convert a network's 3x3 convolutions with padding 1 to :class:`LiveTaps`.
 
-    Parameters and names stay.
+    Parameters and names do not change.
     """
     for module in network.modules():
         # The forward of a subclass may compute something else.

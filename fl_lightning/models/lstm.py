@@ -1,4 +1,4 @@
-"""Recurrent networks of characters and words, and the learner of the next token."""
+"""Recurrent networks of characters and words, and a learner that predicts the next token."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fl_lightning.models.text import NO_TOKEN, Predictions
 
 
 class LSTM(Given, nn.Module):
-    """An embedding, ``layers`` of LSTM and a linear layer, as LEAF (Caldas et al., 2018) has them.
+    """An embedding, ``layers`` of LSTM and a linear layer, as in LEAF (Caldas et al., 2018).
 
-    Tokens ``(n, length)``, −1 after the end of a text, to logits: of the text, read at its last
-    token, ``(n, num_classes)``; or with ``outputs="each"`` of each token, ``(n, length,
-    num_classes)``.
+    Tokens ``(n, length)``, −1 after the end of a text, to logits. With ``outputs="last"`` one per
+    text, read at its last token, ``(n, num_classes)``; with ``outputs="each"`` one per token, ``(n,
+    length, num_classes)``.
 
     Args:
-        tokens: how many there are; a token is a number from 0 to below it.
-        num_classes: outputs; None: ``tokens``, to predict the next one.
-        embedding, hidden: numbers per token, and units of a layer.
-        projection: of a linear layer between the LSTM and the last one, as Reddi et al. (2020) have
-            it for StackOverflow; None: there is none.
+        tokens: number of different tokens; a token is a whole number from 0 to below it.
+        num_classes: number of outputs; None: ``tokens``, to predict the next one. embedding,
+            hidden: numbers per token, and units of a layer.
+        projection: size of a linear layer between the LSTM and the last one, as in Reddi et al.
+            (2020) for StackOverflow; None: there is none.
         outputs: ``"last"`` for :class:`ImageClassifier`, ``"each"`` for :class:`NextToken`.
     """
 
@@ -69,16 +69,17 @@ class LSTM(Given, nn.Module):
 
 
 class NextToken(Predictions):
-    """Each token from those before it, around any network: cross-entropy and accuracy per token.
+    """Predicts each token from those before it, with any network: cross-entropy and accuracy per
+    token.
 
-    A batch is tokens ``(n, length + 1)``, −1 where a text has ended, and anything, as ``FromHDF5``
-    has them of TFF's and pfl's texts, and ``LanguageModelling``. ``predict_step`` gives the mean
-    loss of each text ``(n,)``, in nats.
+    A batch is tokens ``(n, length + 1)``, −1 after the end of a text, and a second entry that is
+    not used, as in ``FromHDF5`` with TFF's and pfl's texts, and in ``LanguageModelling``.
+    ``predict_step`` returns the mean loss of each text ``(n,)``, in nats.
 
     Args:
         network: tokens ``(n, length)`` to logits ``(n, length, tokens)``, such as :class:`LSTM`
-            with ``outputs="each"``.
-        lr, weight_decay, momentum: of SGD, where no client optimizer is set.
+            with ``outputs="each"``. lr, weight_decay, momentum: of SGD, if no client optimizer is
+            set.
     """
 
     # A checkpoint may hold this argument as a config does: class_path, init_args.
@@ -101,7 +102,7 @@ class NextToken(Predictions):
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
-        """Load as Lightning does, but import nothing that the checkpoint names."""
+        """Load as Lightning does, but import no class that the checkpoint names."""
         trusted = {} if cls is not NextToken else {"_instantiator": None}
         return super().load_from_checkpoint(*args, **{**trusted, **kwargs})
 

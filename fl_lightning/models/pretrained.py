@@ -20,14 +20,14 @@ from fl_lightning.models.frozen import freeze_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TASKS = {"CausalLM": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}
-"""transformers' names of what a network does, and peft's."""
+"""Names that transformers and peft use for what a network does."""
 
 
 def optional(library: str, extra: str, wanted_by: str) -> Any:
-    """A library that comes with one of our extras.
+    """Import a library that comes with one of our extras.
 
     Raises:
-        UserError: it is not installed; says how to install it.
+        UserError: it is not installed; the error says how to install it.
     """
     try:
         return importlib.import_module(library)
@@ -50,18 +50,18 @@ def network(
     gradient_checkpointing: bool = False,
     **fixed: Any,
 ) -> nn.Module:
-    """A network for ``task``; what is not to be trained is frozen, and has ``base_dtype``.
+    """Return a network for ``task``; its frozen weights have ``base_dtype``.
 
     Args:
         task: of ``TASKS``.
-        wanted_by: the learner's class, for messages.
-        path, config, trainable, lora, base_dtype, quantize, gradient_checkpointing: as
-            :class:`~fl_lightning.models.CausalLanguageModel` has them.
+        wanted_by: the learner's class, for messages. path, config, trainable, lora, base_dtype,
+            quantize, gradient_checkpointing: as in
+            :class:`~fl_lightning.models.CausalLanguageModel`.
         fixed: further entries of the architecture.
 
     Raises:
-        UserError: a library that is missing, a folder without a network, an architecture that
-            cannot be made, a pattern that names no parameter.
+        UserError: a library is missing, a folder has no network, an architecture cannot be made, or
+            a pattern matches no parameter.
     """
     check_base(wanted_by, base_dtype, quantize, trainable, lora, path)
     transformers = optional("transformers", "text", wanted_by)
@@ -102,10 +102,11 @@ def check_base(
     lora: Any,
     path: str | None,
 ) -> None:
-    """Refuse a type of frozen weights that cannot be had here.
+    """Refuse a type of frozen weights that is not available here.
 
     Raises:
-        UserError: names the option, what is missing, and the way out.
+        UserError: an option is refused; the error names it, what is missing, and what to do
+            instead.
     """
     if base_dtype not in DTYPES:
         raise UserError(
@@ -147,7 +148,7 @@ def _quantized(transformers: Any, bits: int) -> dict[str, Any]:
 
 
 def _save_activations(model: Any, wanted_by: str) -> None:
-    """Compute activations again in the backward pass, in place of keeping them."""
+    """Compute activations again in the backward pass, instead of keeping them."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise UserError(
             f"{wanted_by}: gradient_checkpointing is true, and {type(model).__name__} of "
@@ -162,7 +163,7 @@ def _save_activations(model: Any, wanted_by: str) -> None:
 
 
 def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
-    """Frozen weights in ``dtype``, trained ones in float32."""
+    """Set frozen weights to ``dtype``, and trained ones to float32."""
     for parameter in model.parameters():
         if parameter.is_floating_point():
             wanted = torch.float32 if parameter.requires_grad else dtype
@@ -170,7 +171,9 @@ def _set_dtypes(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def sizes_of(made: Any) -> Any:
-    """``vocab_size``, ``pad_token_id`` and, with some networks, ``max_position_embeddings``."""
+    """Return ``vocab_size``, ``pad_token_id`` and, with some networks,
+    ``max_position_embeddings``.
+    """
     return made.config.get_text_config()
 
 
@@ -183,7 +186,7 @@ def _read(
     options: dict[str, Any],
 ) -> Any:
     if not (path / "config.json").is_file():
-        problem = "has no config.json" if path.is_dir() else "is no folder"
+        problem = "has no config.json" if path.is_dir() else "is not a folder"
         raise UserError(
             f"{wanted_by}: path is {str(path)!r}, which {problem}. Give a local folder that "
             "save_pretrained wrote or that was downloaded by hand (config.json beside "

@@ -17,8 +17,8 @@ class ResNet18GN(Given, ResNet):  # type: ignore[misc]  # torchvision has no typ
     For ten classes of three channels it has 11,181,642 parameters.
 
     Args:
-        live_taps: leave out taps of convolutions that meet nothing but padding: the same function,
-            a quarter faster on 32x32 images (``python -m benchmarks.variants``).
+        live_taps: leave out taps of convolutions that meet only padding: the same function, a
+            quarter faster on 32x32 images (``python -m benchmarks.variants``).
     """
 
     def __init__(

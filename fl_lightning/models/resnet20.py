@@ -1,6 +1,6 @@
 """ResNets for small images (He et al., 2016, § 4.2).
 
-ResNet-20 with BatchNorm is as in FedALS; the others are its relatives.
+ResNet-20 with BatchNorm is as in FedALS; the others are variants of it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _norm(norm: str, channels: int) -> nn.Module:
 class _Block(nn.Module):
     """Two 3x3 convolutions and a shortcut without parameters.
 
-    It is option A of the paper: subsampled, and padded with zeros.
+    The shortcut is option A of the paper: the input is subsampled, and padded with zeros.
     """
 
     def __init__(self, inputs: int, outputs: int, norm: str) -> None:
@@ -54,12 +54,12 @@ class ResNet20(Given, nn.Module):
     it has 269,722 parameters.
 
     Args:
-        norm: ``"batch"``: BatchNorm; ``"group"``: GroupNorm of two groups.
+        norm: ``"batch"``: BatchNorm; ``"group"``: GroupNorm with two groups.
         depth: 6 k + 2 for k blocks of each width: 20, 32, 44, 56, 110.
-        width: of the first blocks; even.
+        width: channels of the first blocks; an even number.
 
     Raises:
-        UserError: another norm, depth or width.
+        UserError: norm, depth or width is not accepted.
     """
 
     # On a CPU this shortens a step to 0.85 to 1 of its time.

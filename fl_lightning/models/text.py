@@ -1,7 +1,7 @@
 """Learners around a transformer: language models, and classifiers of texts.
 
-A batch is ``(tokens (n, length), labels (n,))``, tokens -1 where a text has ended, as our data
-modules give it.
+A batch is ``(tokens (n, length), labels (n,))``, with tokens -1 after the end of a text, as in our
+data modules.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ NO_TOKEN = -1
 
 
 class Predictions(pl.LightningModule):
-    """A learner of texts, which logs a loss and an accuracy.
+    """A learner for texts, which logs a loss and an accuracy.
 
-    They are ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
+    The learner logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
-    ``scores(batch)`` of a subclass gives logits ``(k, classes)`` and what they are to predict
-    ``(k,)``, where -1 does not count. Evaluation weighs batches by the number of predictions.
+    ``scores(batch)`` of a subclass returns logits ``(k, classes)`` and the right classes ``(k,)``;
+    -1 does not count. Evaluation weighs batches by the number of predictions.
     """
 
     def scores(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Logits ``(k, classes)`` of a batch's k predictions, and what was right ``(k,)``.
+        """Return logits ``(k, classes)`` of a batch's k predictions, and the right classes
+        ``(k,)``.
 
-        That is -1 where nothing counts. A subclass predicts a class of the text, or each next
-        token.
+        A class of -1 does not count in the loss and the metrics. A subclass predicts the text's
+        class, or each next token.
         """
         raise NotImplementedError  # abstract: a subclass decides what it predicts
 
@@ -62,10 +63,10 @@ class Predictions(pl.LightningModule):
         self._also(name, loss, count)
 
     def _also(self, name: str, loss: Tensor, count: Tensor) -> None:
-        """Log the metrics of a subclass besides loss and accuracy."""
+        """Log a subclass's metrics other than loss and accuracy."""
 
     def each_text(self, logits: Tensor, wanted: Tensor) -> Tensor:
-        """Mean loss of each text ``(n,)``, of logits ``(n, length, tokens)``."""
+        """Return the mean loss of each text ``(n,)``, from logits ``(n, length, tokens)``."""
         each = cross_entropy(
             logits.transpose(1, 2), wanted, ignore_index=NO_TOKEN, reduction="none"
         )
@@ -106,10 +107,11 @@ class TextLearner(Predictions):
         self.weight_decay = weight_decay
 
     def setup(self, stage: str) -> None:
-        """Refuse data with tokens that the network does not have, or texts longer than it takes.
+        """Refuse data with tokens that the network does not have, or with texts that are too long
+        for it.
 
         Raises:
-            UserError: names both sides.
+            UserError: it names both sides.
         """
         if self._mixes and self.trainer.precision == "64-true":
             raise UserError(
@@ -134,7 +136,7 @@ class TextLearner(Predictions):
             )
 
     def computed(self, **inputs: Any) -> Tensor:
-        """The network's logits, in float32 at least."""
+        """Return the network's logits, in float32 at least."""
         context: AbstractContextManager[Any] = nullcontext()
         if self._mixes:
             context = torch.autocast(inputs["input_ids"].device.type, torch.bfloat16)
@@ -149,18 +151,20 @@ class TextLearner(Predictions):
 
     @property
     def longest(self) -> int | None:
-        """The most tokens that the network takes; None: it does not say."""
+        """Return the largest number of tokens that the network takes; None: it is not known."""
         longest = getattr(pretrained.sizes_of(self.network), "max_position_embeddings", None)
         return longest if isinstance(longest, int) else None
 
     @property
     def padding(self) -> int:
-        """The network's token for padding."""
+        """Return the network's token for padding."""
         return int(pretrained.sizes_of(self.network).pad_token_id)
 
 
 def _measured(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Mean cross-entropy, the share of right predictions, and how many count; 0 of none."""
+    """Return mean cross-entropy, the share of right predictions, and how many count; 0 if none
+    does.
+    """
     count = (wanted != NO_TOKEN).sum()
     over = count.clamp(min=1)
     loss = cross_entropy(logits, wanted, ignore_index=NO_TOKEN, reduction="sum") / over
@@ -182,45 +186,45 @@ class Perplexity(Metric):
             self.add_state(name, start, dist_reduce_fx="sum")
 
     def update(self, loss: Tensor, count: Tensor) -> None:
-        """Add a batch: its mean loss, and over how many predictions."""
+        """Add a batch: its mean loss, and the number of its predictions."""
         self.total += loss.detach().double() * count
         self.number += count
 
     def compute(self) -> Tensor:
-        """The value so far; 1 without predictions."""
+        """Return the value so far; 1 without predictions."""
         return (self.total / self.number.clamp(min=1)).exp()
 
 
 class CausalLanguageModel(TextLearner):
-    """Each token from those before it: cross-entropy in nats and accuracy, per token.
+    """Predicts each token from those before it: cross-entropy in nats and accuracy, per token.
 
     ``val/perplexity`` and ``test/perplexity`` are exp(total loss / number of predicted tokens).
 
     Args:
-        path: a local folder with config.json and weights, such as OPT-125M's; None: random weights
-            by ``config``.
-        config: entries of the architecture as transformers names them, ``model_type`` among them
-            where there is no ``path``; beside one, in place of the folder's (``{dropout: 0.0}``).
-        trainable: patterns (``fnmatch``) of the names of parameters that are trained, the others
-            frozen; None: all.
-        lora: arguments of peft's ``LoraConfig``: low-rank matrices are trained in place of the
+        path: a local folder with config.json and weights, such as OPT-125M's; None: random weights,
+            built from ``config``.
+        config: entries of the architecture with transformers' names, including ``model_type`` if
+            there is no ``path``; with a path they replace the folder's entries (``{dropout:
+            0.0}``).
+        trainable: patterns (``fnmatch``) of the names of parameters that are trained; the others
+            are frozen; None: all are trained.
+        lora: arguments of peft's ``LoraConfig``: low-rank matrices are trained instead of the
             network.
-        base_dtype: of what is frozen, beside ``lora`` or ``trainable``: ``"float32"`` or
-            ``"bfloat16"``, which takes half the memory. What is trained is float32.
-        quantize: keep what is frozen in 8 or 4 bits, by bitsandbytes on a CUDA GPU; None: not.
-        gradient_checkpointing: compute activations again in the backward pass, in place of keeping
-            them: less memory, about a third more time.
-        lr, weight_decay: of AdamW, where no client optimizer is set.
+        base_dtype: dtype of frozen weights, with ``lora`` or ``trainable``: ``"float32"`` or
+            ``"bfloat16"``, which takes half the memory. Trained weights are float32.
+        quantize: keep frozen weights in 8 or 4 bits, by bitsandbytes on a CUDA GPU; None: do not.
+        gradient_checkpointing: compute activations again in the backward pass, instead of keeping
+            them: less memory, about a third more time. lr, weight_decay: of AdamW, if no client
+                optimizer is set.
 
-    D, and what is communicated, counts what is trained; tied embeddings are one parameter and
-    count once.
-    ``predict_step`` gives the mean loss of each text ``(n,)``. A batch is tokens ``(n, L)``, -1
-    where a text has ended, and anything, or targets ``(n, L)``: the token where it is learned, else
-    -1, as ``InstructionTuning`` has them.
+    D and the communication count only trained weights; tied embeddings are one parameter and count
+    once. ``predict_step`` returns the mean loss of each text ``(n,)``. A batch is tokens ``(n,
+    L)``, -1 after the end of a text, and a second entry. The second entry is either not used, or
+    targets ``(n, L)`` as in ``InstructionTuning``: the token if it is to be learned, else -1.
 
     Raises:
-        UserError: transformers or peft are missing; a folder, architecture or pattern that cannot
-            be.
+        UserError: transformers or peft are missing; or a folder, architecture or pattern is not
+            possible.
     """
 
     task = "CausalLM"
@@ -251,7 +255,7 @@ class CausalLanguageModel(TextLearner):
         return logits.flatten(0, 1), wanted.flatten()
 
     def _next(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Logits ``(n, length - 1, vocabulary)`` and the tokens that come ``(n, length - 1)``."""
+        """Return logits ``(n, length - 1, vocabulary)`` and the next tokens ``(n, length - 1)``."""
         tokens = tokens.long()
         # Padding comes last, and no token of the text attends to it, so no mask is needed.
         seen = tokens[:, :-1]
@@ -264,10 +268,10 @@ class CausalLanguageModel(TextLearner):
         self.log(f"{name}/perplexity", perplexity)
 
     def log_likelihood(self, tokens: Tensor, start: Tensor) -> Tensor:
-        """Σ log p(token_j | tokens before) over j ≥ ``start``, in nats ``(n,)``.
+        """Return Σ log p(token_j | tokens before) over j ≥ ``start``, in nats ``(n,)``.
 
         Args:
-            tokens: ``(n, L)``, -1 where a text has ended, which does not count.
+            tokens: ``(n, L)``, -1 after the end of a text, which does not count.
             start: ``(n,)``; the first token of a text has no probability.
         """
         logits, wanted = self._next(tokens)
@@ -280,7 +284,9 @@ class CausalLanguageModel(TextLearner):
         return total
 
     def generate(self, tokens: Tensor, max_new_tokens: int, end: int) -> Tensor:
-        """The likeliest token after tokens ``(L,)``, again and again ``(k,)``, up to ``end``."""
+        """Return the likeliest tokens ``(k,)`` after tokens ``(L,)``, one after the other, up
+        to ``end``.
+        """
         asked = tokens[None].long()
         options = {"do_sample": False, "num_beams": 1, "pad_token_id": self.padding}
         context: AbstractContextManager[Any] = nullcontext()
@@ -301,10 +307,10 @@ class CausalLanguageModel(TextLearner):
 
 
 class TextClassifier(TextLearner):
-    """A text's class; cross-entropy and accuracy per text.
+    """Predicts a text's class; cross-entropy and accuracy per text.
 
-    Arguments are as :class:`CausalLanguageModel` has them. The head is new in a network that has
-    none; of a decoder such as OPT it reads the last token. ``predict_step`` gives probabilities
+    The arguments are those of :class:`CausalLanguageModel`. The head is new if the network has
+    none; with a decoder such as OPT it reads the last token. ``predict_step`` returns probabilities
     ``(n, num_classes)``.
     """
 

@@ -8,12 +8,13 @@ from fl_lightning.given import Given
 
 
 class VGG11(Given, nn.Module):
-    """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), no norms.
+    """The eight convolutions of VGG-11 (Simonyan & Zisserman, 2015, configuration A), without
+    norms.
 
-    Inputs are ``(n, in_channels, height, width)`` of up to 32 pixels a side; the pooling layers
-    round up, so that of smaller images one pixel is left, too. The head is 512-512-512-
-    ``num_classes``, as is usual for CIFAR (the federated papers publish no definition): 9,750,922
-    parameters for ten classes of three channels.
+    Inputs are ``(n, in_channels, height, width)`` of up to 32 pixels per side. The pooling layers
+    round up, so smaller images also end with one pixel. The head is 512-512-512- ``num_classes``,
+    as is usual for CIFAR (the federated papers publish no definition): 9,750,922 parameters for ten
+    classes of three channels.
     """
 
     # Pixels per side; a larger image would leave more than one pixel for the head.

@@ -21,9 +21,9 @@ class MetricsCSV(Logger):
     """Writes ``metrics.csv`` in ``save_dir``, one row per round.
 
     The first column is ``round``, the others follow in order of appearance. Floats are written so
-    that they read back exactly. The row is on disk when ``log_metrics`` returns. ``resume(t)``
-    forgets rounds from ``t`` on, so that a run that was killed and resumed leaves the same file
-    (its ``time/`` columns aside).
+    that reading gives the same value. The row is on disk when ``log_metrics`` returns.
+    ``resume(t)`` forgets rounds from ``t`` on, so a run that was killed and resumed leaves the same
+    file (except its ``time/`` columns).
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
@@ -50,7 +50,7 @@ class MetricsCSV(Logger):
     def log_hyperparams(
         self, params: dict[str, Any] | Namespace, *args: Any, **kwargs: Any
     ) -> None:
-        """Does nothing: config.yaml has them."""
+        """Do nothing, because config.yaml has them."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -88,7 +88,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def resume(self, round: int) -> None:
-        """Keep only what was logged before ``round``."""
+        """Keep only the rows of rounds before ``round``."""
         if not self.path.exists():
             return
         columns, rows = read_rows(self.path, before=round)
@@ -100,7 +100,7 @@ class MetricsCSV(Logger):
         self._rewrite([column for column in columns if column in filled], rows)
 
     def _open(self) -> list[str]:
-        """The columns; at first use, those of the file that is there."""
+        """Return the columns; at first use they are read from the existing file."""
         if self._columns is None:
             columns, rows = self._read() if self.path.exists() else (["round"], [])
             self._rewrite(columns, rows)

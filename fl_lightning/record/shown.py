@@ -1,4 +1,4 @@
-"""Which metrics a run is shown by, and which way each is better."""
+"""The metrics that a run shows, and the better direction of each."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from fl_lightning.metrics import MODES, without_prefix
 
 
 def shown_metrics(trainer: Any) -> list[str]:
-    """The metrics by which a run is shown, the most important first.
+    """Return the metrics that a run shows, the most important first.
 
-    They are the accuracy, what callbacks monitor, and what the learner logs with
-    ``prog_bar=True``. Where clients have parts or models of their own, and PerClientEvaluation
-    measures these, its values stand in place of what is validated: w with the mean of personal
-    parts serves nobody.
+    These metrics are the accuracy, those that callbacks monitor, and those that the learner logs
+    with ``prog_bar=True``. If clients have their own parts or models, and PerClientEvaluation
+    measures these, its values replace the validated ones, because no client uses w with the mean of
+    personal parts.
     """
     module = trainer.lightning_module
     callbacks = trainer.callbacks
@@ -28,7 +28,9 @@ def shown_metrics(trainer: Any) -> list[str]:
 
 
 def metric_modes(trainer: Any) -> dict[str, str]:
-    """``"max"`` or ``"min"``, whichever is better, by metric: as torchmetrics and callbacks say."""
+    """Return ``"max"`` or ``"min"``, the better direction, by metric, from torchmetrics and
+    callbacks.
+    """
     logged = getattr(trainer.lightning_module, "logged", None)
     modes: dict[str, str] = {}
     if logged is not None:
@@ -41,7 +43,7 @@ def metric_modes(trainer: Any) -> dict[str, str]:
 
 
 def _monitored(trainer: Any) -> dict[str, Any]:
-    """The metrics that callbacks monitor, each with its mode."""
+    """Return the metrics that callbacks monitor, each with its mode."""
     modes: dict[str, Any] = {}
     for callback in trainer.callbacks:
         metric = getattr(callback, "monitor", None)
@@ -51,7 +53,7 @@ def _monitored(trainer: Any) -> dict[str, Any]:
 
 
 def _personal(module: Any) -> bool:
-    """Tell whether clients end with parts or models of their own."""
+    """Return whether clients end with their own parts or models."""
     run = getattr(module, "run", None)
     if run is None or run.loop is None:
         return False

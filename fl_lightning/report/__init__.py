@@ -1,6 +1,6 @@
-"""``fl-lightning report``: from the folders of runs to tables, figures, intervals and verdicts.
+"""``fl-lightning report`` makes tables, figures, intervals and verdicts from the folders of runs.
 
-``runs`` reads folders → ``scores`` and ``intervals`` are the arithmetic → ``summary`` is what
-``report.json`` holds → ``sections`` words it as tables, ``charts`` and ``curves`` draw it, ``page``
-puts both on one page. Nothing here imports torch.
+``runs`` reads folders; ``scores`` and ``intervals`` compute; ``summary`` holds the content of
+``report.json``; ``sections`` makes tables of it, ``charts`` and ``curves`` make figures, and
+``page`` puts both on one page. Nothing here imports torch.
 """

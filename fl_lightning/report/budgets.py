@@ -35,10 +35,10 @@ _RUNNING = ("bytes", "virtual")
 
 @dataclass(frozen=True)
 class BudgetView:
-    """``tail`` of each finished run, had it spent only ``budget``, what the cheapest done run did.
+    """``tail`` of each finished run, up to the ``budget`` that the cheapest done run spent.
 
-    ``values``: arm → seed → value. ``what`` is the column of seconds that was summed. ``alike``:
-    all done runs spent the same.
+    ``values``: arm → seed → value. ``what`` is the name of the column of seconds that was summed.
+    ``alike``: whether all done runs spent the same number of seconds.
     """
 
     axis: str
@@ -49,9 +49,9 @@ class BudgetView:
 
 
 def spending(run: ReportedRun, axis: str, seconds: str = CLOCK) -> Column:
-    """What was spent up to and with each round; NaN where that is not known.
+    """Return the cost up to and including each round; NaN if it is not known.
 
-    After a round without seconds or gradients their sum is not known any more.
+    After a round without seconds or gradients their sum is unknown.
     """
     spent = run.column(_COLUMNS.get(axis, seconds))
     if axis == "rounds":
@@ -62,10 +62,10 @@ def spending(run: ReportedRun, axis: str, seconds: str = CLOCK) -> Column:
 def views(
     arms: Mapping[str, list[ReportedRun]], metric: str, timed: bool = True
 ) -> list[BudgetView]:
-    """A view for each axis that every done run has measured.
+    """Return a view for each axis that every done run has measured.
 
-    There is one of the clock's seconds where no two runs overlapped. ``timed``: whether seconds
-    are asked for.
+    The clock's seconds have a view if no two runs overlapped. ``timed``: whether to include
+    seconds.
     """
     done: list[ReportedRun] = []
     for runs in arms.values():
@@ -96,10 +96,10 @@ def views(
 
 
 def timed_by(runs: Sequence[ReportedRun]) -> str | None:
-    """The column of seconds that can be compared.
+    """Return the column of seconds that can be compared.
 
-    Processor seconds, or wall-clock seconds of runs that had the machine to themselves; of runs on
-    several machines there are no seconds.
+    Comparable seconds are processor seconds, or wall-clock seconds of runs that had the machine to
+    themselves; runs on several machines have none.
     """
     # Seconds of different or unknown machines cannot be compared.
     if len({(run.machine.get("processor"), run.machine.get("gpu")) for run in runs}) > 1:
@@ -114,7 +114,7 @@ def timed_by(runs: Sequence[ReportedRun]) -> str | None:
 
 
 def _span(run: ReportedRun) -> tuple[datetime, datetime] | None:
-    """When a run started and ended, as run.json has it: in UTC, where it names no zone."""
+    """Return when a run started and ended, from run.json; in UTC if it names no time zone."""
     times = []
     for key in ("started", "ended"):
         try:
@@ -127,7 +127,7 @@ def _span(run: ReportedRun) -> tuple[datetime, datetime] | None:
 
 
 def _spent(run: ReportedRun, axis: str, column: str) -> Column:
-    """As :func:`spending`, where a missing cell costs nothing."""
+    """As :func:`spending`, but a missing cell costs nothing."""
     if axis == "rounds":
         return run.columns["round"] + 1
     if axis in _RUNNING:

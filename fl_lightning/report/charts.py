@@ -40,7 +40,9 @@ QUANTILES = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 @styled
 def intervals(summary: Summary) -> list[Drawing]:
-    """Draw every pair as a row: a dot a seed, the mean, its interval, and the margin of a claim."""
+    """Draw every pair as a row: a dot per seed, the mean, its interval, and the margin of a
+    claim.
+    """
     rows = shown_first(summary.verdicts) or summary.pairs
     # A claim that an arm diverges has no interval.
     rows = [row for row in rows if row.evidence.values and row.claim.kind != "diverges"]
@@ -120,7 +122,9 @@ def _claimed(claim: Claim) -> str:
 
 
 def _verdict_look(verdict: str) -> dict[str, Any]:
-    """The mean of a claim, by its verdict: a colour, in a paper a shape. "": nothing is claimed."""
+    """Return the look of a claim's mean, by its verdict: a colour, and in a paper a shape. "":
+    nothing is claimed.
+    """
     if not style().markers:
         colour = VERDICT_COLOURS.get(verdict, style().colours[0])
         return {"marker": "D", "color": colour, "markeredgewidth": 0}
@@ -150,7 +154,7 @@ def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, look: Mapping[st
 
 @styled
 def heat_map(summary: Summary) -> list[Drawing]:
-    """Draw mean scores over a grid of two axes; without one, scores of arms by seeds."""
+    """Draw mean scores over a grid of two axes; without such a grid, scores of arms by seeds."""
     factor = unit_of(summary).factor
     title = "Over the grid"
     metric = summary.called(summary.metric)
@@ -217,9 +221,9 @@ def _paint(axes: Axes, values: Column, summary: Summary) -> None:
 
 
 def two_axes(arms: Sequence[str]) -> dict[tuple[str, str], str]:
-    """(row, column) → arm of a full grid of two axes; empty: the arms make none.
+    """Return (row, column) → arm of a full grid of two axes; empty if the arms form none.
 
-    Its arms are named ``<one>_<other>``.
+    The arms of the grid are named ``<one>_<other>``.
 
     >>> list(two_axes(["a_1", "a_2", "b_1", "b_2"]))
     [('a', '1'), ('a', '2'), ('b', '1'), ('b', '2')]
@@ -242,7 +246,7 @@ def two_axes(arms: Sequence[str]) -> dict[tuple[str, str], str]:
 def layers(summary: Summary) -> list[Drawing]:
     """Draw the consensus distance of each layer, averaged over time and seeds.
 
-    There is a panel for every form that was logged.
+    Each form that was logged has its panel.
     """
     logged = forms(summary.found)
     if not logged:
@@ -274,8 +278,8 @@ def layers(summary: Summary) -> list[Drawing]:
 def generalisation(summary: Summary) -> list[Drawing]:
     """Draw the gap between test and training loss over the training loss.
 
-    An arm that has less of a gap at the same training loss generalises better. Where claims are
-    about these losses, their arms alone are drawn: one that fails would hide the others.
+    An arm with a smaller gap at the same training loss generalises better. If claims are about
+    these losses, only their arms are drawn, because one that fails would hide the others.
     """
     claims = [each.claim for each in summary.verdicts if each.claim.metric.startswith("global/")]
     claimed = {claim.a for claim in claims} | {claim.b for claim in claims}
@@ -305,9 +309,10 @@ def generalisation(summary: Summary) -> list[Drawing]:
 
 @styled
 def clients(summary: Summary) -> list[Drawing]:
-    """Draw what each client has, round by round, a panel an arm.
+    """Draw the values of clients, round by round, one panel per arm.
 
-    There are lines of the first run's clients, and how far apart the clients of all runs are.
+    The panel has lines for the first run's clients, and shows how far apart the clients of all runs
+    are.
     """
     tables: dict[str, list[dict[int, dict[str, float]]]] = {}
     for arm in summary.arms.values():
@@ -366,13 +371,13 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 def looks(summary: Summary, **more: Any) -> Iterator[tuple[Arm, dict[str, Any]]]:
-    """Each arm with its looks; what a style says of it goes before ``more``."""
+    """Return each arm with its looks; a style's entries take precedence over ``more``."""
     for number, arm in enumerate(summary.arms.values()):
         yield arm, {**more, **style().look(number)}
 
 
 def mean_over_runs(runs: Sequence[ReportedRun], name: str) -> Column:
-    """The mean of a column over the runs that are done, round by round; NaN where none has it."""
+    """Return the mean of a column over the done runs, round by round; NaN if no run has it."""
     columns = [run.column(name) for run in runs if run.status == "done"]
     shortest = min(map(len, columns), default=0)
     together = np.array([column[:shortest] for column in columns]).reshape(len(columns), shortest)

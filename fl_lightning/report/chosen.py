@@ -1,4 +1,4 @@
-"""What sweeps chose on held-out data, as their select.csv lists it."""
+"""The choices of sweeps on held-out data, from their select.csv."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fl_lightning.report.runs import ReportedSweep, read_table
 
 @dataclass(frozen=True)
 class Choice:
-    """What an arm took of how many candidates; ``tried``: option → values, in their order."""
+    """The choice of an arm among so many candidates; ``tried``: option → values, in their order."""
 
     arm: str
     taken: Mapping[str, str]
@@ -19,7 +19,7 @@ class Choice:
 
     @property
     def at_end(self) -> list[str]:
-        """The options whose value is the first or last of several that were tried."""
+        """Return the options whose value is the first or last of several that were tried."""
         several = {option: values for option, values in self.tried.items() if len(values) > 1}
         return [option for option, values in several.items() if self._ends(option, values)]
 
@@ -28,7 +28,7 @@ class Choice:
 
 
 def choices(sweep: ReportedSweep) -> Iterator[Choice]:
-    """The choice of each arm that had one; none where nothing was selected."""
+    """Return the choice of each arm that had one; empty if nothing was selected."""
     rows = read_table(sweep.folder / "select.csv")
     for arm in dict.fromkeys(row.get("arm") or "" for row in rows):
         own = [row for row in rows if row.get("arm") == arm]
@@ -47,7 +47,7 @@ def choices(sweep: ReportedSweep) -> Iterator[Choice]:
 
 
 def _place(value: str) -> tuple[float, str]:
-    """Numbers by their size, before everything else."""
+    """Sort numbers by their size, before everything else."""
     try:
         return float(value), ""
     except ValueError:
@@ -55,7 +55,7 @@ def _place(value: str) -> tuple[float, str]:
 
 
 def short(option: str) -> str:
-    """An option by its last two words.
+    """Return the last two words of an option.
 
     >>> short("model.server_optimizer.init_args.lr"), short("method.beta")
     ('server_optimizer lr', 'method beta')

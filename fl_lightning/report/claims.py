@@ -1,4 +1,4 @@
-"""What was claimed before the runs, as claims.yaml says it."""
+"""The claims from before the runs, as claims.yaml states them."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ _NUMBERS = {"margin": 0.0, "factor": 0.0, "target": -math.inf}
 class Claim:
     """``a`` is ``direction`` than ``b`` by at least ``margin``.
 
-    What is compared is the ``score`` of ``metric``, paired by seed. ``kind`` says what is claimed
-    instead. Arms have the names that the report gives them. ``text`` is the claim in words, for
-    the reader. ``target_arm``: the arm whose score of the same seed is the target.
+    The ``score`` of ``metric`` is compared, paired by seed. ``kind`` says if something else is
+    claimed. Arms have the names that the report uses. ``text`` is the claim in words, for the
+    reader. ``target_arm``: the arm whose score with the same seed is the target.
     """
 
     id: str
@@ -89,13 +89,17 @@ class Claim:
 
     @property
     def unit(self) -> str:
-        """The kind of its numbers: differences of the metric, log ratios, or plain numbers."""
+        """Return the unit of its numbers: differences of the metric, log ratios, or plain
+        numbers.
+        """
         # The ρ of a trend and the share of diverged seeds have no unit.
         return "number" if self.kind in ("trend", "diverges") else self.scale
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """The arms that it is about; none for a trend over an axis, whose ``arm`` is a method."""
+        """Return the arms of the claim; none for a trend over an axis, whose ``arm`` is a
+        method.
+        """
         if self.kind == "trend":
             return (self.arm,) if self.over == "layers" else ()
         named = (self.a, self.b, self.c, self.d, self.arm, self.against, self.target_arm)
@@ -106,7 +110,7 @@ class Claim:
 class ClaimsFile:
     """A claims.yaml; ``stated`` are the hashes that runs recorded when they started.
 
-    ``names`` maps an arm as the claims name it to the report's name. ``folders`` are those of
+    ``names`` maps an arm's name in the claims to the report's name. ``folders`` are the folders of
     its sweeps' runs; empty means all runs.
     """
 
@@ -119,17 +123,19 @@ class ClaimsFile:
 
     @property
     def changed(self) -> bool | None:
-        """Whether the file is another than any that a run recorded; None: none did."""
+        """Return whether the file differs from every one that runs recorded; None: no run
+        recorded one.
+        """
         if not self.stated:
             return None
         return self.hash not in self.stated
 
 
 def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
-    """The file ``given``; without one, those of the sweeps.
+    """Return the claims of the file ``given``; without one, the claims of the sweeps.
 
     Raises:
-        UserError: the file does not hold claims, or two different files have one id.
+        UserError: the file does not hold claims, or two different files share an id.
     """
     if given is not None:
         return [read_claims(given, found.runs)]
@@ -162,11 +168,11 @@ def gather(found: Found, given: Path | None) -> list[ClaimsFile]:
 
 
 def read_claims(path: Path, runs: Iterable[ReportedRun]) -> ClaimsFile:
-    """The claims in ``path``, and which claims ``runs`` recorded.
+    """Return the claims in ``path``, and which claims ``runs`` recorded.
 
     Raises:
-        UserError: it cannot be read, or an entry lacks a key or has an unknown one, which is
-            named with what is accepted.
+        UserError: the file cannot be read, or an entry lacks a key or has an unknown one; the error
+            names the key and what is accepted.
     """
     try:
         data = path.read_bytes()
@@ -221,7 +227,7 @@ def _claim(path: Path, number: int, entry: Any) -> Claim:
 
 
 def _check_keys(where: str, entry: Mapping[str, Any]) -> None:
-    """Refuse choices and keys that are not known, and an entry that lacks what its kind needs."""
+    """Refuse unknown choices and keys, and an entry that lacks a key of its kind."""
     for key, accepted in _CHOICES.items():
         if key in entry and entry[key] not in accepted:
             raise UserError(
@@ -266,7 +272,7 @@ def _number(where: str, key: str, value: Any) -> float:
 
 
 def _target(where: str, target: Any) -> dict[str, Any]:
-    """The fields of a target that is another arm's score."""
+    """Return the fields of a target that is another arm's score."""
     if not isinstance(target, dict):
         return {}
     score = target.get("score", SCORES[0])
@@ -279,7 +285,7 @@ def _target(where: str, target: Any) -> dict[str, Any]:
 
 
 def _form(where: str, metric: str) -> str:
-    """The consensus by layer that a trend over layers is about."""
+    """Return the form of the consensus by layer for a trend over layers."""
     forms = [form.rstrip("/") for form in FORMS]
     if metric.rstrip("/") not in forms:
         raise UserError(f"{where}: metric {metric!r}: over layers it is one of {', '.join(forms)}.")

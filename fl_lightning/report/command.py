@@ -1,6 +1,6 @@
 """``fl-lightning report FOLDER…`` reads run folders and writes the report.
 
-What it cannot read it refuses, in one paragraph that says why.
+If it cannot read a file, it refuses with one paragraph that says why.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ read, report.md, report.tex, report.csv (a row a run), curves.csv (a row a value
 
 
 def parser() -> ArgumentParser:
-    """The parser of the command's arguments."""
+    """Return the parser of the command's arguments."""
     made = ArgumentParser("report", DESCRIPTION)
     made.add_argument(
         "folders",
@@ -87,10 +87,10 @@ def parser() -> ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report that ``argv`` asks for, print where it is, and give 0.
+    """Write the report that ``argv`` asks for, print where it is, and return 0.
 
     Raises:
-        UserError: what is to mend; nothing has been written then.
+        UserError: the user has to correct something; nothing has been written.
     """
     options = parser().parse_args(list(argv))
     # Check what you typed before reading any file.
@@ -104,7 +104,7 @@ def main(argv: Sequence[str]) -> int:
 
     found = find(options.folders)
     metric = options.metric or _headline(found)
-    # Runs that have logged nothing so far may still log it.
+    # Runs that have logged nothing so far may still log the metric.
     if options.metric and found.metrics and not logged(found, metric):
         raise UserError(
             f"report --metric {metric}: no run logs it.{suggest(metric, found.metrics)} They log "
@@ -136,10 +136,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _headline(found: Found) -> str:
-    """The metric that is scored by default: val/acc, or the metric of clients' own models.
+    """Return the metric that is scored by default: val/acc, or the metric of clients' own models.
 
-    These come first where a run is shown by them and all runs log them: its val/… is that of a mean
-    of models, or of personal parts, which no client uses.
+    Clients' own metric comes first if a run is shown by it and all runs log it: then its val/…
+    measures a mean of models, or of personal parts, which no client uses.
     """
     for run in found.runs:
         shown = run.record.get("shown")

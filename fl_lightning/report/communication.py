@@ -1,4 +1,4 @@
-"""What was sent, by two conventions: counted from the messages, and as the papers count it."""
+"""The communication by two conventions: counted from the messages, and as papers count it."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from fl_lightning.report.summary import Arm
 
 @dataclass(frozen=True)
 class Traffic:
-    """Means over an arm's done runs; None where it is not known.
+    """Means over an arm's done runs; None if it is not known.
 
-    ``bytes`` a round, up and down, from the messages. ``papers``: vectors per client and round as
-    the papers count them. FedALS counts parameters sent one way; there ``one_way`` parameters a
-    round are compared instead.
+    ``bytes`` per round, up and down, from the messages. ``papers``: vectors per client and round,
+    as papers count them. FedALS counts parameters in one direction; its arms compare ``one_way``
+    parameters per round instead.
     """
 
     bytes: float | None
@@ -30,9 +30,9 @@ class Traffic:
 
 
 def methods(run: ReportedRun) -> set[str] | None:
-    """Class names of the method callbacks in config.yaml, where all are this package's own.
+    """Return class names of the method callbacks in config.yaml, if all belong to this package.
 
-    None where there is no config.yaml to read, or a method is somebody else's.
+    The result is None if there is no config.yaml, or a method belongs to another package.
     """
     if not run.config:
         return None
@@ -49,7 +49,7 @@ def _packaged(item: Any) -> bool:
 
 
 def traffic(arm: Arm) -> Traffic:
-    """What the done runs of ``arm`` sent a round."""
+    """Return how much the done runs of ``arm`` sent per round."""
     done = [run for run in arm.runs if run.status == "done"]
     # All runs of an arm have one config except for the seed, so read the first run.
     names = methods(arm.runs[0])
@@ -65,9 +65,10 @@ def traffic(arm: Arm) -> Traffic:
 
 
 def papers_ratio(one: Traffic, other: Traffic) -> float | None:
-    """How many times as much ``one`` sends a round as ``other``, by the papers' convention.
+    """Return how many times as much ``one`` sends per round as ``other``, by the papers'
+    convention.
 
-    None where either is not known.
+    None if the traffic of one of them is not known.
     """
     if one.papers is None or other.papers is None:
         return None
@@ -78,7 +79,9 @@ def papers_ratio(one: Traffic, other: Traffic) -> float | None:
 
 
 def uncounted(arms: Iterable[Traffic]) -> str:
-    """A sentence for a note, where the papers' count of one of ``arms`` is not known; else ""."""
+    """Return a sentence for a note, if the papers' count of one of ``arms`` is not known; else
+    "".
+    """
     if all(arm.papers is not None for arm in arms):
         return ""
     return (
@@ -88,7 +91,7 @@ def uncounted(arms: Iterable[Traffic]) -> str:
 
 
 def over(ours: float | None, theirs: float | None) -> float | None:
-    """``ours / theirs``; None where either is 0 or not known."""
+    """Return ``ours / theirs``; None if either is 0 or not known."""
     return ours / theirs if ours and theirs else None
 
 

@@ -48,9 +48,9 @@ MEASUREMENTS = {
 
 @styled
 def curves(summary: Summary) -> list[Drawing]:
-    """Draw the smoothed metric against each thing that can be spent, where it was measured.
+    """Draw the smoothed metric against each kind of cost, if it was measured.
 
-    Several sweeps have a panel each, one below the other.
+    Each of several sweeps has its own panel, one below the other.
     """
     drawings = []
     for axis, title in AXES.items():
@@ -90,7 +90,7 @@ def curves(summary: Summary) -> list[Drawing]:
 
 
 def _panel(axes: Axes, summary: Summary, axis: str) -> dict[str, Any]:
-    """Draw the arms' curves over what was spent, and give each arm's line for the legend."""
+    """Draw the arms' curves over their cost, and return each arm's line for the legend."""
     shown = unit_of(summary)
     handles: dict[str, Any] = {}
     for arm, look in looks(summary):
@@ -139,7 +139,7 @@ def _arm(
     look: Mapping[str, Any],
     shown: Unit,
 ) -> dict[str, Any]:
-    """Draw an arm and give the line that stands for it in the legend, by its name there."""
+    """Draw an arm and return its line for the legend, by its name there."""
     handles = {}
     if done := [run for run in runs if run.status == "done"]:
 
@@ -173,28 +173,32 @@ def _arm(
 
 
 def _seen(look: Mapping[str, Any], points: int) -> dict[str, Any]:
-    """The looks of a curve of so many points: one point makes no line, and needs a marker."""
+    """Return the looks of a curve of so many points: one point makes no line, and needs a
+    marker.
+    """
     return {**look, "marker": look.get("marker") or "o"} if points == 1 else dict(look)
 
 
 def marked(points: int) -> list[int]:
-    """Which points of a curve have its marker: nine at most, the first and the last among them."""
+    """Return which points of a curve have its marker: at most nine, including the first and the
+    last.
+    """
     places = np.linspace(0, max(points - 1, 0), 9)
     return sorted({round(place) for place in places.tolist()})
 
 
 def _at(run: ReportedRun, rounds: Column, column: Column) -> Column:
-    """The values of a run's column in these rounds."""
+    """Return the values of a run's column in these rounds."""
     return column[np.isin(run.columns["round"], rounds)]
 
 
 def _over_seeds(
     runs: list[ReportedRun], metric: str, values_of: Callable[[ReportedRun], Column]
 ) -> tuple[list[ReportedRun], Column, Column, Column]:
-    """(runs, rounds, mean, deviation) in the rounds in which all ``runs`` have ``metric``.
+    """Return (runs, rounds, mean, deviation) in the rounds in which all ``runs`` have ``metric``.
 
-    Runs that were measured in other rounds have no mean: then the first run is drawn.
-    ``values_of`` gives a run's values where it was measured.
+    Runs that were measured in different rounds have no mean; then the first run is drawn.
+    ``values_of`` returns a run's values in the rounds in which it was measured.
     """
     rounds = [measured(run, metric)[0] for run in runs]
     common = np.array(sorted(set.intersection(*map(set, rounds))))
@@ -209,9 +213,9 @@ def _over_seeds(
 
 @styled
 def measurements(summary: Summary) -> list[Drawing]:
-    """Draw small panels of what else the runs logged, round by round, unsmoothed.
+    """Draw small panels of the runs' other metrics, round by round, without smoothing.
 
-    Several sweeps have a drawing each.
+    Each of several sweeps has its own drawing.
     """
     parts = summary.by_sweep
     drawings = []
@@ -256,7 +260,7 @@ def _measurements(summary: Summary, logged: list[str]) -> Figure:
 
 
 def _measurement(axes: Axes, summary: Summary, name: str) -> dict[str, Any]:
-    """Draw one panel, and give each arm's line for the legend."""
+    """Draw one panel, and return each arm's line for the legend."""
     handles = {}
     positive = True
     for arm, look in looks(summary, linewidth=1.3):

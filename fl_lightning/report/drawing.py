@@ -1,4 +1,6 @@
-"""What all figures share: styles, lines, and their files; without pyplot and its global state."""
+"""The common part of all figures: styles, lines, and their files; without pyplot and its global
+state.
+"""
 
 from __future__ import annotations
 
@@ -73,10 +75,10 @@ _SETTINGS: Any = {
 class Style:
     """How figures look: on a page, or in a column of a paper.
 
-    ``markers``: of arms, beside their colours and dashes; none on a page, which has colours.
-    ``width``, ``text_width``: widths of a figure in one column and of a wide one, in inches; None:
-    each figure's own. ``scale``: of heights and fonts. ``colours``, ``shades``: of arms, of heat
-    maps.
+    ``markers``: markers of arms, in addition to colours and dashes; none on a page, which has
+    colours. ``width``, ``text_width``: widths of a figure in one column and of a wide one, in
+    inches; None: each figure's own. ``scale``: factor of heights and fonts. ``colours``,
+    ``shades``: colours of arms, and of heat maps.
     """
 
     name: str
@@ -91,7 +93,9 @@ class Style:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def look(self, number: int) -> dict[str, Any]:
-        """The style of the arm with this number: 32 styles differ, 8 of them without colour."""
+        """Return the style of the arm with this number: 32 styles differ, 8 of them without
+        colour.
+        """
         turn = number // len(self.colours)
         look: dict[str, Any] = {"color": self.colours[number % len(self.colours)]}
         if not self.markers:
@@ -132,7 +136,7 @@ _style: ContextVar[Style] = ContextVar("style", default=STYLES["page"])
 
 
 def style() -> Style:
-    """The style that is drawn in."""
+    """Return the drawing style that is set now."""
     return _style.get()
 
 
@@ -148,7 +152,7 @@ def in_style(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure with its place on the page; of a ``group`` one is looked at at a time."""
+    """A figure with its place on the page; a page shows one figure of a ``group`` at a time."""
 
     key: str
     title: str
@@ -161,7 +165,7 @@ Made = TypeVar("Made")
 
 
 def styled(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Draw under the report's settings."""
+    """Draw with the report's settings."""
 
     def drawn(*args: Any, **kwargs: Any) -> Made:
         settings = {**_SETTINGS, **style().settings}
@@ -174,7 +178,7 @@ def styled(make: Callable[..., Made]) -> Callable[..., Made]:
 
 
 def figure(width: float, height: float, wide: bool = False) -> Figure:
-    """Make a figure that finds room for its parts; ``wide``: over both columns of a paper."""
+    """Make a figure that lays out its parts; ``wide``: over both columns of a paper."""
     drawn_in = style()
     fixed = drawn_in.text_width if wide else drawn_in.width
     size = (fixed or width, height * drawn_in.scale)
@@ -182,17 +186,17 @@ def figure(width: float, height: float, wide: bool = False) -> Figure:
 
 
 def points(size: float) -> float:
-    """The size of a font that is this large on a page."""
+    """Return the size of a font that has this size on a page."""
     return size * (0.8 if style().markers else 1.0)
 
 
 def whole_rounds(axes: Axes) -> None:
-    """Leave ticks only at whole numbers: there is no half of a round."""
+    """Leave ticks only at whole numbers, because there is no half of a round."""
     axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def plain(axes: Axes, grid: Literal["x", "y", "both", ""] = "y") -> None:
-    """Leave grid lines along one axis only ("": none)."""
+    """Leave grid lines along only one axis ("": no lines)."""
     axes.grid(False)
     if grid:
         axes.grid(True, axis=grid)
@@ -219,7 +223,9 @@ def logarithmic(axes: Axes, along: Literal["x", "y"] = "y") -> None:
 
 
 def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
-    """Draw one legend of lines by name beside everything, or below for many or long names."""
+    """Draw one legend of lines by name next to the axes, or below them if names are many or
+    long.
+    """
     longest = max(map(len, handles), default=0)
     place: dict[str, Any] = {"loc": "outside right upper"}
     # With many or long names, a legend beside the axes would leave no room for the curves.
@@ -233,7 +239,7 @@ def legend(drawn: Figure, handles: Mapping[str, Any]) -> None:
 
 
 def beside(axes: Axes, handles: Mapping[str, Any]) -> None:
-    """Draw a legend of lines by name beside axes that share their figure with others."""
+    """Draw a legend of lines by name next to axes that share their figure with others."""
     axes.legend(
         list(handles.values()),
         list(handles),
@@ -246,7 +252,7 @@ def beside(axes: Axes, handles: Mapping[str, Any]) -> None:
 
 
 def laid_out(drawn: Figure) -> None:
-    """Find room for the figure's parts once, and not anew for each of its formats."""
+    """Lay out the figure's parts once, and not again for each format."""
     if drawn.get_layout_engine() is not None:
         drawn.draw_without_rendering()
         drawn.set_layout_engine(None)
@@ -254,7 +260,7 @@ def laid_out(drawn: Figure) -> None:
 
 @styled
 def png(drawn: Figure) -> bytes:
-    """The figure as PNG."""
+    """Return the figure as PNG."""
     laid_out(drawn)
     file = io.BytesIO()
     FigureCanvasAgg(drawn)
@@ -264,7 +270,7 @@ def png(drawn: Figure) -> bytes:
 
 @styled
 def pdf(drawn: Figure) -> bytes:
-    """The figure as PDF, the same bytes for the same figure."""
+    """Return the figure as PDF; the same figure gives the same bytes."""
     laid_out(drawn)
     file = io.BytesIO()
     # A date in the file would give the same figure other bytes.
@@ -275,7 +281,7 @@ def pdf(drawn: Figure) -> bytes:
 
 @styled
 def svg(drawn: Figure, transparent: bool = False) -> str:
-    """The figure as SVG, the same bytes for the same figure."""
+    """Return the figure as SVG; the same figure gives the same bytes."""
     laid_out(drawn)
     # A date in the file would give the same figure other bytes.
     file = io.BytesIO()
@@ -295,7 +301,7 @@ FORMATS: dict[str, Callable[[Figure], bytes]] = {
 
 
 def inline(drawing: Drawing) -> str:
-    """The figure as part of an HTML page, labelled for those who cannot see it."""
+    """Return the figure as part of an HTML page, with a label for readers who cannot see it."""
     text = svg(drawing.figure, transparent=True)
     text = text[text.index("<svg") :]
     unused = r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->"

@@ -1,4 +1,4 @@
-"""What the runs measured of a claim: a number for each seed that its arms share."""
+"""The runs' measurements for a claim: a number for each seed that its arms share."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Seeds = Mapping[int, ReportedRun]
 
 
 def named(claim: Claim, names: Mapping[str, str]) -> Claim:
-    """``claim`` with the report's names of its arms."""
+    """Return ``claim`` with the report's names of its arms."""
     if not names or (claim.kind == "trend" and claim.over != "layers"):
         return claim
     fields = ("a", "b", "c", "d", "arm", "against", "target_arm")
@@ -28,20 +28,22 @@ def named(claim: Claim, names: Mapping[str, str]) -> Claim:
 
 
 def logged(found: Found, metric: str) -> bool:
-    """Whether any run measured it, finite or not. If no run did, no run has lost in it."""
+    """Return whether any run measured it, finite or not. If no run measured a budget, no run has
+    lost in it.
+    """
     return any(not np.isnan(run.column(metric)).all() for run in found.runs)
 
 
 def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
-    """The evidence of the runs about ``claim``; remarkable facts are added to ``notes``.
+    """Return the runs' evidence about ``claim``; remarkable facts are added to ``notes``.
 
     Args:
-        claim: its arms in the report's names.
+        claim: claim with its arms in the report's names.
         found: the runs of the claim's own sweeps.
 
     Raises:
-        UserError: two runs that are to be paired saw other partitions, or a trend is over what
-            is no axis.
+        UserError: two runs that form a pair had different partitions, or a trend is over something
+            that is not an axis.
     """
     # Only runs that ended by themselves are evidence, whether they finished or diverged.
     arms = {name: _finished(found, name) for name in claim.arms}
@@ -68,7 +70,7 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
 
 
 def absent(found: Found, metric: str) -> str:
-    """A note that no run has ``metric``."""
+    """Return a note that no run has ``metric``."""
     hint = suggest(metric, found.metrics)
     return f"No run logs {metric}, so nothing is scored by it.{hint}"
 
@@ -78,7 +80,7 @@ def _finished(found: Found, arm: str) -> dict[int, ReportedRun]:
 
 
 def _missing(arms: Sequence[str], found: Found) -> bool:
-    """Whether a seed that one of the arms has, or is to have, is not finished in all of them."""
+    """Return whether a seed of one of the arms is not finished in all of them."""
     seeds = {run.seed for run in found.runs if run.arm in arms}
     seeds |= {int(seed) for arm, seed, _ in found.waiting if arm in arms and seed.isdecimal()}
     return any(seeds - set(_finished(found, arm)) for arm in arms)
@@ -88,7 +90,9 @@ def _missing(arms: Sequence[str], found: Found) -> bool:
 
 
 def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list[str]) -> Evidence:
-    """a − b; of an interaction (a − b) − (c − d); of a target the log ratio of what was spent."""
+    """Return a − b; for an interaction (a − b) − (c − d); for a target the log ratio of the
+    costs.
+    """
     sides = [(claim.a, claim.b)]
     if claim.kind == "interaction":
         sides.append((claim.c, claim.d))
@@ -122,7 +126,9 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
 def _helps(
     claim: Claim, runs: Mapping[str, ReportedRun], values: Mapping[str, float | None]
 ) -> bool:
-    """Whether leaving a seed out would help the claim: then nothing may count as reproduced."""
+    """Return whether leaving a seed out would help the claim; then nothing may count as
+    reproduced.
+    """
     # The arm that is claimed to be cheaper never reached the target: leaving out this seed makes it
     # look better.
     if claim.kind == "to_target":
@@ -142,7 +148,7 @@ def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
 
 
 def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float | None:
-    """A run's score, or what it spent until the target."""
+    """Return a run's score, or its cost until the target."""
     mode = claim.mode or None
     if claim.kind != "to_target":
         # Only a plain difference uses the score 0 of a run that has lost.
@@ -165,7 +171,7 @@ def _score_if_done(run: ReportedRun | None, metric: str, score: str) -> float | 
 
 
 def between(scale: str, a: float | None, b: float | None) -> float | None:
-    """a − b, or the log of a / b; None where a value is missing or has no log."""
+    """Return a − b, or the log of a / b; None if a value is missing or has no log."""
     if a is None or b is None:
         return None
     # A score of 0, which a run that has lost may have, cannot be part of a ratio.
@@ -198,7 +204,7 @@ def _refuse_other_partition(a: ReportedRun, b: ReportedRun) -> None:
 
 
 def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
-    """Give 1 to a seed where ``arm`` has lost or scores ``factor`` times what ``against`` does."""
+    """Return 1 for a seed if ``arm`` has lost or scores ``factor`` times what ``against`` does."""
     made = Evidence()
     for seed, run in sorted(arms[claim.arm].items()):
         other = arms[claim.against].get(seed)
@@ -216,7 +222,9 @@ def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
 
 
 def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
-    """Spearman's ρ of each seed between a layer's place and its consensus, averaged over rounds."""
+    """Return Spearman's ρ of each seed between a layer's place and its consensus, averaged over
+    rounds.
+    """
     made = Evidence()
     for seed, run in sorted(runs.items()):
         layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
@@ -227,7 +235,7 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
 
 
 def over_layers(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> float | None:
-    """Spearman's ρ between the place of a layer and its ``metric``, averaged over rounds.
+    """Return Spearman's ρ between the place of a layer and its ``metric``, averaged over rounds.
 
     ``without``: layers that are left out.
     """
@@ -239,7 +247,7 @@ def over_layers(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> f
 
 
 def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
-    """Spearman's ρ of each seed between the values of an axis and the scores there."""
+    """Return Spearman's ρ of each seed between the values of an axis and the scores there."""
     if not any(claim.over in run.axes for run in found.runs):
         axes: dict[str, str] = {}
         for run in found.runs:
@@ -275,7 +283,7 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
 
 
 def _on_axis(claim: Claim, run: ReportedRun) -> bool:
-    """Whether the run has a value of the axis, under the claim's method where it names one."""
+    """Return whether the run has a value of the axis, with the claim's method if it names one."""
     if claim.over not in run.axes:
         return False
     return claim.over == "method" or not claim.arm or run.axes.get("method") == claim.arm
@@ -299,7 +307,8 @@ def _refuse_other_axes(claim: Claim, found: Found, arms: Sequence[str], values: 
 
 
 def _places(values: Sequence[str]) -> dict[str, float]:
-    """Where each value of an axis lies: numbers as they are, others in the grid's order.
+    """Return a number for each value of an axis: the value itself if all are numbers, else its
+    index in the grid.
 
     >>> _places(["10", "2"]), _places(["iid", "skewed"])
     ({'10': 10.0, '2': 2.0}, {'iid': 0.0, 'skewed': 1.0})
@@ -311,7 +320,7 @@ def _places(values: Sequence[str]) -> dict[str, float]:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Spearman's ρ, ties with their mean rank; None where it is not defined.
+    """Return Spearman's ρ, with the mean rank for ties; None if it is not defined.
 
     >>> spearman([1, 2, 3], [1.0, 4.0, 9.0]), spearman([1, 2], [3.0, 3.0])
     (1.0, None)

@@ -1,4 +1,4 @@
-"""How evenly clients are served: what ``PerClientEvaluation`` wrote of each of them.
+"""How evenly clients are served, from the files of ``PerClientEvaluation``.
 
 R. Jain, D. Chiu, W. Hawe: A Quantitative Measure of Fairness and Discrimination for Resource
 Allocation in Shared Computer Systems (1984). C. Gini: Variabilità e mutabilità (1912).
@@ -32,9 +32,9 @@ _OVER_CLIENTS = re.compile(r"_(weighted|std|worst10)$")
 
 
 def fairness(run: ReportedRun, metric: str) -> dict[str, float | None]:
-    """The measures of a run's ``clients.csv``; empty where it has none, or is damaged.
+    """Return the measures of a run's ``clients.csv``; empty if the run has none, or it is damaged.
 
-    Where clients have domains, the worst domain's value as the run logged it last is among them.
+    If clients have domains, the last logged value of the worst domain is included.
     """
     values, _ = after_last_round(run, metric)
     if not len(values):
@@ -46,15 +46,15 @@ def fairness(run: ReportedRun, metric: str) -> dict[str, float | None]:
 
 
 def titles(found: Iterable[Collection[str]]) -> dict[str, str]:
-    """What the measures are called; the worst domain's is among them where an arm has one."""
+    """Return the names of the measures, including the worst domain's if an arm has one."""
     domains = any(WORST_DOMAIN in measures for measures in found)
     return {**MEASURES, WORST_DOMAIN: "worst domain"} if domains else MEASURES
 
 
 def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
-    """A run's clients' values, and what shows that its ``clients.csv`` has changed since.
+    """Return a run's values of clients, and text if its ``clients.csv`` has changed since.
 
-    The run logged their mean in metrics.csv, so that a row which was lost, doubled or edited shows.
+    The run logged their mean in metrics.csv, so a lost, doubled or edited row shows.
     """
     name = column_of(metric)
     path = run.folder / "clients.csv"
@@ -82,9 +82,10 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
 
 
 def measured_nobody(run: ReportedRun) -> bool:
-    """Tell whether a run's ``clients.csv`` has no client: after its last round none was measured.
+    """Return whether a run's ``clients.csv`` has no client, because none was measured after the
+    last round.
 
-    Whether rows were lost from it is for :func:`after_last_round`.
+    :func:`after_last_round` finds out whether rows were lost from it.
     """
     path = run.folder / "clients.csv"
     return path.is_file() and not read_table(path)
@@ -97,7 +98,9 @@ def _is_mean(logged: float, values: Column) -> bool:
 
 
 def column_of(metric: str) -> str:
-    """A metric's column in clients' tables: ``acc`` of ``val/acc`` and ``clients/acc_std``."""
+    """Return a metric's column in clients' tables: ``acc`` for ``val/acc`` and
+    ``clients/acc_std``.
+    """
     name = without_prefix(metric.removeprefix("clients/"))
     return _OVER_CLIENTS.sub("", name) if metric.startswith("clients/") else name
 
@@ -110,9 +113,9 @@ def _number(text: str | None) -> float:
 
 
 def spread(values: Column, greater: bool) -> dict[str, float | None]:
-    """Means of the ⌈k/10⌉ worst and best of k clients, Jain's index (Σx)² / k Σx², Gini.
+    """Return means of the ⌈k/10⌉ worst and best of k clients, Jain's index (Σx)² / k Σx², Gini.
 
-    Indices are of values that are not negative and not all 0: of others they are None.
+    The two indices need values that are not negative and not all 0; otherwise they are None.
 
     >>> spread(np.array([0.0, 1.0]), True)
     {'mean': 0.5, 'worst10': 0.0, 'best10': 1.0, 'jain': 0.5, 'gini': 0.5}
@@ -136,9 +139,9 @@ def spread(values: Column, greater: bool) -> dict[str, float | None]:
 
 
 def over_rounds(run: ReportedRun, metric: str) -> tuple[dict[int, dict[str, float]], list[int]]:
-    """Round → client → value, of a run's ``clients_rounds.csv``, and the rounds left out.
+    """Return round → client → value, from a run's ``clients_rounds.csv``, and the rounds left out.
 
-    Left out are those whose values have another mean than the run logged.
+    A round is left out if its values have another mean than the run logged.
     """
     name = column_of(metric)
     rounds: dict[int, dict[str, float]] = {}

@@ -1,6 +1,6 @@
-"""The files of a report, whole, before the first of them is written.
+"""The files of a report, complete before the first of them is written.
 
-The page, Markdown and LaTeX are the templates beside this file, over one list of tables.
+The page, Markdown and LaTeX are the templates next to this file, for one list of tables.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _MARKDOWN = re.compile(r"[\\`*$|]|<(?=[a-zA-Z/!])")
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: figures, behind tabs where they are several, above tables."""
+    """A part of the page: figures above tables; several figures are behind tabs."""
 
     key: str
     name: str
@@ -77,11 +77,11 @@ def contents(
     style: str = "page",
     formats: Sequence[str] = tuple(FORMATS),
 ) -> dict[str, bytes]:
-    """Name → bytes of every file of the report.
+    """Return name → bytes of every file of the report.
 
-    ``labels``: arm → what it is called in tables and figures; report.json, report.csv and
-    curves.csv keep arms. ``style``: of the figures. ``formats``: those of FORMATS that figures are
-    written in; without any there are no figures, on the page neither.
+    ``labels``: arm → its name in tables and figures; report.json, report.csv and curves.csv keep
+    arms. ``style``: style of the figures. ``formats``: formats in which figures are written;
+    without any there are no figures, also not on the page.
     """
     with in_style(style):
         return _contents(summary, title, labels, formats)
@@ -130,7 +130,9 @@ def _contents(
 
 
 def leftovers(out: Path, written: Collection[str]) -> list[Path]:
-    """The files in ``out`` that an earlier report left and that this one has not ``written``."""
+    """Return the files in ``out`` that an earlier report left and that this one has not
+    ``written``.
+    """
     found = [out / "pivot.csv", *sorted(out.glob("figures/*"))]
     left = []
     for path in found:
@@ -154,7 +156,9 @@ def _drawings(summary: Summary) -> list[Drawing]:
 
 
 def _templates(kind: str) -> Environment:
-    """The templates of a kind of files; in LaTeX braces are text, so they have other marks."""
+    """Return the templates of a kind of files; in LaTeX braces are text, so these templates
+    have other marks.
+    """
     marks: dict[str, Any] = {}
     if kind == "tex":
         marks = {"block_start_string": "<%", "block_end_string": "%>"}
@@ -175,7 +179,9 @@ def _templates(kind: str) -> Environment:
 
 
 def line(text: str) -> str:
-    """The text of a Markdown cell, which neither a line break nor a bar may end."""
+    """Return the text of a Markdown cell, without line breaks and bars, which would end the
+    cell.
+    """
     return _MARKDOWN.sub(r"\\\g<0>", " ".join(text.split()))
 
 
@@ -185,7 +191,7 @@ def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Sect
         own = [table for table in tables if table.key.split("-")[0] == key]
         group = [drawing for drawing in drawings if (drawing.group or drawing.key) == key]
         for table in own:
-            # A folded table comes below the figure of the same numbers, if there is one.
+            # A folded table comes below the figure with the same numbers, if there is one.
             if not (table.folded and group):
                 short = (name or table.title).format(table.key.partition("-")[2])
                 made.append(Section(table.key, short, table.title, [table]))
@@ -200,7 +206,7 @@ def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Sect
 
 
 def lead(summary: Summary) -> str:
-    """Say in one sentence how much there is of what."""
+    """Return one sentence that counts the entries."""
     runs = summary.found.runs
     seeds = len({run.seed for run in runs})
     counts = []
@@ -214,7 +220,9 @@ def lead(summary: Summary) -> str:
 
 
 def points(summary: Summary) -> Iterator[list[Any]]:
-    """The rows of curves.csv: its columns, and one for each value that a figure is drawn from."""
+    """Yield the rows of curves.csv: its columns, and one for each value from which a figure is
+    drawn.
+    """
     yield ["arm", "seed", "round", "metric", "value"]
     shown = dict.fromkeys((summary.metric, *curves.MEASUREMENTS, *COSTS_OF_CURVES))
     for run in summary.found.runs:
@@ -226,7 +234,7 @@ def points(summary: Summary) -> Iterator[list[Any]]:
 
 
 def rows(summary: Summary) -> list[list[Any]]:
-    """The rows of report.csv: its columns, and one for each run."""
+    """Yield the rows of report.csv: its columns, and one for each run."""
     costs = list(product(summary.targets, COSTS))
     spent = [f"{what}_to_{target}" for target, what in costs]
     table: list[list[Any]] = [["arm", "seed", "status", "rounds", *SCORES, *spent, "folder"]]

@@ -12,7 +12,7 @@ from scipy.special import stdtr, stdtrit
 
 @dataclass(frozen=True)
 class Interval:
-    """Mean of n differences, its 95 % interval and two-sided p; None where n is too small."""
+    """Mean of n differences, its 95 % interval and two-sided p; None if n is too small."""
 
     n: int
     mean: float | None = None
@@ -22,7 +22,7 @@ class Interval:
     p: float | None = None
 
     def ends(self, percent: int) -> tuple[float, float] | None:
-        """The ends of the interval of Student's t that covers so much.
+        """Return the ends of Student's t interval with this coverage.
 
         >>> Interval(2, 0.5, 0.0).ends(90)
         (0.5, 0.5)
@@ -34,7 +34,7 @@ class Interval:
 
 
 def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
-    """Mean and sample deviation (n - 1).
+    """Return mean and sample deviation (n - 1).
 
     >>> mean_sd([1.0, 3.0]), mean_sd([2.0]), mean_sd([])
     ((2.0, 1.4142135623730951), (2.0, None), (None, None))
@@ -44,7 +44,7 @@ def mean_sd(values: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def paired(differences: Sequence[float]) -> Interval:
-    """Student's t on ``differences``, one per seed.
+    """Apply Student's t to ``differences``, one per seed.
 
     >>> paired([0.02, 0.02])
     Interval(n=2, mean=0.02, sd=0.0, low=0.02, high=0.02, p=0.0)
@@ -61,7 +61,8 @@ def paired(differences: Sequence[float]) -> Interval:
 
 
 def equivalent(found: Interval, margin: float) -> float | None:
-    """p of two one-sided tests that the mean of ``found`` lies within ± ``margin``: the larger one.
+    """Return p of two one-sided tests that the mean of ``found`` lies within ± ``margin``: the
+    larger one.
 
     >>> equivalent(Interval(2, 0.0, 0.0), 0.1), equivalent(Interval(2, 0.1, 0.0), 0.1)
     (0.0, 1.0)
@@ -75,7 +76,7 @@ def equivalent(found: Interval, margin: float) -> float | None:
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction; None stands for no comparison, and is not counted.
+    """Apply Holm's step-down correction; None stands for no comparison, and is not counted.
 
     >>> holm([0.01, None, 0.04, 0.03])
     [0.03, None, 0.06, 0.06]

@@ -1,4 +1,4 @@
-"""What arms are called in tables and figures: ``report --label ARM=TEXT``."""
+"""Names of arms in tables and figures: ``report --label ARM=TEXT``."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _OF_CLAIMS = ("a", "b", "c", "d", "arm", "against", "target_arm")
 
 
 def labels_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
-    """Arm → its label, from ``ARM=TEXT``.
+    """Return arm → its label, from ``ARM=TEXT``.
 
     Raises:
-        UserError: there is no such arm, or two would be called alike.
+        UserError: there is no such arm, or two arms would have the same name.
     """
     labels: dict[str, str] = {}
     for text in texts:
@@ -36,13 +36,13 @@ def labels_of(texts: Sequence[str], arms: Sequence[str]) -> dict[str, str]:
     twice = [label for label in shown if shown.count(label) > 1]
     if twice:
         raise UserError(
-            f"report --label: two arms would be called {twice[0]!r}; give each a name of its own."
+            f"report --label: two arms would be called {twice[0]!r}; give each arm its own name."
         )
     return labels
 
 
 def relabelled(summary: Summary, labels: Mapping[str, str]) -> Summary:
-    """The report as it is shown; its numbers stay."""
+    """Return the report with these labels; its numbers do not change."""
     if not labels:
         return summary
 

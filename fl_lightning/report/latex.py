@@ -1,4 +1,4 @@
-"""Texts and tables as LaTeX prints them."""
+"""Texts and tables in the form that LaTeX prints."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _TEX = str.maketrans(
         **{raised: f"$^{number}$" for number, raised in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     }
 )
-# Longer texts are broken into lines, and so are longer words in them and longer column names.
+# Break longer texts into lines, and also longer words in them and longer column names.
 LONG_TEXT = 40
 LONG_WORD = 25
 LONG_NAME = 15
 
 
 def tex(text: str) -> str:
-    """Text that LaTeX prints as it is.
+    """Return text that LaTeX prints unchanged.
 
     >>> print(tex("val/acc, 75.95 ± 0.19 % of fedinit_0.1"))
     val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
@@ -52,7 +52,9 @@ def tex(text: str) -> str:
 
 
 def widths(table: Table) -> list[str]:
-    """LaTeX's columns of a table: long texts, such as claims' sentences, are broken into lines."""
+    """Return LaTeX's columns of a table: long texts, such as claims' sentences, are broken into
+    lines.
+    """
     columns = []
     for place in range(len(table.columns)):
         longest = max((len(row[place].text) for row in table.rows), default=0)
@@ -62,7 +64,7 @@ def widths(table: Table) -> list[str]:
 
 
 def heading(name: str) -> str:
-    """A column's name, in two lines where it is long.
+    """Return a column's name, in two lines if it is long.
 
     >>> print(heading("last third of gradients"))
     \\shortstack{last third\\\\of gradients}
@@ -78,7 +80,9 @@ def heading(name: str) -> str:
 
 
 def breakable(text: str) -> str:
-    """The text of a cell, whose long words, such as a run's folder, may go on in its next line."""
+    """Return the text of a cell, in which long words, such as a run's folder, may continue on
+    the next line.
+    """
     words = []
     for word in text.split(" "):
         parts = re.split("(?<=[/=,_])(?=.)", word) if len(word) > LONG_WORD else [word]

@@ -1,4 +1,4 @@
-"""What a reader has to know to read the numbers right, seen before any pair is looked at."""
+"""What a reader has to know to read the numbers correctly, before any pair is compared."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fl_lightning.report.scores import SCORES, has_lost
 
 
 def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str]:
-    """Give the notes, those on all runs first."""
+    """Return the notes; those about all runs come first."""
     notes = [] if logged(found, metric) else [absent(found, metric)]
     notes += _on_claims(found, files)
     scored = {metric: None}
@@ -42,7 +42,7 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
 
 
 def on_test(found: Found) -> set[bool]:
-    """Whether arms were validated on their test set; both where they differ."""
+    """Return whether arms were validated on their test set; both values if they differ."""
     return {runs[0].on_test for runs in found.arms.values()}
 
 
@@ -89,7 +89,7 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
 
 
 def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
-    """Hash of claims that runs recorded, and that the report has not read → these runs."""
+    """Return hash of claims that runs recorded, and that the report has not read → these runs."""
     unread: dict[str, list[ReportedRun]] = {}
     if not read:
         for run in found.runs:
@@ -107,7 +107,7 @@ def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
 
 
 def _warnings(run: ReportedRun) -> list[str]:
-    """The warnings of a run from its run.json; empty for an older run."""
+    """Return the warnings of a run from its run.json; empty for an older run."""
     given = run.record.get("notes")
     return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
 
@@ -140,7 +140,7 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
 
 
 def _on_infinite(name: str, runs: Sequence[ReportedRun], metric: str) -> list[str]:
-    """Say which runs that are done have lost all the same, and in which scores."""
+    """Note which done runs have nevertheless lost, and in which scores."""
     seeds: dict[str, list[str]] = {}
     for run in runs:
         scores = [score for score in SCORES if has_lost(run, metric, score)]
@@ -173,7 +173,7 @@ def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
 
 
 def _on_candidates(sweep: ReportedSweep) -> str | None:
-    """Say where the arms of a sweep chose from unequal numbers of candidates."""
+    """Note if the arms of a sweep chose from unequal numbers of candidates."""
     arms = [row.get("arm") or "" for row in read_table(sweep.folder / "select.csv")]
     counts = Counter(sweep.names.get(arm, arm) for arm in arms)
     if len(set(counts.values())) < 2:

@@ -1,4 +1,6 @@
-"""A paper's printed results for a setting, next to ours, and the differences of the settings."""
+"""A paper's printed results for a setting, next to ours, and the differences between the
+settings.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,12 @@ WHOLE = {"data.init_args.samples": None}
 
 @dataclass(frozen=True)
 class Published:
-    """A column of a paper's table: who stands in it, and under which settings.
+    """A column of a paper's table: its methods, and its settings.
 
-    ``arms`` maps patterns of arms' names to (value, deviation) as printed. ``score`` is that of
-    ours which comes nearest to theirs. ``setting`` maps keys of a config to the paper's values;
+    ``arms`` maps patterns of arms' names to the printed (value, deviation). ``score`` is our score
+    that is most similar to theirs. ``setting`` maps keys of a config to the paper's values;
     ``experiments`` are patterns of packaged configs. ``unlike`` maps patterns of arms' names to
-    what differs in the method itself.
+    differences in the method itself.
     """
 
     experiments: tuple[str, ...]
@@ -38,14 +40,14 @@ class Published:
     unlike: Mapping[str, str] = field(default_factory=dict)
 
     def of(self, arm: str) -> tuple[float, float | None] | None:
-        """The numbers printed for ``arm``; None where nothing was."""
+        """Return the numbers printed for ``arm``; None if there are none."""
         for pattern, printed in self.arms.items():
             if fnmatch.fnmatchcase(arm, pattern):
                 return printed
         return None
 
     def differences(self, arm: str, config: Mapping[str, Any]) -> list[str]:
-        """Where ``config`` is not the paper's setting, as ``key ours (theirs)``."""
+        """Return where ``config`` differs from the paper's setting, as ``key ours (theirs)``."""
         matching = (text for name, text in self.unlike.items() if fnmatch.fnmatchcase(arm, name))
         differences = list(matching)
         for key, theirs in {**self.setting, **WHOLE}.items():
@@ -60,7 +62,7 @@ class Published:
 
 
 def tables() -> Iterator[Published]:
-    """Every published column that is packaged."""
+    """Return every published column that is packaged."""
     folder = files("fl_lightning.report").joinpath("published")
     # The order of files in a folder is arbitrary, and the report needs a fixed one.
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
@@ -74,7 +76,9 @@ def tables() -> Iterator[Published]:
 
 @dataclass(frozen=True)
 class Gain:
-    """What a paper printed for both arms of a claim; ``mean``: a − b, or the log of a / b."""
+    """The numbers that a paper printed for both arms of a claim; ``mean``: a − b, or the log of
+    a / b.
+    """
 
     source: str
     mean: float
@@ -89,7 +93,9 @@ Beside = tuple[Published, frozenset[Path]]
 def gains(
     metric: str, scale: str, arms: Sequence[tuple[str, Path]], tables: Sequence[Beside]
 ) -> list[Gain]:
-    """What was printed for two arms, each given by its name and the folder of one of its runs."""
+    """Return the printed numbers for two arms, each given by its name and the folder of one of
+    its runs.
+    """
     made: dict[float, Gain] = {}
     for table, folders in tables:
         if table.metric != metric or not all(folder in folders for _, folder in arms):
@@ -106,7 +112,7 @@ def gains(
 
 
 def published(found: Found) -> list[Beside]:
-    """The columns of the experiments that runs' configs name, each with these runs."""
+    """Return the columns of the experiments that runs' configs name, each with these runs."""
     named = experiments(found)
     # Reading the tables takes a quarter of a small report's time.
     if not any(named.values()):
@@ -125,9 +131,10 @@ def published(found: Found) -> list[Beside]:
 
 
 def experiments(found: Found) -> dict[Path, list[str]]:
-    """A run's folder → the packaged configs called ``experiment/…`` that it is of.
+    """Return a run's folder → the packaged configs called ``experiment/…`` from which it was made.
 
-    They stand in its sweep's file and its command; a packaged sweep is of itself.
+    The configs' names are in the run's sweep's file and its command; a packaged sweep is itself
+    such a config.
     """
     of_sweep: dict[Path, list[Any]] = {}
     for sweep in found.sweeps:
@@ -147,9 +154,9 @@ def _of_sweep(sweep: ReportedSweep) -> list[Any]:
 
 
 def _packaged_sweep(path: Path) -> list[str]:
-    """The packaged sweep that ``path`` keeps, whatever its folder is called.
+    """Return the packaged sweep of which ``path`` is a copy, whatever its folder is called.
 
-    The file begins with it: what was put over it stands at its end.
+    The file begins with the packaged text; overrides are at its end.
     """
     if not path.is_file():
         return []
@@ -162,7 +169,7 @@ def _packaged_sweep(path: Path) -> list[str]:
 
 
 def setting(run: ReportedRun) -> str:
-    """Network and data of a run: ``MLP on Digits``; "" without a config.yaml."""
+    """Return network and data of a run: ``MLP on Digits``; "" without a config.yaml."""
     data = _at(run.config, "data.class_path")
     network = _at(run.config, "model.learner.init_args.network") or _at(run.config, "model.learner")
     return " on ".join(class_name(item) for item in (network, data) if item is not None)
@@ -178,7 +185,9 @@ def _at(config: Mapping[str, Any], key: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Classes by their bare name, whole numbers as such: what is the same should look the same."""
+    """Replace classes by their bare names, and whole numbers by integers, so that equal values
+    look equal.
+    """
     if isinstance(value, Mapping) and "class_path" in value:
         arguments = value.get("init_args")
         options = sorted(arguments.items()) if isinstance(arguments, Mapping) else []

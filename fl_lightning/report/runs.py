@@ -1,4 +1,4 @@
-"""The folders that a report is about: runs, and sweeps full of runs."""
+"""The folders of a report: runs, and sweeps with many runs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ ASK = "Give report --mode (of --metric), or mode in the claim"
 
 @dataclass(frozen=True, eq=False)
 class ReportedRun:
-    """One run, as read from its folder.
+    """One run, read from its folder.
 
-    ``columns`` are the metrics by name, NaN where nothing was measured, infinite where what was
-    measured is no finite number. ``record`` is run.json.
+    ``columns`` are the metrics by name, NaN if nothing was measured, infinite if the measured value
+    is not a finite number. ``record`` is run.json.
     """
 
     folder: Path
@@ -45,7 +45,8 @@ class ReportedRun:
     arm: str
     record: Mapping[str, Any]
     columns: Mapping[str, Column]
-    # All runs of a report share one: what one run knows of a metric holds for the others.
+    # All runs of a report share this object: what one run knows about a metric holds for the
+    # others.
     directions: Directions = field(default_factory=lambda: Directions(ASK))
     # Errors in metrics.csv that do not prevent reading it.
     faults: tuple[str, ...] = ()
@@ -54,23 +55,24 @@ class ReportedRun:
 
     @property
     def axes(self) -> dict[str, str]:
-        """Key of its sweep's grid → value as named; empty if no sweep made the run."""
+        """Return key of its sweep's grid → value as named; empty if no sweep made the run."""
         axes = self.record.get("axes")
         items = axes.items() if isinstance(axes, dict) else ()
         return {str(key): str(value) for key, value in items}
 
     @property
     def machine(self) -> dict[str, Any]:
-        """The machine of the run; empty if it was not recorded."""
+        """Return the machine of the run; empty if it was not recorded."""
         machine = self.record.get("machine")
         return machine if isinstance(machine, dict) else {}
 
     @property
     def on_test(self) -> bool:
-        """Whether its columns ``val/…`` are of the test set."""
+        """Return whether its columns ``val/…`` are measured on the test set."""
         if "validated_on" in self.record:
             return bool(self.record["validated_on"] == "test")
-        # Older runs have only their config. These data sets have a test set and no validation set.
+        # Older runs have only their config. Runs with these data sets have a test set and no
+        # validation set.
         data = self.config.get("data")
         data = data if isinstance(data, dict) else {}
         options = data.get("init_args")
@@ -80,32 +82,33 @@ class ReportedRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it takes part in scores: it ended by itself, well or badly."""
+        """Return whether scores include it: it ended by itself, well or badly."""
         return self.status in FINISHED
 
     @property
     def rounds_done(self) -> int:
-        """Rounds of which something was logged."""
+        """Return the rounds in which something was logged."""
         return _ended(self.columns["round"])
 
     def column(self, name: str) -> Column:
-        """The metric ``name``; all NaN where it was never logged."""
+        """Return the metric ``name``; all NaN if it was never logged."""
         return self.columns.get(name, np.full(len(self.columns["round"]), math.nan))
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """config.yaml; empty where it is missing or cannot be read: a report does not need it."""
+        """Return config.yaml; empty if it is missing or cannot be read, because a report does
+        not need it.
+        """
         return _mapping(self.folder / "config.yaml")
 
 
 @dataclass(frozen=True)
 class ReportedSweep:
-    """A folder of runs with what belongs to all of them.
+    """A folder of runs with the files that belong to all of them.
 
     ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``kin``: the same text for sweeps
-    that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not
-    begun. ``names`` says what the report calls an arm, where that is another name than the
-    sweep's.
+    that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not begun.
+    ``names`` maps an arm to its name in the report, if that differs from the sweep's.
     """
 
     folder: Path
@@ -119,7 +122,7 @@ class ReportedSweep:
 
 @dataclass
 class Found:
-    """What the folders of a command line hold, in its order and the grid's."""
+    """The content of a command line's folders, in its order and the grid's."""
 
     runs: list[ReportedRun] = field(default_factory=list)
     sweeps: list[ReportedSweep] = field(default_factory=list)
@@ -127,7 +130,7 @@ class Found:
 
     @property
     def waiting(self) -> list[tuple[str, str, str]]:
-        """(arm, seed, status) of what has not begun."""
+        """Return (arm, seed, status) of runs that have not begun."""
         waiting: list[tuple[str, str, str]] = []
         for sweep in self.sweeps:
             for arm, seed, status in sweep.waiting:
@@ -136,7 +139,7 @@ class Found:
 
     @property
     def arms(self) -> dict[str, list[ReportedRun]]:
-        """Runs by arm, arms in the order in which they first come."""
+        """Return runs by arm, with arms in the order in which they first occur."""
         arms: dict[str, list[ReportedRun]] = {}
         for run in self.runs:
             arms.setdefault(run.arm, []).append(run)
@@ -144,14 +147,14 @@ class Found:
 
     @property
     def metrics(self) -> list[str]:
-        """What any run logged, in the order in which it first comes."""
+        """Return the metrics that any run logged, in the order in which they first occur."""
         names: dict[str, None] = {}
         for run in self.runs:
             names |= dict.fromkeys(run.columns)
         return [name for name in names if name != "round"]
 
     def within(self, folders: Collection[Path]) -> Found:
-        """Only the runs in ``folders``, which are resolved, and their sweeps."""
+        """Return only the runs in ``folders``, which are resolved, and their sweeps."""
 
         def touches(sweep: ReportedSweep) -> bool:
             return any(path.resolve() in folders for path in sweep.runs)
@@ -161,10 +164,11 @@ class Found:
 
 
 def find(folders: Sequence[Path]) -> Found:
-    """The runs in ``folders``: runs' own folders, sweeps, or any folder of runs.
+    """Find the runs in ``folders``: runs' own folders, sweeps, or any folder of runs.
 
     Raises:
-        UserError: no run in a folder, a file that cannot be read, or two runs of one arm and seed.
+        UserError: there is no run in a folder, a file cannot be read, or two runs have one arm and
+            seed.
     """
     found = Found()
     paths: list[Path] = []
@@ -193,10 +197,10 @@ def find(folders: Sequence[Path]) -> Found:
 
 
 def _keep_apart(found: Found) -> None:
-    """Call arms ``<sweep>/<arm>`` where sweeps with other claims have an arm of the same name.
+    """Call arms ``<sweep>/<arm>`` if sweeps with other claims have an arm of the same name.
 
-    Sweeps with the same claims are reported as one: there, arms of one name are one arm. A sweep
-    is called by its folder's name, with its parent's where several have the same name.
+    Sweeps with the same claims are reported as one: their arms of one name are one arm. A sweep's
+    name is its folder's name, with its parent's if several have the same name.
     """
     kin_of_run: dict[Path, str] = {}
     folders: dict[str, Path] = {}
@@ -229,19 +233,19 @@ def _keep_apart(found: Found) -> None:
 
 
 def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
-    """The run in ``folder``.
+    """Read the run in ``folder``.
 
-    ``directions`` take what it recorded of its metrics, beside what other runs did.
+    ``directions`` also learn the modes that the run recorded.
 
     Raises:
-        UserError: run.json is not one, or metrics.csv of a finished run is missing or broken.
+        UserError: run.json is invalid, or metrics.csv of a finished run is missing or broken.
     """
     path = folder / "run.json"
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
-            f"report {folder}: cannot read {path} ({error}). It is written by `fl-lightning fit`."
+            f"report {folder}: cannot read {path} ({error}). `fl-lightning fit` writes this file."
         ) from None
     # A JSON document need not be an object, and a bool would pass for an integer seed.
     record = record if isinstance(record, dict) else {}
@@ -264,7 +268,7 @@ def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
 
 
 def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
-    """Refuse what a hand wrote into run.json that no run writes there."""
+    """Refuse entries of run.json that no run writes."""
     where = f"report {folder}: {folder / 'run.json'}"
     for name in ("arm", "title", "partition_hash", "config_hash", "claims_hash"):
         value = "" if record.get(name) is None else record[name]
@@ -282,7 +286,7 @@ def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
 
 
 def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> Iterator[str]:
-    """Say how metrics.csv of a finished run shows that it has lost something."""
+    """Return how metrics.csv of a finished run shows that something was lost."""
     if status not in FINISHED:
         return
     asked = record.get("rounds")
@@ -336,7 +340,9 @@ def _columns(folder: Path, status: str) -> dict[str, Column]:
 
 
 def _sweep(folder: Path) -> ReportedSweep:
-    """The runs of a sweep in its grid's order (that of runs.csv), of another folder by name."""
+    """Return the runs of a sweep in the grid's order (the order of runs.csv), or the runs of
+    another folder by name.
+    """
     if not folder.is_dir():
         raise UserError(
             f"report {folder}: there is no such folder. "
@@ -382,13 +388,13 @@ def _natural(place: str) -> tuple[str, str, int, str]:
 
 
 def read_states(folder: Path) -> dict[tuple[str, str], str]:
-    """(arm, seed) → status, as a sweep's runs.csv lists them; empty where it cannot be read."""
+    """Return (arm, seed) → status, from a sweep's runs.csv; empty if it cannot be read."""
     rows = read_table(folder / "runs.csv")
     return {(row.get("arm") or "", row.get("seed") or ""): row.get("status") or "" for row in rows}
 
 
 def read_table(path: Path) -> list[dict[str, str]]:
-    """The rows of a CSV file; none where it cannot be read."""
+    """Return the rows of a CSV file; empty if it cannot be read."""
     try:
         return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error):

@@ -1,4 +1,4 @@
-"""What curves come to: five scores, when a target was reached, and layers over time."""
+"""Five scores of a curve, when a target was reached, and layers over time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMS = {
 
 
 def window(length: int) -> int:
-    """Width of the smoothing of ``length`` values: odd, at most 101 and a fifth of them.
+    """Return the width of the smoothing of ``length`` values: odd, at most 101 and a fifth of them.
 
     >>> [window(n) for n in (3, 15, 20, 25, 10_000)]
     [0, 3, 3, 5, 101]
@@ -40,7 +40,7 @@ def window(length: int) -> int:
 def smooth(values: Column) -> Column:
     """Smooth ``values`` by a Hanning window, renormalised at the ends.
 
-    So does FedInit (NeurIPS version, B.2.1).
+    FedInit smooths in the same way (NeurIPS version, B.2.1).
     """
     width = window(len(values))
     if width < 3:
@@ -53,23 +53,23 @@ def smooth(values: Column) -> Column:
 
 
 def measured(run: ReportedRun, metric: str) -> tuple[Column, Column]:
-    """(rounds, values) of ``metric`` where it is finite."""
+    """Return (rounds, values) of ``metric`` if it is finite."""
     values = run.column(metric)
     finite = np.isfinite(values)
     return run.columns["round"][finite], values[finite]
 
 
 def summed(run: ReportedRun, name: str) -> Column:
-    """The cost ``name`` up to and with each round; a missing cell costs nothing."""
+    """Return the cost ``name`` up to and including each round; a missing cell costs nothing."""
     total: Column = np.cumsum(np.nan_to_num(run.column(name), nan=0.0, posinf=0.0, neginf=0.0))
     return total
 
 
 def tail(run: ReportedRun, metric: str) -> float | None:
-    """The mean of what was measured in the last third of the run's gradients, finite or not.
+    """Return the mean of the evaluations in the last third of the run's gradients, finite or not.
 
-    Where no evaluation lies there, it is the last one; None where nothing was measured. Without
-    the column of gradients it is the last third of rounds.
+    If that part has no evaluation, it is the last one; None if nothing was measured. Without the
+    column of gradients it is the last third of rounds.
     """
     spent = run.columns["round"] + 1
     if "cost/gradients" in run.columns:
@@ -78,9 +78,10 @@ def tail(run: ReportedRun, metric: str) -> float | None:
 
 
 def tail_of(run: ReportedRun, metric: str, spent: Column, budget: float) -> float | None:
-    """The mean where 2/3 of ``budget`` < ``spent`` ≤ ``budget``; infinite where a value there is.
+    """Return the mean of the values in the last third of ``budget``; infinite if one of them is
+    infinite.
 
-    Where nothing was measured there, it is the last value that ``budget`` affords.
+    If nothing was measured there, it is the last value within ``budget``.
     """
     evaluated = ~np.isnan(run.column(metric))
     spent = spent[evaluated]
@@ -94,7 +95,7 @@ def tail_of(run: ReportedRun, metric: str, spent: Column, budget: float) -> floa
 
 
 def scores(values: Column, less: bool = False) -> dict[str, float | None]:
-    """Every score of a run's finite ``values`` that asks for nothing else; None without values.
+    """Return every score that needs only a run's finite ``values``; None without values.
 
     ``last10`` is the mean of the last ten; ``smoothed`` the maximum over the last 50 of the
     smoothed curve (FedInit, § 5.1), or their minimum where ``less`` is better.
@@ -110,9 +111,9 @@ def scores(values: Column, less: bool = False) -> dict[str, float | None]:
 
 
 def score_of(run: ReportedRun, metric: str, score: str, mode: str | None = None) -> float | None:
-    """The score that counts, which for a run that has lost is what :func:`lost` gives.
+    """Return the score that counts; for a run that has lost, :func:`lost` gives it.
 
-    ``mode``: which way is better, where a claim says it.
+    ``mode``: the better direction, if a claim gives it.
     """
     if has_lost(run, metric, score):
         return lost(run, metric, mode)
@@ -124,9 +125,10 @@ def score_of(run: ReportedRun, metric: str, score: str, mode: str | None = None)
 
 
 def has_lost(run: ReportedRun, metric: str, score: str = "last") -> bool:
-    """Tell whether it diverged, or its last value, or one that ``score`` averages, is not finite.
+    """Return whether the run diverged, or its last value, or one that ``score`` averages, is not
+    finite.
 
-    Without what is not finite, a run would be scored by the time before it went wrong.
+    If only finite values counted, a run would be scored by the time before it went wrong.
     """
     if run.status == "diverged":
         return True
@@ -139,9 +141,9 @@ def has_lost(run: ReportedRun, metric: str, score: str = "last") -> bool:
 
 
 def lost(run: ReportedRun, metric: str, mode: str | None = None) -> float | None:
-    """The score of a run that has lost: 0 where nothing can be worse, else none at all.
+    """Return the score of a run that has lost: 0 if nothing can be worse, else None.
 
-    Nothing is worse where greater is better and no run that is read measured less than 0.
+    Nothing can be worse if greater is better and no run in the report measured less than 0.
     """
     greater = run.directions.greater(metric, mode)
     return 0.0 if greater and metric not in run.directions.below_zero else None
@@ -150,9 +152,10 @@ def lost(run: ReportedRun, metric: str, mode: str | None = None) -> float | None
 def reached(
     run: ReportedRun, metric: str, target: float, mode: str | None = None
 ) -> dict[str, Any]:
-    """Rounds, bytes, gradients and seconds until the smoothed curve first reached ``target``.
+    """Return rounds, bytes, gradients and seconds until the smoothed curve first reached
+    ``target``.
 
-    The round that reached it counts; None where it never did, or the cost is not known.
+    The round that reached it counts; None if none did, or the cost is not known.
     """
     never = dict.fromkeys(("rounds", "bytes", "gradients", "seconds"))
     rounds, values = measured(run, metric)
@@ -182,7 +185,7 @@ def reached(
 
 
 def forms(found: Found) -> dict[str, list[str]]:
-    """Prefix of a form → the layers that were logged in it, from the input on.
+    """Return prefix of a form → the layers that were logged in it, beginning at the input.
 
     Forms that no run logged are left out.
     """
@@ -197,9 +200,9 @@ def forms(found: Found) -> dict[str, list[str]]:
 
 
 def over_time(runs: Sequence[ReportedRun], name: str) -> float | None:
-    """Mean of ``name`` over the rounds that have it, and then over runs.
+    """Return the mean of ``name`` over the rounds that have it, and then over runs.
 
-    These are the runs that are done, or all where none is.
+    The mean is over the done runs, or over all runs if none is done.
     """
     means = []
     for run in [run for run in runs if run.status == "done"] or runs:

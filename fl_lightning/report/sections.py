@@ -1,4 +1,4 @@
-"""The tables of a report, worded from its numbers."""
+"""The tables of a report, made from its numbers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _ONE = {"cores": "core", "threads": "thread", "processes": "process"}
 
 
 def tables(summary: Summary) -> list[Table]:
-    """Every table that has something to say, in the order of the page."""
+    """Return every table that has rows, in the order of the page."""
     made = [
         claims(summary),
         evidence(summary),
@@ -68,7 +68,7 @@ def tables(summary: Summary) -> list[Table]:
 
 
 def unit_of(summary: Summary, metric: str | None = None) -> Unit:
-    """How this report shows values of ``metric`` (None: the report's own metric)."""
+    """Return how this report shows values of ``metric`` (None: the report's own metric)."""
     name = metric or summary.metric
     # Some accuracies are logged in percent already; their highest value is above 1.
     values = [measured(run, name)[1] for run in summary.found.runs]
@@ -77,7 +77,7 @@ def unit_of(summary: Summary, metric: str | None = None) -> Unit:
 
 
 def metric_title(summary: Summary) -> str:
-    """The report's metric with its unit."""
+    """Return the report's metric with its unit."""
     name = summary.called(summary.metric)
     return f"{name}, %" if unit_of(summary).percent else name
 
@@ -86,13 +86,13 @@ def metric_title(summary: Summary) -> str:
 
 
 def difference_unit(summary: Summary, compared: Comparison) -> Unit:
-    """How differences are shown."""
+    """Return how differences are shown."""
     plain = compared.claim.unit == "difference"
     return unit_of(summary, compared.claim.metric) if plain else Unit()
 
 
 def _interval(shown: Unit, said: Comparison) -> Cell:
-    """The interval of the test, or the reason why there is no interval."""
+    """Return the interval of the test, or the reason why there is no interval."""
     if said.ends is None:
         return Cell("needs 2 pairs" if said.interval.n == 1 else NONE)
     low, high = said.ends
@@ -101,7 +101,7 @@ def _interval(shown: Unit, said: Comparison) -> Cell:
 
 
 def claims(summary: Summary) -> Table:
-    """The claims and their verdicts, each family's primary one first."""
+    """Return the claims and their verdicts, each family's primary claim first."""
     columns = "claim|verdict|a − b|95 % interval|p, Holm|margin|n"
     rows = [_claim(summary, said) for said in shown_first(summary.verdicts)]
     note = (
@@ -123,7 +123,7 @@ def claims(summary: Summary) -> Table:
 
 
 def evidence(summary: Summary) -> Table:
-    """What stands behind each verdict: every seed, both predictions, the setting."""
+    """Return the evidence for each verdict: every seed, both predictions, the setting."""
     columns = ["claim", "each seed", "predicted", "setting"]
     rows: Rows = []
     for said in shown_first(summary.verdicts):
@@ -145,7 +145,7 @@ def evidence(summary: Summary) -> Table:
 
 
 def gains(summary: Summary) -> Table:
-    """Differences beside those that papers printed for the same two arms."""
+    """Return differences next to those that papers printed for the same two arms."""
     columns = "claim|ours, a − b|95 % interval|published, a − b|printed|in"
     rows: Rows = []
     for said in shown_first(summary.verdicts):
@@ -166,7 +166,7 @@ def gains(summary: Summary) -> Table:
 
 
 def _claim(summary: Summary, said: Comparison) -> list[Any]:
-    """The row of one claim."""
+    """Return the row of one claim."""
     claim = said.claim
     between = said.interval
     shown = difference_unit(summary, said)
@@ -189,7 +189,7 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
 
 
 def shown_first(verdicts: Sequence[Comparison]) -> list[Comparison]:
-    """Families in their order, each with its primary claim first."""
+    """Return families in their order, each with its primary claim first."""
     families = list(dict.fromkeys(said.claim.family for said in verdicts))
     return sorted(
         verdicts, key=lambda said: (families.index(said.claim.family), not said.claim.primary)
@@ -197,9 +197,9 @@ def shown_first(verdicts: Sequence[Comparison]) -> list[Comparison]:
 
 
 def sentence(claim: Claim, called: Callable[[str], str] = str) -> str:
-    """A claim in words: ``fedinit-0.1 > fedavg in val/acc (last third of gradients)``.
+    """Return a claim in words: ``fedinit-0.1 > fedavg in val/acc (last third of gradients)``.
 
-    ``called``: what metrics are called.
+    ``called``: names of metrics.
     """
     metric = called(claim.metric)
     sign = SIGNS[claim.direction]
@@ -227,7 +227,7 @@ def sentence(claim: Claim, called: Callable[[str], str] = str) -> str:
 
 
 def pairs(summary: Summary) -> Table:
-    """Paired intervals with Holm's correction."""
+    """Return paired intervals with Holm's correction."""
     columns = ["a − b", "metric", "mean", "95 % interval", "sd", "n", "p", "p, Holm"]
     rows: Rows = []
     for pair in summary.pairs:
@@ -262,7 +262,7 @@ def pairs(summary: Summary) -> Table:
 
 
 def pivot(summary: Summary) -> Table:
-    """Methods by settings, where there are several of either."""
+    """Return methods by settings, if there are several of either."""
     shown = unit_of(summary)
     title = f"{by_settings(summary.found)}: {metric_title(summary)}, {SCORE_TITLES[MAIN]}"
     methods: dict[str, str] = {}
@@ -286,7 +286,7 @@ def pivot(summary: Summary) -> Table:
 
 
 def scores(summary: Summary) -> Table:
-    """Mean ± deviation of each arm by each score."""
+    """Return mean ± deviation of each arm by each score."""
     shown = unit_of(summary)
     columns = ["arm", *SCORE_TITLES.values(), "runs", "diverged", "unfinished"]
     rows: Rows = []
@@ -313,14 +313,14 @@ def scores(summary: Summary) -> Table:
 
 
 def lengths(summary: Summary) -> list[int]:
-    """How many values of the metric the runs that are done have, each number once."""
+    """Return how many values of the metric the done runs have, each number once."""
     done = [run for run in summary.found.runs if run.status == "done"]
     found = {len(measured(run, summary.metric)[0]) for run in done}
     return sorted(found - {0})
 
 
 def windows(summary: Summary) -> str:
-    """How many values are smoothed over, in the runs that are done."""
+    """Return over how many values curves are smoothed, in the done runs."""
     widths = sorted({max(1, window(length)) for length in lengths(summary)})
     return " or ".join(map(str, widths)) or NONE
 
@@ -329,7 +329,7 @@ def windows(summary: Summary) -> str:
 
 
 def targets(summary: Summary) -> list[Table]:
-    """Tables of rounds, bytes and seconds until each target, and of traffic against the first arm.
+    """Return tables of rounds, bytes and seconds until each target, and of relative traffic.
 
     Traffic is counted by both conventions.
     """
@@ -387,13 +387,13 @@ def _ratio(ours: float | None, theirs: float | None) -> float | None:
 
 
 def budgets(summary: Summary) -> list[Table]:
-    """The smoothed metric at equal rounds, gradients, bytes and seconds, of each sweep."""
+    """Return the smoothed metric at equal rounds, gradients, bytes and seconds, of each sweep."""
     parts = summary.by_sweep
     return [_budgets(part, name if len(parts) > 1 else "") for name, part in parts.items()]
 
 
 def _budgets(summary: Summary, sweep: str) -> Table:
-    """The arms of one sweep, named where it stands beside others, at equal cost."""
+    """Return the arms of one sweep at equal cost, with its name if there are others."""
     shown = unit_of(summary)
     arms = {name: arm.runs for name, arm in summary.arms.items()}
     made = views(arms, summary.metric, summary.timed)
@@ -435,7 +435,7 @@ def _budget(view: BudgetView) -> str:
 
 
 def communication(summary: Summary) -> Table:
-    """The communication of a round, by both conventions; no rows if no run sent anything."""
+    """Return the communication per round, by both conventions; no rows if no run sent anything."""
     columns = (
         "arm|sent a round|× first arm|vectors a client, as papers count|"
         "× first arm, as papers count"
@@ -467,7 +467,7 @@ def communication(summary: Summary) -> Table:
 
 
 def consensus(summary: Summary) -> list[Table]:
-    """A table for each form of the consensus distance of layers that was logged."""
+    """Return a table for each form of the consensus distance of layers that was logged."""
     made = []
     note = "Averaged over all rounds and seeds; layers from the input on."
     for form, layers in forms(summary.found).items():
@@ -482,7 +482,7 @@ def consensus(summary: Summary) -> list[Table]:
 
 
 def fairness(summary: Summary) -> Table:
-    """How evenly clients are served, of runs that measured each."""
+    """Return how evenly clients are served, for runs that measured each client."""
     shown = unit_of(summary)
     rows: Rows = []
     measures = titles(arm.fairness for arm in summary.arms.values())
@@ -510,9 +510,9 @@ def fairness(summary: Summary) -> Table:
 
 
 def beside_published(summary: Summary) -> list[Table]:
-    """The published numbers of the experiments that the runs name, beside ours.
+    """Return the published numbers of the experiments that the runs name, next to ours.
 
-    Each row says what differs in the setting.
+    Each row lists the differences in the setting.
     """
     made = []
     shown = unit_of(summary)
@@ -536,7 +536,7 @@ def beside_published(summary: Summary) -> list[Table]:
 
 
 def chosen(summary: Summary) -> Table:
-    """The choices of sweeps on held-out data, and choices at an end of the tried values."""
+    """Return the choices of sweeps on held-out data, and choices at an end of the tried values."""
     columns = ["arm", "chosen", "tried", "at an end", "candidates"]
     labels = {arm.key: name for name, arm in summary.arms.items()}
     rows: Rows = []
@@ -555,7 +555,7 @@ def chosen(summary: Summary) -> Table:
 
 
 def runs(summary: Summary) -> Table:
-    """Every run and where it is."""
+    """Return every run and its folder."""
     shown = unit_of(summary)
     columns = ["arm", "seed", "status", "rounds", SCORE_TITLES[MAIN], "folder"]
     rows: Rows = []
@@ -574,7 +574,7 @@ def runs(summary: Summary) -> Table:
 
 
 def machines(records: Sequence[Mapping[str, Any]]) -> str:
-    """The machines of the runs, from their run.json."""
+    """Return the machines of the runs, from their run.json."""
     counts = Counter(_machine(record.get("machine")) for record in records)
     told = [f"{_runs(number)} made on {text}" for text, number in counts.items() if text]
     if unknown := counts[""]:
@@ -588,7 +588,7 @@ def _runs(number: int) -> str:
 
 
 def _machine(machine: Any) -> str:
-    """What a reader has to know of a machine; "" where nothing was recorded."""
+    """Return the description of a machine for the reader; "" if nothing was recorded."""
     if not isinstance(machine, dict):
         return ""
     texts = [machine.get("gpu"), machine.get("processor") or machine.get("system")]

@@ -1,4 +1,6 @@
-"""Which arms stand side by side: the settings of a sweep of methods over anything else."""
+"""Which arms are compared with each other: the settings of a sweep of methods over other
+options.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ ALL = "all"
 
 
 def settings(found: Found) -> dict[str, dict[str, str]]:
-    """Setting → method → arm, in the order of the runs.
+    """Return setting → method → arm, in the order of the runs.
 
-    A setting is named by the values of the grid's axes other than the method. Where one method
-    alone was swept, what changes the data is the setting, and the other axes take the method's
+    A setting's name has the values of the grid's axes other than the method. If a sweep has only
+    one method, options that change the data are the setting, and the other axes take the method's
     place.
     """
     placed = []
@@ -37,7 +39,7 @@ def settings(found: Found) -> dict[str, dict[str, str]]:
 
 
 def by_settings(found: Found) -> str:
-    """What stands above methods by settings: it names the axes of both.
+    """Return the heading of methods by settings: it names the axes of both.
 
     Sweeps that are reported together may have different ones.
     """
@@ -52,9 +54,9 @@ def by_settings(found: Found) -> str:
 
 
 def sides(places: Mapping[tuple[str, str], ReportedRun]) -> tuple[str, str]:
-    """The axes of the rows and of the columns of a grid, in words; "" where they are not known.
+    """Return the axes of the rows and of the columns of a grid, in words; "" if they are not known.
 
-    ``places``: the texts of row and column → a run that stands there. A column's text may be "".
+    ``places``: the texts of row and column → a run at that place. A column's text may be "".
     """
     keys = _varying(places.values())
     # If sweeps have different axes, no title fits all rows.
@@ -82,7 +84,9 @@ def _worded(keys: Sequence[str]) -> str:
 
 
 def _groups(found: Found) -> dict[str, list[ReportedRun]]:
-    """A run of each arm; sweeps whose arms were kept apart are groups, all others are one."""
+    """Return a run of each arm; sweeps whose arms were kept apart are groups, and all others
+    are one group.
+    """
     groups: dict[str, dict[str, ReportedRun]] = {}
     for run in found.runs:
         groups.setdefault(run.group, {}).setdefault(run.arm, run)
@@ -90,7 +94,7 @@ def _groups(found: Found) -> dict[str, list[ReportedRun]]:
 
 
 def _varying(runs: Iterable[ReportedRun]) -> list[str]:
-    """The axes with several values over ``runs``, in the order of the grid."""
+    """Return the axes with several values over ``runs``, in the order of the grid."""
     values: dict[str, set[str]] = {}
     for run in runs:
         for key, value in run.axes.items():
@@ -99,7 +103,9 @@ def _varying(runs: Iterable[ReportedRun]) -> list[str]:
 
 
 def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
-    """The axes with several values, in two groups: axes of the setting, and axes of the method."""
+    """Return the axes with several values, in two groups: axes of the setting, and axes of the
+    method.
+    """
     keys = _varying(runs)
     if "method" in keys:
         return [key for key in keys if key != "method"], ["method"]
@@ -108,7 +114,7 @@ def _axes(runs: list[ReportedRun]) -> tuple[list[str], list[str]]:
 
 
 def _place(run: ReportedRun, axes: tuple[list[str], list[str]]) -> tuple[str, str, str]:
-    """(setting, method, arm) of a run."""
+    """Return (setting, method, arm) of a run."""
     setting = _values(run, axes[0])
     method = _values(run, axes[1])
     return setting or ALL, method or run.axes.get("method") or run.arm, run.arm

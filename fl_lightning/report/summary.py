@@ -1,4 +1,4 @@
-"""Everything a report states as numbers: what report.json holds."""
+"""All numbers of a report: the content of report.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _known(values: BySeed) -> list[float]:
 
 
 def _spread(values: BySeed) -> dict[str, Any]:
-    """As report.json has values of seeds."""
+    """Return values of seeds in the form of report.json."""
     mean, sd = mean_sd(_known(values))
     return {"mean": mean, "sd": sd, "values": values}
 
@@ -38,7 +38,7 @@ class Arm:
     """One arm: its runs, and the scores and costs of its finished runs by seed.
 
     ``reached``: target → seed → rounds, bytes and seconds until it. ``key``: its name in the sweep,
-    where ``name`` is a label. ``fairness``: measure → seed → value, where clients were measured.
+    if ``name`` is a label. ``fairness``: measure → seed → value, if clients were measured.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Arm:
 
     @property
     def own(self) -> str:
-        """Its key without the label of its sweep."""
+        """Return the arm's key without the label of its sweep."""
         return self.key.removeprefix(f"{self.runs[0].group}/")
 
     @property
@@ -66,11 +66,11 @@ class Arm:
         return len(self.runs) - len(self.finished)
 
     def mean_sd(self, score: str) -> tuple[float | None, float | None]:
-        """Mean and deviation over the seeds that have this score."""
+        """Return mean and deviation over the seeds that have this score."""
         return mean_sd(_known(self.scores[score]))
 
     def to_json(self) -> dict[str, Any]:
-        """As report.json has it."""
+        """Return the arm in the form of report.json."""
         scores = {score: _spread(values) for score, values in self.scores.items()}
         spreads = {measure: _spread(values) for measure, values in self.fairness.items()}
         return {
@@ -84,14 +84,14 @@ class Arm:
         }
 
     def until(self, what: str) -> dict[str, BySeed]:
-        """Target → seed → the rounds, bytes or seconds until it."""
+        """Return target → seed → the rounds, bytes or seconds until it."""
         spent: dict[str, BySeed] = {}
         for target, seeds in self.reached.items():
             spent[target] = {seed: cost[what] for seed, cost in seeds.items()}
         return spent
 
     def mean_until(self, target: str, what: str) -> float | None:
-        """The mean over the seeds that reached it."""
+        """Return the mean over the seeds that reached it."""
         return mean_sd(_known(self.until(what)[target]))[0]
 
 
@@ -99,10 +99,10 @@ class Arm:
 class Summary:
     """A report as numbers.
 
-    ``targets`` are as typed. ``notes`` say what a reader has to know to read the numbers right.
-    ``settings``: setting → method → arm. ``published``: columns of papers beside the arms;
-    ``gains``: id of a claim → what they printed for its arms. ``timed``: whether seconds are shown.
-    ``on_test``: whether validation was on the test set.
+    ``targets`` are as typed. ``notes`` are remarks that a reader needs to read the numbers
+    correctly. ``settings``: setting → method → arm. ``published``: columns of papers next to the
+    arms; ``gains``: id of a claim → the printed numbers for its arms. ``timed``: whether seconds
+    are shown. ``on_test``: whether validation was on the test set.
     """
 
     metric: str
@@ -120,17 +120,21 @@ class Summary:
 
     @property
     def greater(self) -> bool:
-        """Whether more of the metric is better; whoever needs it and cannot know it is refused."""
+        """Return whether greater is better for the metric; if that is needed and not known,
+        raise an error.
+        """
         return self.found.directions.greater(self.metric)
 
     def called(self, metric: str) -> str:
-        """A metric as a reader meets it: ``test acc`` where validation was on the test set."""
+        """Return the metric's name for readers: ``test acc`` if validation was on the test set."""
         bare = without_prefix(metric)
         return f"test {bare}" if self.on_test and bare != metric else metric
 
     @property
     def by_sweep(self) -> dict[str, Summary]:
-        """The name of each sweep → what this says of its arms; one entry where they are one."""
+        """Return the name of each sweep → the summary of its arms; one entry if there is one
+        sweep.
+        """
         kins = list(dict.fromkeys(sweep.kin for sweep in self.found.sweeps))
         parts: dict[str, Summary] = {}
         for kin in kins:
@@ -148,12 +152,12 @@ class Summary:
 
     @property
     def scored(self) -> bool:
-        """Whether any run logs the metric."""
+        """Return whether any run logs the metric."""
         return logged(self.found, self.metric)
 
     @property
     def losing(self) -> str:
-        """What a run that has lost scores, as a sentence; empty if no run has lost."""
+        """Return the score of a run that has lost, as a sentence; empty if no run has lost."""
         finished = [run for run in self.found.runs if run.finished] if self.scored else []
         for run in finished:
             if any(has_lost(run, self.metric, score) for score in SCORES):
@@ -172,7 +176,7 @@ class Summary:
         }
 
     def _claim(self, verdict: Comparison) -> dict[str, Any]:
-        """A claim of report.json, with published differences where there are any."""
+        """Return a claim for report.json, with published differences if there are any."""
         printed = self.gains.get(verdict.claim.id, [])
         theirs = [{"source": gain.source, "mean": gain.mean} for gain in printed]
         return {**verdict.to_claim(), **({"published": theirs} if theirs else {})}
@@ -181,17 +185,17 @@ class Summary:
 def summarise(
     found: Found, metric: str = "val/acc", targets: Sequence[str] = (), claims: Path | None = None
 ) -> Summary:
-    """Scores, costs, intervals and verdicts of the runs that were ``found``.
+    """Return scores, costs, intervals and verdicts of the runs that were ``found``.
 
     Args:
         found: runs and sweeps.
-        metric: what is scored; claims name their own.
+        metric: the metric to score; claims name their own.
         targets: numbers as typed.
-        claims: a file of claims, in place of those of the sweeps.
+        claims: a file of claims, instead of the sweeps' own.
 
     Raises:
-        UserError: a file does not hold claims, or runs cannot be paired because they saw
-            other partitions.
+        UserError: a file does not hold claims, or runs cannot be paired because their partitions
+            differ.
     """
     files = gather(found, claims)
     any_logged = logged(found, metric)
@@ -222,9 +226,9 @@ def summarise(
 
 
 def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison]:
-    """The verdicts on a file's claims, corrected within each family.
+    """Return the verdicts on a file's claims, corrected within each family.
 
-    The claims mean the runs of the file's own sweeps.
+    The claims are about the runs of the file's own sweeps.
     """
     # Sweeps that are reported together keep their own claims.
     if file.folders:
@@ -245,12 +249,12 @@ def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison
 def _within_settings(
     by_setting: Mapping[str, Mapping[str, str]], metric: str, found: Found, notes: list[str]
 ) -> list[Comparison]:
-    """Without claims: pair every arm with its setting's first, corrected over all pairs."""
+    """Without claims: pair every arm with its setting's first arm, corrected over all pairs."""
     members = []
     for arms in by_setting.values():
         first, *others = arms.values()
         for name in others:
-            # Nobody claims this: the object only says which arms are compared.
+            # This is not a claim: the object only names the arms that are compared.
             claim = Claim("", name, first, metric, "greater", 0.0)
             members.append((claim, evidence(claim, found, notes)))
     # Each comparison is another chance of a false positive, so all pairs form one family.
@@ -277,7 +281,7 @@ def _arm(
 
 
 def kin(summary: Summary) -> dict[str, str]:
-    """Arm → what its sweep shares with others: arms of other sweeps have other settings."""
+    """Return arm → the sweep's common setting, because arms of other sweeps have other settings."""
     of_run: dict[Path, str] = {}
     for sweep in summary.found.sweeps:
         of_run |= dict.fromkeys(sweep.runs, sweep.kin)
@@ -285,7 +289,7 @@ def kin(summary: Summary) -> dict[str, str]:
 
 
 def first_arms(summary: Summary) -> dict[str, str]:
-    """Arm → the first one of its sweep, by which its costs are measured."""
+    """Return arm → the first one of its sweep, relative to which its costs are measured."""
     groups = kin(summary)
     first: dict[str, str] = {}
     return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}

@@ -1,4 +1,4 @@
-"""Tables, and numbers in them as a reader meets them: accuracies in percent, fitting units."""
+"""Tables, and numbers in the form for readers: accuracies in percent, fitting units."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Rows = list[list[Any]]
 
 @dataclass(frozen=True)
 class Cell:
-    """A text; ``value`` is what the column is sorted by, ``mark`` a class of the page.
+    """A text; the column is sorted by ``value``, and ``mark`` is a class of the page.
 
-    Such classes are "best" and those of verdicts.
+    Such classes are "best" and the classes of verdicts.
     """
 
     text: str
@@ -31,8 +31,8 @@ class Cell:
 class Table:
     """Columns and rows; the first column names the row. ``note`` is a sentence or two below it.
 
-    ``folded``: page and Markdown show it when its title is clicked, because something else says
-    the same, or because it is long.
+    ``folded``: page and Markdown show it when its title is clicked, because another table has the
+    same content, or because it is long.
     """
 
     key: str
@@ -53,9 +53,9 @@ class Table:
         greater: Callable[[], bool],
         kin: Mapping[str, str] | None = None,
     ) -> Table:
-        """Mark the best of each of these columns; ``greater`` is asked where there are several.
+        """Mark the best of each of these columns; ``greater`` is called if there are several.
 
-        ``kin``: first cell → group; rows are compared with those of their own.
+        ``kin``: first cell → group; rows are compared with rows of their own group.
         """
         groups: dict[str, Rows] = {}
         for row in self.rows:
@@ -72,7 +72,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Unit:
-    """How values of a metric are shown: as they are, or in percent, and differences in points."""
+    """How values of a metric are shown: unchanged, or in percent with differences in points."""
 
     percent: bool = False
 
@@ -106,7 +106,9 @@ class Unit:
         return Cell(self.value(value, sd), value)
 
     def difference(self, value: float | None, named: bool = False) -> str:
-        """With its sign: ``+2.10``; ``named``: and with its unit, where it has one."""
+        """Return a difference with its sign: ``+2.10``; ``named``: also with its unit, if it
+        has one.
+        """
         if value is None:
             return NONE
         text = f"{value * self.factor:{'+.2f' if self.percent else '+#.3g'}}"
@@ -119,7 +121,7 @@ PERCENT = Unit(percent=True)
 
 
 def cell(wording: Callable[[Any], str], value: float | None) -> Cell:
-    """A cell that shows a value as ``wording`` has it; a dash for None."""
+    """Return a cell that shows a value in the form of ``wording``; a dash for None."""
     return Cell(NONE if value is None else wording(value), value)
 
 

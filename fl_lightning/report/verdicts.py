@@ -1,4 +1,4 @@
-"""From what was measured of a claim, a number per seed, to its interval, its p and its verdict."""
+"""From the measurements of a claim, one number per seed, to its interval, its p and its verdict."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ LEVEL = 0.05
 
 @dataclass
 class Evidence:
-    """The evidence about a claim; ``values`` are those of the seeds that count.
+    """The evidence about a claim; ``values`` has one value for each seed that counts.
 
-    ``lost``: a seed is left out in a way that would help the claim, so nothing is reproduced.
+    ``lost``: a seed is left out in a way that would help the claim, so nothing can be reproduced.
     ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.
     """
 
@@ -55,29 +55,30 @@ class Comparison:
 
     @property
     def percent(self) -> int:
-        """How much its test's interval covers.
+        """Return the coverage of its test's interval in percent.
 
-        Two one-sided tests at 5 % ask whether the 90 % interval lies within the margin.
+        Two one-sided tests at 5 % correspond to the question whether the 90 % interval lies within
+        the margin.
         """
         return 90 if self.claim.kind == "equivalence" else 95
 
     @property
     def ends(self) -> tuple[float, float] | None:
-        """The interval that belongs to its test; None without one."""
+        """Return the interval that belongs to its test; None if there is none."""
         return None if self.interval.low is None else self.interval.ends(self.percent)
 
     @property
     def printed(self) -> str:
-        """The verdict as a reader sees it."""
+        """Return the verdict as text for readers."""
         return f"{self.verdict}{', provisional' * self.provisional}"
 
     def to_pair(self) -> dict[str, Any]:
-        """As one of report.json's pairs."""
+        """Return the comparison as one of report.json's pairs."""
         head = {key: getattr(self.claim, key) for key in ("a", "b", "metric", "score")}
         return {**head, **vars(self.interval), "p_holm": self.p_holm}
 
     def to_claim(self) -> dict[str, Any]:
-        """As one of report.json's claims."""
+        """Return the comparison as one of report.json's claims."""
         tested = {}
         if self.claim.kind == "equivalence":
             low, high = self.ends or (None, None)
@@ -104,7 +105,7 @@ class Comparison:
 
 
 def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Comparison]:
-    """The verdicts on all claims of one family, which are corrected together."""
+    """Return the verdicts on all claims of one family, which are corrected together."""
     intervals = [interval(claim, evidence) for claim, evidence in family]
     corrected = holm([measured.p for measured in intervals])
     judged = []
@@ -115,7 +116,9 @@ def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Comparison]:
 
 
 def interval(claim: Claim, evidence: Evidence) -> Interval:
-    """Mean, 95 % interval and p of a claim; an equivalence has the p of its two one-sided tests."""
+    """Return mean, 95 % interval and p of a claim; an equivalence has the p of its two
+    one-sided tests.
+    """
     values = list(evidence.values.values())
     if claim.kind == "diverges":
         return Interval(len(values), mean_sd(values)[0])
@@ -132,13 +135,13 @@ def _by_kind(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float
         outcome = _on_equivalence(claim.margin, measured, p_holm)
     else:
         outcome = verdict(claim.direction, claim.margin, measured, p_holm)
-    # A seed was left out because an arm diverged or never reached the target. It would have counted
-    # against the claim.
+    # A seed was left out because an arm diverged or never reached the target. The seed that was
+    # left out would have counted against the claim.
     return "inconclusive" if outcome == "reproduced" and evidence.lost else outcome
 
 
 def verdict(direction: str, margin: float, measured: Interval, p_holm: float | None) -> str:
-    """The verdict on a claim ``greater``, or mirrored ``less``, from its paired interval.
+    """Return the verdict on a claim ``greater``, or mirrored ``less``, from its paired interval.
 
     >>> clear = Interval(5, 0.02, 0.01, 0.01, 0.03, 0.01)
     >>> verdict("greater", 0.005, clear, 0.02), verdict("less", 0.005, clear, 0.02)

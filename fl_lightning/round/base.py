@@ -26,8 +26,8 @@ class Base:
     """Frozen parameters that a method's server changes; declared in the class body.
 
     Args:
-        patterns: of names of frozen parameters (``fnmatch``: ``"*.first.*"``); without any, the
-            weights under the learner's adapters (LoRA).
+        patterns: patterns of names of frozen parameters (``fnmatch``: ``"*.first.*"``); without
+            any, the weights under the learner's adapters (LoRA).
     """
 
     def __init__(self, *patterns: str) -> None:
@@ -45,7 +45,7 @@ class Base:
         return self if callback is None else BoundBase(callback, self)
 
     def names(self, layout: Layout, learner: nn.Module, asking: str) -> list[str]:
-        """The parameters that it names, in the order of the learner's.
+        """Return the parameters that it names, in the order of the learner's.
 
         Raises:
             UserError: a pattern matches no frozen parameter, or a weight is shared or quantised.
@@ -107,7 +107,8 @@ class BoundBase(Mapping[str, Tensor]):
     def add(self, name: str, left: Tensor, right: Tensor | None = None) -> None:
         """W ← W + left @ right, ``(out, R)`` and ``(R, in)``; without ``right``, W + left.
 
-        From ``on_updates`` to ``on_server_update``; it takes effect when the round is committed.
+        Call it from ``on_updates`` to ``on_server_update``; it takes effect when the round is
+        committed.
 
         Raises:
             UserError: the base has no such name, or the shapes do not fit.
@@ -144,12 +145,12 @@ class BaseWeights:
     """The base of a run, between rounds.
 
     Args:
-        values: in full precision by name; of a weight with at least 32 bits it is that weight's
-            own memory.
+        values: values in full precision by name; for a weight with at least 32 bits this is the
+            weight's own memory.
         in_use: the learner's parameters.
-        costs: of each round, how many numbers its additions to each weight are, in order.
-        history: the additions of each round, from when a server of sites asks for them; None:
-            nobody does.
+        costs: for each round, how many numbers its additions to each weight are, in order.
+        history: the additions of each round, once a server of sites asks for them; None: it has not
+            asked.
     """
 
     values: dict[str, Tensor] = field(default_factory=dict)
@@ -159,10 +160,10 @@ class BaseWeights:
 
     @classmethod
     def of(cls, callbacks: Sequence[Any], layout: Layout, learner: nn.Module) -> BaseWeights | None:
-        """The base that the callbacks declare; None: none does.
+        """Return the base that the callbacks declare; None: no callback declares one.
 
         Raises:
-            UserError: two callbacks change one weight, or as :meth:`Base.names`.
+            UserError: two callbacks change one weight; or as in :meth:`Base.names`.
         """
         owner: dict[str, str] = {}
         declares = False
@@ -185,17 +186,19 @@ class BaseWeights:
         return weights
 
     def kinds(self) -> dict[str, str]:
-        """Shape and dtype of each weight, which a checkpoint has to share."""
+        """Return shape and dtype of each weight, which have to be the same in a checkpoint."""
         return {n: f"{tuple(p.shape)} {p.dtype}" for n, p in self.in_use.items()}
 
     def kept(self) -> dict[str, Tensor]:
-        """The values that the learner's own weights do not hold in full."""
+        """Return the values that the learner's own weights do not hold in full precision."""
         return {n: v for n, v in self.values.items() if v.dtype != self.in_use[n].dtype}
 
     def after(
         self, additions: Sequence[Addition]
     ) -> tuple[dict[str, Tensor], list[int], list[Addition]]:
-        """The values after additions, how many numbers these are for each weight, and they."""
+        """Return the values after additions, how many numbers these are for each weight, and
+        the additions.
+        """
         values: dict[str, Tensor] = {}
         costs = dict.fromkeys(self.values, 0)
         added: list[Addition] = []
@@ -220,7 +223,7 @@ class BaseWeights:
         costs: list[int],
         additions: list[Addition],
     ) -> None:
-        """Make these the values after round t; it may be called again with the same."""
+        """Set the values after round t; a second call with the same values changes nothing."""
         self.write(values)
         missing = [[0] * len(self.values)] * (t - len(self.costs))
         self.costs = [*self.costs[:t], *missing, costs]
@@ -228,15 +231,17 @@ class BaseWeights:
             self.history[t] = additions
 
     def write(self, values: Mapping[str, Tensor]) -> None:
-        """Make these the values, by name."""
+        """Set the values, by name."""
         for name, value in values.items():
             parameter = self.in_use[name]
-            # Change it in place: copies of the learner and recorded steps read this memory.
+            # Change the weight in place: copies of the learner and recorded steps read this memory.
             parameter.data.copy_(value)
             self.values[name] = value if value.dtype != parameter.dtype else parameter.data
 
     def due(self, t: int, last: int | None) -> int:
-        """How many numbers a client that was sent the base in round ``last`` lacks in round t."""
+        """Return how many numbers a client lacks in round t if it was last sent the base in
+        round ``last``.
+        """
         total = 0
         for k, value in enumerate(self.values.values()):
             since = sum(costs[k] for costs in self.costs[last or 0 : t])
@@ -247,7 +252,7 @@ class BaseWeights:
         """Take a checkpoint's base.
 
         Raises:
-            UserError: it is of other weights.
+            UserError: the values belong to other weights.
         """
         own = self.kinds()
         if dict(kinds) != own:
@@ -266,13 +271,13 @@ class BaseWeights:
 
 
 def wide(data: Tensor) -> Tensor:
-    """The data in at least 32 bits: their own memory, where they have as many."""
+    """Return the data in at least 32 bits; if they already have as many, in their own memory."""
     dtype = torch.promote_types(data.dtype, torch.float32)
     return data if data.dtype == dtype else data.to(dtype)
 
 
 def declared_bases(callback: Any) -> list[Base]:
-    """What a callback's class declares."""
+    """Return the bases that a callback's class declares."""
     found: dict[str, Base] = {}
     for cls in reversed(type(callback).__mro__):
         found.update({name: value for name, value in vars(cls).items() if isinstance(value, Base)})

@@ -1,6 +1,6 @@
 """The learner's lr scheduler as a table.
 
-Every engine, process and resumed run reads the same rates from it, whoever trains which client.
+Every engine, process and resumed run reads the same rates from it, for every client.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ Groups = list[dict[str, Any]]
 
 
 class ClientSchedule:
-    """What the optimizer's parameter groups are set to, by round or by local step.
+    """The settings of the optimizer's parameter groups, by round or by local step.
 
     Args:
-        optimizer: with parameter groups as the schedulers left them; it gets ``given`` in their
-            place.
-        schedulers: each with how many rounds or steps pass between its steps.
+        optimizer: optimizer with parameter groups after the schedulers were built; it gets
+            ``given`` instead.
+        schedulers: each with the number of rounds or steps between its steps.
         unit: ``"rounds"``: entry t holds in round t; ``"local_steps"``: entry k in step k of each
             client's round.
-        given: parameter groups as the user made them.
-        another: gives the schedule of a client with so many local steps; None: all clients have
-            this one.
+        given: parameter groups from before the schedulers were built.
+        another: function that returns the schedule of a client with so many local steps; None: all
+            clients have this one.
 
     ``account``: unit, classes and arguments as text, to compare with a checkpoint's.
     """
@@ -52,8 +52,8 @@ class ClientSchedule:
         steps = [(type(s).__name__, written(s), every) for s, every in schedulers]
         self.account = f"{unit}: {steps}"
         self._table = [self._now()]
-        # A scheduler may set more than the rate when it is built, such as a cycle's momentum. That
-        # holds from the first step on; the rates come from the table.
+        # A scheduler may set more than the rate when it is built, such as a cycle's momentum. The
+        # restriction holds from the first step on; the rates come from the table.
         groups = []
         for group, set_by_scheduler in zip(given, self._table[0], strict=True):
             others = {k: v for k, v in set_by_scheduler.items() if k != "lr"}
@@ -62,14 +62,14 @@ class ClientSchedule:
 
     @property
     def by_step(self) -> bool:
-        """Whether rates change within a client's round."""
+        """Return whether rates change within a client's round."""
         return self.unit == "local_steps"
 
     def reach_each(self, steps: Collection[int]) -> None:
         """Fill the tables of clients with so many local steps; not in client threads.
 
         Raises:
-            UserError: as :meth:`reach`.
+            UserError: as in :meth:`reach`.
         """
         if self.another is None:
             self.reach(max(steps, default=1))
@@ -80,11 +80,15 @@ class ClientSchedule:
             self._others[number].reach(number)
 
     def of_client(self, steps: int) -> ClientSchedule:
-        """The schedule of a client with so many local steps, which :meth:`reach_each` has made."""
+        """Return the schedule of a client with so many local steps, which :meth:`reach_each`
+        has made.
+        """
         return self if self.another is None else self._others[steps]
 
     def without_rate(self, entries: int) -> list[int]:
-        """Which of the first entries have a rate of 0 in every group, in so far as there are."""
+        """Return which of the first entries have a rate of 0 in every group, as far as entries
+        exist.
+        """
         found = []
         for entry, groups in enumerate(self._table[:entries]):
             if all(group["lr"] == 0 for group in groups):
@@ -92,10 +96,10 @@ class ClientSchedule:
         return found
 
     def reach(self, entries: int) -> None:
-        """Fill the table that far; not in client threads.
+        """Fill the table up to this entry; not in client threads.
 
         Raises:
-            UserError: the schedulers end before, or give a rate that is negative or not finite.
+            UserError: the schedulers end earlier, or give a rate that is negative or not finite.
         """
         optimizer = self._optimizer
         groups = optimizer.param_groups
@@ -126,7 +130,7 @@ class ClientSchedule:
         return self._table[entry]
 
     def elapsed(self, steps: int) -> float:
-        """Σ of the first group's rates over that many entries."""
+        """Return Σ of the first group's rates over that many entries."""
         return math.fsum(groups[0]["lr"] for groups in self._table[:steps])
 
     @property
@@ -140,14 +144,14 @@ class ClientSchedule:
             if not 0 <= settings["lr"] < math.inf:
                 raise UserError(
                     f"client_scheduler={self.unit!r}: {self.name} gives the rate "
-                    f"{settings['lr']!r}; it has to be a finite number from 0."
+                    f"{settings['lr']!r}; it has to be a finite number of at least 0."
                 )
             entry.append(settings)
         return entry
 
 
 class ShownScheduler:
-    """The learner's own scheduler at the rates of the client's optimizer.
+    """The learner's own scheduler, with the rates of the client's optimizer.
 
     ``self.lr_schedulers()`` gives it to the learner.
     """
@@ -164,14 +168,14 @@ class ShownScheduler:
 
 
 def plain(value: Any) -> Any:
-    """A setting of an optimizer by value."""
+    """Return a setting of an optimizer by value."""
     if isinstance(value, (tuple, list)):
         return tuple(float(v) for v in value)
     return float(value)
 
 
 def written(scheduler: Any) -> dict[str, Any]:
-    """A scheduler's settings: its numbers that steps do not change."""
+    """Return a scheduler's settings: its numbers that steps do not change."""
     changing = ("last_epoch", "last_batch_iteration")
     kinds = (bool, int, float, str, list, tuple)
     return {

@@ -18,7 +18,7 @@ class Clients:
     """``n`` clients that train together, as local hooks see them.
 
     One number per client is a column ``(n, 1)``, except ``ids`` ``(n,)``. Attributes that a hook
-    sets are there in its later hooks of the round, for only these clients.
+    sets can be read in its later hooks of the round, for only these clients.
     """
 
     __slots__ = ("__dict__", "_caller", "_group")
@@ -32,7 +32,7 @@ class Clients:
 
     @property
     def _lent(self) -> list[tuple[str, Tensor]]:
-        """Vectors of the run that hooks get as they are, by the names under which they get them."""
+        """Return the run's vectors that hooks get without a copy, by their names in hooks."""
         group = self._group
         lent = group.round.lent
         if group.start is not None:
@@ -43,13 +43,15 @@ class Clients:
 
     @property
     def client_ids(self) -> list[int]:
-        """The clients' ids as a list; a local step that reads them is not replayed for others."""
+        """Return the clients' ids as a list; a local step that reads them is not replayed for
+        others.
+        """
         self._group.looked_up = True
         return self._group.ids
 
     @property
     def ids(self) -> Tensor:
-        """The clients' ids ``(n,)``, int64."""
+        """Return the clients' ids ``(n,)``, int64."""
         group = self._group
         if "ids" not in group.columns:
             group.columns["ids"] = to_device(group.ids, group.x.device)
@@ -57,7 +59,7 @@ class Clients:
 
     @property
     def x(self) -> Tensor:
-        """The clients' models ``(n, D)``; assigning copies into them."""
+        """Return the clients' models ``(n, D)``; assigning copies into them."""
         return self._group.x
 
     @x.setter
@@ -79,18 +81,18 @@ class Clients:
 
     @property
     def initial_model(self) -> Tensor:
-        """w^0 ``(D,)``; it is kept where a state of the run has ``initial="initial_model"``.
+        """Return w^0 ``(D,)``; it exists if a state of the run has ``initial="initial_model"``.
 
         Raises:
-            UserError: no state has.
+            UserError: no state has it.
         """
         return self._group.round.initial_model
 
     @property
     def evaluated(self) -> Tensor:
-        """The model evaluated last ``(D,)``: w^t, unless a method evaluates another one.
+        """Return the model evaluated last ``(D,)``: w^t, unless a method evaluates another one.
 
-        ``PartialAveraging`` does, and whoever owns the hook ``evaluated``.
+        ``PartialAveraging`` and methods with the hook ``evaluated`` do so.
         """
         return self._group.round.evaluated
 
@@ -101,7 +103,7 @@ class Clients:
 
     @property
     def start(self) -> Tensor:
-        """x_{i,0} ``(n, D)``, from the first step on."""
+        """Return x_{i,0} ``(n, D)``, from the first step on."""
         if self._group.start is None:
             raise RuntimeError(
                 "clients.start can be read from the first local step on, and not in on_local_start"
@@ -110,13 +112,15 @@ class Clients:
 
     @property
     def trained(self) -> Tensor:
-        """``(n, D)`` bool: the coordinates that they train in this round."""
+        """Return ``(n, D)`` bool: the coordinates that the clients train in this round."""
         resting = self._group.resting
         return torch.ones_like(self._group.x, dtype=torch.bool) if resting is None else ~resting
 
     @property
     def trained_by_all(self) -> Tensor | None:
-        """``(D,)`` bool: what every client of the round trains; None: all, or they differ."""
+        """Return ``(D,)`` bool: the coordinates that every client of the round trains; None:
+        all, or clients differ.
+        """
         return self._group.round.trained
 
     @property
@@ -126,19 +130,19 @@ class Clients:
 
     @property
     def layout(self) -> Layout:
-        """Where each parameter lies in a vector of D numbers."""
+        """Return the place of each parameter in a vector of D numbers."""
         return self._group.round.layout
 
     @property
     def lr(self) -> Tensor:
-        """This round's client learning rate, a scalar tensor."""
+        """Return this round's client learning rate, a scalar tensor."""
         rates = self._group.round.rates
         rates.require_constant(self._caller)
         return rates.lr
 
     @property
     def momentum(self) -> float:
-        """ρ of the client optimizer's momentum, μ ← ρ μ + g from μ = 0; 0 where it has none.
+        """Return ρ of the client optimizer's momentum, μ ← ρ μ + g from μ = 0; 0 if it has none.
 
         Raises:
             UserError: it has momentum of another kind (Nesterov's, dampened, kept over rounds).
@@ -149,7 +153,9 @@ class Clients:
 
     @property
     def weight_decay(self) -> float:
-        """λ of the client optimizer; 0 where weight decay is no part of the gradient (AdamW)."""
+        """Return λ of the client optimizer; 0 if weight decay is not part of the gradient
+        (AdamW).
+        """
         rates = self._group.round.rates
         rates.require_one(self._caller)
         return rates.weight_decay
@@ -160,7 +166,7 @@ class Clients:
         return self._group.column("steps", self._group.round.steps)
 
     def steps_of(self, epochs: float) -> Tensor:
-        """Local steps of so many epochs ``(n, 1)``, whatever K_i is."""
+        """Return the local steps of so many epochs ``(n, 1)``, whatever K_i is."""
         group = self._group
         name = f"steps of {epochs}"
         if name in group.columns:
@@ -170,7 +176,9 @@ class Clients:
 
     @property
     def step(self) -> Tensor:
-        """The number of the present local step, from 0: an int64 scalar; in the hooks of a step."""
+        """Return the number of the present local step, from 0, an int64 scalar; in the hooks of
+        a step.
+        """
         # A tensor that counts on the device, so that each replay of a recorded step reads its own
         # number.
         group = self._group
@@ -179,24 +187,26 @@ class Clients:
         return group.step
 
     def gradient_at(self, x: Tensor) -> Tensor:
-        """Gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``.
+        """Return the gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``.
 
-        It is without weight decay. In the hooks of a step, from the first step on: same batch, same
-        random numbers, from the buffers with which the step began. x, buffers and logs stay; what
-        is returned has memory of its own. It costs what the loss gradient does, which
-        ``cost/gradients`` shows.
+        The gradient does not include weight decay. Call it in the hooks of a step, from the first
+        step on. The gradient uses the same batch, the same random numbers and the buffers with
+        which the step began. Computing it does not change x, buffers and logs; the result has its
+        own memory. A call costs as much as the loss gradient, and ``cost/gradients`` counts it.
         """
         return self._in_step("clients.gradient_at").gradient_at(x)
 
     def seen_at(self, x: Tensor, training: bool = False) -> dict[str, Any]:
-        """What the method's taps give at x ``(D,)`` or ``(1, D)``, by name and without graph.
+        """Return the outputs of the method's taps at x ``(D,)`` or ``(1, D)``, by name and without
+        graph.
 
-        Same batch, same random numbers, from the buffers with which the client's round began.
-        Nothing is left of the pass: x, buffers and logs stay. In ``local_loss``, and in the hooks
-        of a step, from the first step on. ``cost/forwards`` counts it.
+        The outputs use the same batch, the same random numbers and the buffers with which the
+        client's round began. The pass changes nothing: x, buffers and logs stay the same. Call it
+        in ``local_loss``, and in the hooks of a step, from the first step on. ``cost/forwards``
+        counts the pass.
 
         Args:
-            training: in training mode, with statistics of the batch; else in evaluation mode.
+            training: in training mode, with statistics of the batch; if False, in evaluation mode.
         """
         if self._group.seen_at is None:
             raise RuntimeError(
@@ -207,9 +217,10 @@ class Clients:
 
     @property
     def label_counts(self) -> Tensor:
-        """How many of their training samples each class has ``(n, C)``, int64, C = num_classes.
+        """Return how many training samples of each class the clients have ``(n, C)``, int64, C =
+        num_classes.
 
-        A sample that a client has twice counts twice; what is held out does not.
+        A sample that a client has twice counts twice; held-out samples do not count.
 
         Raises:
             UserError: the data have no class labels.
@@ -242,7 +253,7 @@ class Clients:
 
     @property
     def weights(self) -> Tensor:
-        """Aggregation weights p_i ``(n, 1)`` among the round's participants."""
+        """Return the aggregation weights p_i ``(n, 1)`` among the round's participants."""
         group = self._group
         if "weights" not in group.columns:
             weights = group.round.weights
@@ -251,24 +262,25 @@ class Clients:
 
     @property
     def origin(self) -> Tensor:
-        """Where the clients' present displacement began ``(n, D)``.
+        """Return the points ``(n, D)`` from which each client's update is measured now.
 
-        That is ``start``, except on parts that a client has kept since an earlier round.
+        A displacement begins at ``start``, except on parts that a client has kept since an earlier
+        round.
         """
         kept = self._group.kept_origin
         return self.start if kept is None else kept
 
     @property
     def elapsed(self) -> Tensor:
-        """Σ η K since ``origin``: ``(n, 1)``, or ``(n, D)`` with partial averaging."""
+        """Return Σ η K since ``origin``: ``(n, 1)``, or ``(n, D)`` with partial averaging."""
         self._group.round.rates.require_one(self._caller)
         return self._group.elapsed()
 
     @property
     def mean_gradient(self) -> Tensor:
-        """(origin - x) / elapsed ``(n, D)``, at the end of a round; 0 where nothing elapsed.
+        """Return (origin - x) / elapsed ``(n, D)``, at the end of a round; 0 if no step was taken.
 
-        Where rates change from step to step, steps count by their rates.
+        If rates change from step to step, steps count by their rates.
         """
         elapsed = self.elapsed
         # If this is not the mean gradient (with momentum, another optimizer or clipping), the round
@@ -278,9 +290,9 @@ class Clients:
 
     @property
     def loss(self) -> Tensor:
-        """The mean loss of their local steps ``(n, 1)``, in ``on_local_end``.
+        """Return the mean loss of the clients' local steps ``(n, 1)``, in ``on_local_end``.
 
-        It is there if the source of a method's ``on_local_end`` reads it.
+        This loss exists if the source of a method's ``on_local_end`` reads it.
         """
         if LOSS not in self._group.logs:
             raise RuntimeError(
@@ -292,14 +304,15 @@ class Clients:
         return self._group.logs[LOSS].reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:
-        """‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
+        """Return ‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
         norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
         return norm
 
     def full_gradient(self, x: Tensor) -> Tensor:
-        """Gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n, D)``.
+        """Return the gradient ``(n, D)`` of the clients' whole objectives at x ``(D,)`` or ``(n,
+        D)``.
 
-        Weight decay is included.
+        The gradient includes weight decay.
         """
         group = self._group
         weight_decay = self.weight_decay
@@ -313,14 +326,16 @@ class Clients:
         return group.full_gradient(group, x) + weight_decay * x
 
     def evaluate(self, x: Tensor, what: Literal["train", "test"] = "train") -> dict[str, Tensor]:
-        """Loss and metrics of the clients' own samples at x ``(D,)`` or ``(n, D)``.
+        """Return loss and metrics of the clients' own samples at x ``(D,)`` or ``(n, D)``.
 
-        Columns ``(n, 1)`` by name, NaN for a client without samples: ``"loss"``, and what
-        ``validation_step`` logs, without ``val/``. The learner is in evaluation mode and has the
-        server's buffers. It reads values, so a local step that asks for it is not captured.
+        The values are columns ``(n, 1)`` by name, NaN for a client without samples: ``"loss"``, and
+        the logs of ``validation_step``, without ``val/``. The learner is in evaluation mode and has
+        the server's buffers. The evaluation reads values, so a local step that calls it is not
+        captured.
 
         Args:
-            what: the samples they train on, or those that each is tested on.
+            what: which samples are meant: the clients' training samples, or each client's test
+                samples.
         """
         assert self._group.evaluate is not None
         self._group.looked_up = True
@@ -336,14 +351,14 @@ class Clients:
     def sent(
         self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None
     ) -> None:
-        """Say how much each client sends by ``transmit``, in place of D parameters.
+        """Say how much each client sends by ``transmit``, instead of D parameters.
 
         Args:
             parameters, bytes: one number for each client, or a tensor ``(n, 1)`` or ``(n,)`` with
                 one number per client.
 
         Raises:
-            ValueError: a tensor of another shape.
+            ValueError: a tensor has another shape.
         """
         n = len(self._group.ids)
         for name, value in (("parameters", parameters), ("bytes", bytes)):

@@ -22,7 +22,9 @@ _PIECE = 2**20
 
 
 class Blocks:
-    """The parts of a vector that have a scale each: its parameter tensors, or all of it as one."""
+    """The parts of a vector that have a scale each: its parameter tensors, or the whole vector
+    as one part.
+    """
 
     def __init__(self, layout: Layout, per_layer: bool) -> None:
         slices = [slice(0, layout.size)]
@@ -32,7 +34,9 @@ class Blocks:
         self.slices = [where for where in slices if where.stop > where.start]
 
     def scales(self, v: Tensor, norm: Literal["l2", "max", "mean"]) -> Tensor:
-        """One number a block: ``(n, D)`` → ``(n, L)``; ``"mean"``: of the absolute values."""
+        """Return one number per block: ``(n, D)`` → ``(n, L)``; ``"mean"``: of the absolute
+        values.
+        """
         return torch.stack([self._scales(row, norm) for row in v])
 
     def _scales(self, row: Tensor, norm: str) -> Tensor:
@@ -44,7 +48,7 @@ class Blocks:
         return torch.stack([ordered_sum(piece.square()).sqrt() for piece in pieces])
 
     def spread(self, scales: Tensor) -> Tensor:
-        """The scale of each coordinate, in float64: ``(n, L)`` → ``(n, D)``."""
+        """Return the scale of each coordinate, in float64: ``(n, L)`` → ``(n, D)``."""
         columns = scales.double().split(1, dim=1)
         lengths = [where.stop - where.start for where in self.slices]
         spread = [column.expand(-1, k) for column, k in zip(columns, lengths, strict=True)]
@@ -52,7 +56,7 @@ class Blocks:
 
 
 def bits_of(levels: int) -> int:
-    """The bits of one of the numbers -s … s.
+    """Return the number of bits of one of the numbers -s … s.
 
     >>> [bits_of(s) for s in (1, 7, 127, 128)]
     [2, 4, 8, 9]
@@ -61,20 +65,20 @@ def bits_of(levels: int) -> int:
 
 
 def rounded_up(scales: Tensor) -> Tensor:
-    """The least float32 numbers that are not smaller."""
+    """Return the least float32 numbers that are not smaller."""
     near = scales.float()
     above = torch.nextafter(near, torch.full_like(near, torch.inf))
     return torch.where(near.double() < scales, above, near)
 
 
 def levels_of(v: Tensor, scale: Tensor, s: int, drawn: Tensor) -> Tensor:
-    """Levels q of v, int32: v is scale · q/s in the mean.
+    """Return levels q of v, int32; the mean of scale · q/s is v.
 
     Args:
         v: ``(n, D)``, float64.
-        scale: of each coordinate, not less than ``|v|``.
+        scale: scale of each coordinate, not less than ``|v|``.
         s: the largest level.
-        drawn: uniform numbers in [0, 1).
+        drawn: uniform random numbers in [0, 1).
     """
     r = torch.where(scale > 0, v.abs() * s / scale, 0.0)
     low = r.floor()
@@ -84,7 +88,7 @@ def levels_of(v: Tensor, scale: Tensor, s: int, drawn: Tensor) -> Tensor:
 
 
 def packed(numbers: NDArray[Any], bits: int) -> NDArray[np.uint8]:
-    """Numbers from 0 to 2^bits - 1, one behind the other in ⌈D bits/8⌉ bytes.
+    """Pack numbers from 0 to 2^bits - 1, one after the other in ⌈D bits/8⌉ bytes.
 
     >>> packed(np.array([1, 0, 3]), 2).tolist()
     [49]
@@ -99,7 +103,7 @@ def packed(numbers: NDArray[Any], bits: int) -> NDArray[np.uint8]:
 
 
 def unpacked(packed: NDArray[np.uint8], bits: int, size: int) -> NDArray[np.int64]:
-    """The ``size`` numbers of ``bits`` bits that were packed.
+    """Return the ``size`` numbers of ``bits`` bits that were packed.
 
     >>> unpacked(np.array([49], np.uint8), 2, 3).tolist()
     [1, 0, 3]
@@ -115,7 +119,7 @@ def unpacked(packed: NDArray[np.uint8], bits: int, size: int) -> NDArray[np.int6
 
 
 def as_array(values: Tensor) -> NDArray[Any]:
-    """A tensor as an array; NumPy has no bfloat16, whose bits go as whole numbers."""
+    """Return a tensor as an array; NumPy has no bfloat16, so its bits become whole numbers."""
     values = values.detach().cpu().contiguous()
     if values.dtype == torch.bfloat16:
         values = values.view(torch.int16)
@@ -124,7 +128,7 @@ def as_array(values: Tensor) -> NDArray[Any]:
 
 
 def as_tensor(array: NDArray[Any], like: Tensor) -> Tensor:
-    """What :func:`as_array` gave, of the dtype and on the device of ``like``, as one row."""
+    """Return the tensor of :func:`as_array`, with the dtype and device of ``like``, as one row."""
     values = torch.from_numpy(np.array(array))
     if like.dtype == torch.bfloat16 and values.dtype == torch.int16:
         values = values.view(torch.bfloat16)
@@ -132,9 +136,10 @@ def as_tensor(array: NDArray[Any], like: Tensor) -> Tensor:
 
 
 def once(transmit: Transmit) -> Transmit:
-    """A hook ``transmit`` that is carried out once a round for its clients, whoever asks again.
+    """Make a hook ``transmit`` run only once per round for its clients, even if it is called again.
 
-    It leaves its message with them, as ``vars(clients)["message"]``, which ``encode`` packs.
+    The hook's message is stored on its clients, as ``vars(clients)["message"]``, and ``encode``
+    packs it.
     """
 
     @wraps(transmit)
@@ -149,7 +154,7 @@ def once(transmit: Transmit) -> Transmit:
 
 
 def message_of(transmit: Transmit, method: Any, clients: Any, update: Tensor) -> Message:
-    """The message that ``transmit``, made so by :func:`once`, leaves with its clients."""
+    """Return the message that ``transmit``, wrapped by :func:`once`, stored on its clients."""
     transmit(method, clients, update)
     message: Message = vars(clients)["message"]
     return message

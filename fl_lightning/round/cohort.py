@@ -1,6 +1,7 @@
-"""Who takes part in a round, and how many steps each client takes.
+"""Decides who takes part in a round, and how many steps each client takes.
 
-Both are functions of (seed, round), so that any process knows them beforehand, after a resume too.
+Both decisions are functions of (seed, round), so any process knows them beforehand, also after a
+resume.
 """
 
 from __future__ import annotations
@@ -21,16 +22,18 @@ class Cohort:
     """The registered clients, which of them take part in a round, and how many steps each takes.
 
     Args:
-        data: the run's: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
+        data: the run's data: ``num_clients``, ``batches_per_epoch(client)``, ``client_sizes()``.
         seed: the run's.
-        key: who takes part is drawn from it, a private run's secret; None: from the seed.
-        quick: the Trainer's ``fast_dev_run``: one client takes part, with so many of its batches;
-            0: all that is asked.
+        key: a private run's secret, from which participants are drawn; None: they are drawn from
+            the seed.
+        quick: the Trainer's ``fast_dev_run``: only one client takes part, with so many of its
+            batches; 0: no such limit.
 
-    ``own_steps``: ``(t, ids)`` → K_i of each, where a method, ``steps_by``, decides on them; None:
-    it is as the settings say. ``heterogeneity``: who is there, and which share of its steps each
-    takes; None: all is done by everybody. ``over_selection``: ⌈o n⌉ are drawn in place of n; None.
-    ``running``: in an asynchronous run, how many train at a time, in words.
+    ``own_steps``: ``(t, ids)`` → K_i of each, if the method ``steps_by`` decides on them; None: the
+    settings decide. ``heterogeneity``: which clients are present, and which share of its steps each
+    takes; None: all are present and take all steps. ``over_selection``: ⌈o n⌉ clients are drawn
+    instead of n; None: n. ``running``: in an asynchronous run, how many clients train at a time, as
+    text.
 
     The other arguments are those of :class:`~fl_lightning.FederatedModule`.
     """
@@ -64,7 +67,7 @@ class Cohort:
 
     @property
     def n(self) -> int:
-        """Clients a round; on average, where each has a coin."""
+        """Return the number of clients per round; with independent participation its mean."""
         return count_participants(self.participation, self.m)
 
     @property
@@ -74,13 +77,15 @@ class Cohort:
 
     @property
     def most(self) -> int:
-        """The most clients that a round can have."""
+        """Return the largest number of clients that a round can have."""
         if self.quick:
             return 1
         return self.n if self.sampling == "uniform" else self.m
 
     def participants(self, t: int) -> tuple[int, ...]:
-        """Who is sampled in round t, ascending; the same in every process and after a resume."""
+        """Return the clients sampled in round t, ascending; the same in every process and after
+        a resume.
+        """
         sampled = self._sampled(t)
         if not self.quick:
             return sampled
@@ -88,13 +93,14 @@ class Cohort:
         return (sampled or (0,))[:1]
 
     def there(self, t: int) -> Sequence[int]:
-        """The clients that can take part in round t, ascending."""
+        """Return the clients that can take part in round t, ascending."""
         there = None if self.heterogeneity is None else self.heterogeneity.there(t)
         return range(self.m) if there is None else there.tolist()
 
     def _sampled(self, t: int) -> tuple[int, ...]:
         there = self.there(t)
-        # If every client takes part, nothing is drawn. That is faster and changes no other draw.
+        # If every client takes part, nothing is drawn. Drawing nothing is faster and changes no
+        # other draw.
         if self.n >= len(there) and self.sampling == "uniform":
             return tuple(there)
         draw = drawn_from(self.key, "participants", t)
@@ -107,17 +113,17 @@ class Cohort:
         return tuple(there[place] for place in sorted(chosen.tolist()))
 
     def tried(self, t: int) -> tuple[int, ...]:
-        """Clients on which the steps of round t may be tried beforehand; never nobody."""
+        """Return clients for trials of the steps of round t; at least one."""
         return self.participants(t) or (0,)
 
     def number(self, t: int) -> int:
-        """How many take part in round t, where a method chooses them."""
+        """Return how many clients take part in round t, if a method chooses them."""
         if self.quick:
             return 1
         return self._number(drawn_from(self.key, "participants", t), len(self.there(t)))
 
     def _number(self, draw: Generator, m: int) -> int:
-        """How many of m clients are drawn."""
+        """Return how many of m clients are drawn."""
         n = self.n
         if self.sampling == "uniform":
             return n
@@ -128,11 +134,11 @@ class Cohort:
         return heads if self.sampling == "poisson" else max(min(1, m), heads)
 
     def steps(self, i: int, t: int = 0) -> int:
-        """K_i: local steps of client i in round t."""
+        """Return K_i: local steps of client i in round t."""
         return self.steps_in(t, [i])[i]
 
     def steps_in(self, t: int, ids: Sequence[int]) -> dict[int, int]:
-        """K_i of each of these clients in round t."""
+        """Return K_i of each of these clients in round t."""
         if self.own_steps is not None:
             steps = dict(zip(ids, self.own_steps(t, ids), strict=True))
         else:
@@ -143,12 +149,14 @@ class Cohort:
 
     @property
     def equal_steps(self) -> bool:
-        """Whether all clients take the same number of local steps, in every round."""
+        """Return whether all clients take the same number of local steps, in every round."""
         set_for_all = self.local_steps is not None and self.own_steps is None
         return set_for_all and self.heterogeneity is None
 
     def steps_tried(self, i: int) -> int:
-        """Steps for a trial before round 0: K_i, and some where a method may give more later."""
+        """Return the steps for a trial before round 0: K_i, and a few if a method may give more
+        later.
+        """
         if self.own_steps is None:
             return self.steps(i)
         return max(self.steps(i), 2 * int(self.data.batches_per_epoch(i)) + 1)
@@ -159,7 +167,7 @@ class Cohort:
         return self.steps_of(i, 5 if self.local_epochs is None else self.local_epochs)
 
     def steps_of(self, i: int, local_epochs: float) -> int:
-        """Steps of so many local epochs of client i; a step that was begun counts."""
+        """Return the steps of so many local epochs of client i; a step that was begun counts."""
         # The float 0.3 is slightly less than 0.3, which would round some steps differently. So use
         # the decimal form that you wrote.
         epochs = Fraction(str(local_epochs))
@@ -169,9 +177,10 @@ class Cohort:
         return whole * steps + -int(-((epochs - whole) * steps) // 1)
 
     def smallest_batch(self, clients: Sequence[int] | None = None) -> tuple[int, int] | None:
-        """Samples of the smallest batch of these clients (None: of all), and its first client.
+        """Return the smallest batch size of these clients (None: of all), and the first client with
+        it.
 
-        It costs O(m) and draws nothing. None where the data do not tell.
+        The search costs O(m) and draws nothing. None if the data do not show it.
         """
         if not hasattr(self.data, "smallest_batch"):
             return None
@@ -191,12 +200,12 @@ class Cohort:
         return smallest
 
     def sizes(self, ids: Iterable[int]) -> dict[int, int]:
-        """N_i: samples of each of these clients."""
+        """Return N_i: samples of each of these clients."""
         sizes = self.data.client_sizes()
         return {i: int(sizes[i]) for i in ids}
 
     def describe(self) -> str:
-        """Such as ``10 of 100 clients · 5 epochs``."""
+        """Return text such as ``10 of 100 clients · 5 epochs``."""
         if self.quick:
             return f"1 of {self.m} clients · {self.quick} steps at most (fast_dev_run)"
         if self.own_steps is not None:

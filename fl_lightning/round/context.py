@@ -1,4 +1,6 @@
-"""The facts of one round: fixed before the first client trains, the same until the round ends."""
+"""The facts of one round: fixed before the first client trains, and unchanged until the round
+ends.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,16 @@ class ClientRates:
     """The client optimizer's settings in a round.
 
     Args:
-        factor: what every group's learning rate is multiplied by, this round.
-        lr: the first group's learning rate, ``factor`` included, a scalar tensor.
-        optimizer: its class, for a reader.
-        plain_sgd: whether a step is lr times the gradient, weight decay included.
+        factor: factor of every group's learning rate in this round.
+        lr: the first group's learning rate, including ``factor``, a scalar tensor.
+        optimizer: its class, as text.
+        plain_sgd: whether a step is lr times the gradient, including weight decay.
         coupled: whether weight decay is part of the gradient.
-        other_momentum: why steps of gradient 1 do not add up as with momentum that starts at 0 in
-            each round; empty where they do.
-        several: in which setting the groups differ, with the values; empty where they have one.
-        schedule: the learner's lr scheduler, where it is stepped; ``entry``: of it, in this round.
+        other_momentum: why steps with gradient 1 do not add up as with momentum that starts at 0 in
+            each round; empty if they do.
+        several: the setting in which the groups differ, with the values; empty if they do not
+            differ.
+        schedule: the learner's lr scheduler, if it is stepped; ``entry``: its entry in this round.
     """
 
     factor: float
@@ -50,11 +53,13 @@ class ClientRates:
 
     @property
     def by_step(self) -> bool:
-        """Whether the learning rate changes within a client's round."""
+        """Return whether the learning rate changes within a client's round."""
         return self.schedule is not None and self.schedule.by_step
 
     def in_round(self, t: int, factor: float, steps: Collection[int]) -> ClientRates:
-        """The rates of round t, whose clients take these numbers of steps, times ``factor``."""
+        """Return the rates of round t, multiplied by ``factor``; ``steps`` are the numbers of
+        steps that its clients take.
+        """
         schedule = self.schedule
         # Fill the table here, on the main thread, as far as this round's clients may read it.
         if schedule is None or schedule.by_step:
@@ -77,22 +82,22 @@ class ClientRates:
         )
 
     def groups(self, step: int) -> Groups | None:
-        """Settings of the parameter groups at a local step, before ``factor``.
+        """Return the settings of the parameter groups at a local step, before ``factor``.
 
-        None: the groups keep what they were made with.
+        None: the groups keep the settings with which they were built.
         """
         if self.schedule is None:
             return None
         return self.schedule[step if self.schedule.by_step else self.entry]
 
     def of_client(self, steps: int) -> ClientRates:
-        """The rates of a client that takes so many steps in this round."""
+        """Return the rates of a client that takes so many steps in this round."""
         if self.schedule is None or self.schedule.another is None:
             return self
         return replace(self, schedule=self.schedule.of_client(steps))
 
     def elapsed(self, steps: Tensor) -> Tensor:
-        """Σ η over the first K local steps, for each K of ``steps``."""
+        """Return Σ η over the first K local steps, for each K of ``steps``."""
         if self.schedule is None or not self.schedule.by_step:
             return steps * self.lr.to(steps.dtype)
         sums = []
@@ -101,7 +106,7 @@ class ClientRates:
         return torch.tensor(sums, dtype=steps.dtype, device=steps.device).view_as(steps)
 
     def require_one(self, caller: str) -> None:
-        """Refuse several rates or weight decays to a method that takes one for all parameters.
+        """Refuse several rates or weight decays if a method takes a single one for all parameters.
 
         ``caller``: that method.
         """
@@ -113,7 +118,7 @@ class ClientRates:
             )
 
     def require_known_momentum(self, caller: str) -> None:
-        """Refuse momentum of another kind to a method that computes with ρ.
+        """Refuse momentum of another kind if a method computes with ρ.
 
         ``caller``: that method.
         """
@@ -126,9 +131,10 @@ class ClientRates:
             )
 
     def require_constant(self, caller: str) -> None:
-        """Refuse changing rates to a method that takes one for a client's whole round.
+        """Refuse changing rates if a method takes a single one for a client's whole round.
 
-        ``clients.elapsed`` and ``clients.mean_gradient`` are exempt: they add up the steps' own.
+        ``clients.elapsed`` and ``clients.mean_gradient`` are exempt, because they add up the rates
+        of the steps.
         """
         self.require_one(caller)
         if self.by_step:
@@ -141,7 +147,9 @@ class ClientRates:
 
 
 def several_in(groups: list[dict[str, Any]]) -> str:
-    """The setting in which parameter groups differ, with its values; empty where none does."""
+    """Return the setting in which parameter groups differ, with its values; empty if there is
+    none.
+    """
     for setting in ("lr", "weight_decay"):
         values = sorted({float(group.get(setting, 0)) for group in groups})
         if len(values) > 1:
@@ -150,7 +158,7 @@ def several_in(groups: list[dict[str, Any]]) -> str:
 
 
 class InStep(Protocol):
-    """The local step that is under way, of the clients that take it together."""
+    """The local step that the clients take together now."""
 
     index: Any
     first: bool  # of a client's
@@ -164,31 +172,29 @@ Evaluate = Callable[[Any, Tensor, str], dict[str, Tensor]]
 
 @dataclass(frozen=True)
 class Round:
-    """Round t: who takes part, from which model, at which rates.
+    """Round t: its participants, the model from which they train, and their rates.
 
     Args:
-        ids: the participants, ascending.
-        steps, sizes, weights: K_i, N_i and the aggregation weights (not normalised), by client.
-        num_clients: registered clients m.
-        w, w0, evaluated: w^t, w^0 (None where no state starts from it) and what was evaluated
-            last, each ``(D,)``.
-        buffers: the server's, by name.
+        ids: the participants, ascending. steps, sizes, weights: K_i, N_i and the aggregation
+            weights (not normalised), by client.
+        num_clients: number of registered clients m. w, w0, evaluated: w^t, w^0 (None if no state
+            starts from it) and the model evaluated last, each ``(D,)``.
+        buffers: the server's buffers, by name.
         read: ``(key, client)`` → a committed row, or None.
-        server_states: committed, by key.
-        optimizer_rows: keys of the rows in which client optimizers are kept.
-        parts: parts with averaging periods of their own, or None.
+        server_states: committed states, by key.
+        optimizer_rows: keys of the rows that hold client optimizers.
+        parts: parts with their own averaging periods, or None.
         seed: the run's.
         all_sizes: numbers of samples ``(m,)`` of all clients.
         steps_of: ``(client, epochs)`` → local steps of so many epochs.
         epoch_batches: client → batches of an epoch.
-        home: ``(key, client)`` → a committed row of a client whose rows live with this process, or
+        home: ``(key, client)`` → a committed row of a client whose rows this process keeps, or
             None.
-        own_buffers: those that each client keeps as its own, by name.
-        noise: what a method draws noise from that nobody may compute; None: there is no such
-            method.
-        trained: ``(D,)`` bool, what every client of the round trains; None: that is all, or they
-            differ.
-        sent: the round in which each client was sent w last, where a method depends on it.
+        own_buffers: buffers that each client keeps as its own, by name.
+        noise: the source of noise that nobody else may compute; None: no method needs it.
+        trained: ``(D,)`` bool, the coordinates that every client of the round trains; None: all, or
+            clients differ.
+        sent: the last round in which each client was sent w, if a method depends on it.
         base_due: ``(round, last round)`` → how many numbers of the base a client lacks; None: no
             method changes the base.
     """
@@ -221,7 +227,9 @@ class Round:
     base_due: Callable[[int, int | None], int] | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
-        """The buffers that a client starts from: the server's, or its own where it kept some."""
+        """Return the buffers with which a client starts: the server's, or its own if it kept
+        some.
+        """
         if not self.own_buffers:
             return self.buffers
         buffers = dict(self.buffers)
@@ -249,12 +257,14 @@ class Round:
 
     @property
     def wide(self) -> torch.dtype:
-        """The dtype of sums and per-client scalars: the learner's, at least float32."""
+        """Return the dtype of sums and per-client scalars: the learner's, at least float32."""
         return torch.promote_types(self.w.dtype, torch.float32)
 
     @cached_property
     def lent(self) -> list[tuple[str, Tensor]]:
-        """Vectors of the run that hooks of clients get as they are, by what these call them."""
+        """Return the run's vectors that hooks of clients get without a copy, by their names in
+        hooks.
+        """
         lent = [
             ("clients.w", self.w),
             ("clients.evaluated", self.evaluated),
@@ -264,5 +274,5 @@ class Round:
 
     @cached_property
     def averaged(self) -> Tensor | None:
-        """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
+        """Return ``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
         return self.trained if self.parts is None else self.parts.averaged(self.t)

@@ -1,4 +1,4 @@
-"""The learner's weights as the server's vector w, what is evaluated, and exporting it."""
+"""The learner's weights as the server's vector w, the evaluated model, and export."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 @dataclass(frozen=True)
 class RoundStart:
-    """The model as a round found it, until the round is committed.
+    """The model at the start of a round, until the round is committed.
 
     Args:
         w: ``(D,)``.
-        evaluated: what is evaluated; None: w.
+        evaluated: the evaluated model; None: w.
         buffers: the server's.
-        optimizer: the server optimizer's state; None: as it is, since it took no step.
+        optimizer: the server optimizer's state; None: unchanged, because it took no step.
         steps: Lightning's count of its steps.
     """
 
@@ -46,11 +46,12 @@ class RoundStart:
 
 
 class GlobalModel:
-    """The learner, whose parameters are views into one vector: the one that is evaluated and saved.
+    """The learner, whose parameters are views into one vector: the model that is evaluated and
+    saved.
 
-    ``as_buffers``: frozen parameters that the learner's steps write, which are buffers to the run.
-    ``round_start``: how the present round found it; None between rounds.
-    ``config``: what ``load_from_checkpoint`` needs to build the learner anew; empty: its own
+    ``as_buffers``: frozen parameters that the learner's steps write, which count as buffers.
+    ``round_start``: the model at the start of the present round; None between rounds. ``config``:
+    the arguments that ``load_from_checkpoint`` needs to build the learner again; empty: its own
     hyper-parameters.
     """
 
@@ -66,7 +67,7 @@ class GlobalModel:
 
     @property
     def layout(self) -> Layout:
-        """``{parameter name: (slice, shape)}`` of the global vector."""
+        """Return ``{parameter name: (slice, shape)}`` of the global vector."""
         self.build()
         assert self._layout is not None
         return self._layout
@@ -80,22 +81,24 @@ class GlobalModel:
 
     @property
     def evaluated(self) -> Tensor:
-        """What is evaluated and exported ``(D,)``: w, unless a method evaluates another model."""
+        """Return the model ``(D,)`` that is evaluated and exported: w, unless a method
+        evaluates another model.
+        """
         return self.w if self._evaluated is None else self._evaluated
 
     def hold(self, buffers: Mapping[str, Tensor]) -> None:
-        """A round begins, which may change what it finds; ``buffers``: copies of them."""
+        """Begin a round, and remember the model that it may change; ``buffers``: copies of them."""
         check_same_parameters(self.learner, self._slots)
         self.round_start = RoundStart(self.w.detach(), self._evaluated, buffers)
 
     def committed(self) -> RoundStart:
-        """As the rounds that are over left it."""
+        """Return the model after the last committed round."""
         return self.round_start or RoundStart(self.w.detach(), self._evaluated, self.buffers())
 
     def build(self, again: bool = False) -> None:
         """Lay the learner's parameters out in one vector and tie them to it.
 
-        ``again``: Lightning may have moved them, so that they lie elsewhere now.
+        ``again``: Lightning may have moved them to other memory.
         """
         if self._w is not None and not again:
             return
@@ -116,7 +119,7 @@ class GlobalModel:
         tie(parameters, self._layout.views(self.evaluated.detach()))
 
     def _is_tied(self, parameters: Sequence[Tensor]) -> bool:
-        """Tell whether w, which exists, is where the parameters are, and they are views of it."""
+        """Return whether w has the memory of the parameters, and they are views of it."""
         assert self._layout is not None and self._w is not None
         first = parameters[0]
         if self._w.device != first.device or self._w.dtype != first.dtype:
@@ -125,34 +128,36 @@ class GlobalModel:
         return all(p.data_ptr() == v.data_ptr() for p, v in zip(parameters, views, strict=True))
 
     def _take_over(self, flat: Tensor) -> None:
-        """The parameters' values ``(D,)`` become w."""
+        """Make the parameters' values ``(D,)`` the vector w."""
         if self._w is None:
             self._w = flat.clone().requires_grad_(True)
         elif self._evaluated is not None and torch.equal(flat, self._evaluated.to(flat)):
-            # The parameters were moved to another device but not changed. They hold the evaluated
-            # model, which differs from w under partial averaging. So move w, too.
+            # The parameters were moved to another device but not changed. The parameters hold the
+            # evaluated model, which differs from w under partial averaging. So move w, too.
             self._w.data = self._w.detach().to(flat)
             self._evaluated = flat
         else:
-            # Other code has assigned new weights to the learner, and they are the model from now
-            # on. The optimizer knows w by identity, so w stays and its data change.
+            # Other code has assigned new weights to the learner; they are the model from now on.
+            # The optimizer knows w by identity, so w stays and its data change.
             self._w.data = flat
             self._evaluated = None
 
     def evaluate_at(self, vector: Tensor | None) -> None:
-        """Evaluate and export ``vector`` (None: w) from here on."""
+        """From now on evaluate and export ``vector`` (None: w)."""
         if vector is None and self._evaluated is None:
             return
         self._evaluated = vector
         tie(self._laid_out(self.learner), self.layout.views(self.evaluated.detach()))
 
     def _laid_out(self, learner: nn.Module) -> list[nn.Parameter]:
-        """The learner's parameters that the vector holds, which a step may have left frozen."""
+        """Return the learner's parameters that the vector holds, which a step may have left
+        frozen.
+        """
         named = dict(learner.named_parameters())
         return [named[name] for name in self.layout]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Copies of the learner's buffers by name."""
+        """Return copies of the learner's buffers by name."""
         return buffer_values(self.learner, self.as_buffers)
 
     def set_buffers(self, values: Mapping[str, Tensor]) -> None:
@@ -160,16 +165,16 @@ class GlobalModel:
         set_buffers(self.learner, values, self.as_buffers)
 
     def move_to(self, w: Tensor, evaluated: Tensor | None, buffers: Mapping[str, Tensor]) -> None:
-        """Set w, what is evaluated (None: w) and buffers, by value."""
+        """Set w, the evaluated model (None: w) and buffers, by value."""
         with torch.no_grad():
             self.w.copy_(w)
         self.evaluate_at(evaluated)
         self.set_buffers(buffers)
 
     def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
-        """The arguments that ``load_from_checkpoint`` gives to the learner's class.
+        """Return the arguments that ``load_from_checkpoint`` gives to the learner's class.
 
-        They stand under the keys that Lightning reads from a checkpoint.
+        The arguments have the keys that Lightning reads from a checkpoint.
         """
         learner = self.learner if learner is None else learner
         if self.config:
@@ -188,12 +193,12 @@ class GlobalModel:
         trainer: Any = None,
         model: tuple[Tensor, Mapping[str, Tensor]] | None = None,
     ) -> Any:
-        """A copy of the learner with the evaluated weights and buffers.
+        """Return a copy of the learner with the evaluated weights and buffers.
 
         Args:
-            path: where the copy is saved too, as a checkpoint; None: it is not.
-            trainer: what the learner's ``on_save_checkpoint`` finds as its own.
-            model: weights ``(D,)`` and buffers in place of these.
+            path: file to which the copy is also saved, as a checkpoint; None: it is not saved.
+            trainer: the Trainer that the learner's ``on_save_checkpoint`` finds.
+            model: weights ``(D,)`` and buffers, instead of the evaluated ones.
         """
         learner = self.copied_learner()
         weights, buffers = (self.evaluated.detach(), {}) if model is None else model
@@ -217,7 +222,7 @@ class GlobalModel:
         return learner
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy's learner, w and what is evaluated, each in memory of its own."""
+        """Return learner, w and the evaluated model for a copy, each in its own memory."""
         w = self._w
         evaluated = self._evaluated
         buffers: dict[str, Tensor] = {}
@@ -244,7 +249,7 @@ class GlobalModel:
             self.move_to(state["w"], state["evaluated"], state["buffers"])
 
     def copied_learner(self) -> Any:
-        """A copy that knows no Trainer and shares no memory.
+        """Return a copy that knows no Trainer and shares no memory.
 
         Raises:
             UserError: a part of the learner cannot be copied.
@@ -290,7 +295,7 @@ def _uncopyable(learner: Any, memo: Mapping[int, Any], error: Exception) -> User
 def set_buffers(learner: Any, values: Mapping[str, Tensor], as_buffers: tuple[str, ...]) -> None:
     """Copy values into a learner's buffers of these names.
 
-    ``as_buffers``: the frozen parameters that its steps write, which are buffers in this too.
+    ``as_buffers``: the frozen parameters that its steps write, which count as buffers here, too.
     """
     for name, buffer in learner.named_buffers():
         if name in values:
@@ -302,7 +307,7 @@ def set_buffers(learner: Any, values: Mapping[str, Tensor], as_buffers: tuple[st
 
 @contextmanager
 def _attached(learner: Any, trainer: Any) -> Iterator[None]:
-    """The learner and the LightningModules in it have this Trainer for a while."""
+    """Within this context the learner and the LightningModules in it have this Trainer."""
     parts = [(part, part._trainer) for part in lightning_modules(learner)]
     for part, _ in parts:
         part._trainer = trainer

@@ -1,4 +1,4 @@
-"""Clients that train together, as the engine that trains them keeps them."""
+"""Clients that train together, in the form in which engines hold them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ LOSS = "the loss of local steps"
 
 
 class ClientGroup:
-    """``n`` clients of a round, their models ``x`` ``(n, D)``, and all that hooks gave for them.
+    """``n`` clients of a round, their models ``x`` ``(n, D)``, and all values that hooks gave for
+    them.
 
-    Hooks get :class:`~fl_lightning.round.clients.Clients`, an author's view of it.
+    Hooks get :class:`~fl_lightning.round.clients.Clients`, a view of it for authors.
 
     Args:
         ids: the clients' numbers.
@@ -46,7 +47,7 @@ class ClientGroup:
         # (method, x, training) -> the outputs of its taps at x; (client) -> samples by class.
         self.seen_at: Callable[[str, Tensor, bool], dict[str, Any]] | None = None
         self.measuring: Collection[str] = ()  # callbacks whose passes do not count as a method's
-        self.models_of = ""  # callback whose own models the clients train; empty: from w
+        self.models_of = ""  # callback from whose models clients train; empty: from w
         self.label_counts: Callable[[int], Sequence[int] | None] | None = None
 
         # Tensors that hooks read. A local step may read any of these besides x.
@@ -54,14 +55,14 @@ class ClientGroup:
         self.kept_origin: Tensor | None = None
         self.kept_elapsed: Tensor | None = None
         self.kept_mask: Tensor | None = None
-        self.resting: Tensor | None = None  # (n, D) bool: untrained coordinates; None: no such
+        self.resting: Tensor | None = None  # (n, D) bool: untrained coordinates; None: none
         self.clipped: Tensor | None = None  # (n,): number of steps in which clipping was active
         self.rates_used: Tensor | None = None  # (n, 1): sum of the factors of the steps taken
         self.step: Tensor | None = None
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.declared: dict[str, PerClient] = {}
-        self.attributes: dict[str, object] = {}  # that hooks have assigned to their clients
+        self.attributes: dict[str, object] = {}  # attributes that hooks assigned to clients
         # A row was written if its version counter has changed since it was loaded.
         self.change_counts: dict[str, int] = {}
 
@@ -74,8 +75,8 @@ class ClientGroup:
         self.local_step: InStep | None = None
         self.looked_up = False  # a hook read the clients' numbers
         self.mean_gradient_read = ""  # name of the method that read a client's mean gradient
-        self.batches: int | None = None  # of all steps, if a step takes several; else None
-        # Gradients are counted in the first step, since all steps evaluate the same number.
+        self.batches: int | None = None  # batches of all steps, if a step takes several; else None
+        # Gradients are counted in the first step, because all steps evaluate the same number.
         self.gradients_a_step = 1
         self.full_gradients = 0  # outside of steps
         self.full_gradients_a_step = 0
@@ -92,14 +93,18 @@ class ClientGroup:
         self.optimizer_rows: dict[str, Tensor] = {}
 
     def take_kept_parts(self) -> None:
-        """Put the clients' own copies of parts into ``x``, where newer than the last average."""
+        """Put the clients' own copies of parts into ``x`` if they are newer than the last
+        average.
+        """
         round = self.round
         if round.parts is not None:
             taken = round.parts.taken(round.t, round.read, self.ids, self.x, round.wide)
             self.kept_origin, self.kept_elapsed, self.kept_mask = taken
 
     def begin(self, own_starts: bool) -> None:
-        """Remember the starts, which are final; ``own_starts``: a method may have moved them."""
+        """Remember the starts, which are final now; ``own_starts``: a method may have moved
+        them.
+        """
         # If every client starts from w, keep a reference to w, and no copy of n × D numbers.
         if own_starts or self.kept_mask is not None:
             self.start = self.x.clone()
@@ -110,23 +115,27 @@ class ClientGroup:
             self.kept_origin = torch.where(self.kept_mask, self.kept_origin, self.start)
 
     def put_to_rest(self, at_zero: bool) -> None:
-        """Set the coordinates that they do not train: to what they were given, or to 0."""
+        """Set the coordinates that the clients do not train to the values that they were given,
+        or to 0.
+        """
         if self.resting is not None:
             stand = torch.zeros_like(self.round.w) if at_zero else self.round.w
             self.x.copy_(torch.where(self.resting, stand, self.x))
 
     def hold(self) -> None:
-        """Put back the coordinates that they do not train, whatever a step did to them."""
+        """Put back the coordinates that the clients do not train, whatever a step did to them."""
         if self.resting is not None and self.start is not None:
             self.x.copy_(torch.where(self.resting, self.start, self.x))
 
     def step_done(self) -> None:
-        """The present local step is over."""
+        """End the present local step."""
         if self.step is not None:
             self.step += 1
 
     def step_tensors(self) -> dict[str, Tensor]:
-        """Columns, starts and rows of states by name: what a local step may read besides x."""
+        """Return columns, starts and rows of states by name: the tensors that a local step may
+        read besides x.
+        """
         named = {
             "start": self.start,
             "kept_origin": self.kept_origin,
@@ -141,27 +150,29 @@ class ClientGroup:
         return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
 
     def given(self) -> list[Tensor]:
-        """The values that hooks have logged and uploaded so far."""
+        """Return the values that hooks have logged and uploaded so far."""
         return [*self.logs.values(), *self.uploads.values()]
 
     def column(self, name: str, values: dict[int, int] | dict[int, float]) -> Tensor:
-        """One number of each client as a column ``(n, 1)``, made when it is first asked for."""
+        """Return one number per client as a column ``(n, 1)``, made at its first use."""
         if name not in self.columns:
             column = [[values[i]] for i in self.ids]
             self.columns[name] = to_device(column, self.x.device, self.round.wide)
         return self.columns[name]
 
     def elapsed(self) -> Tensor:
-        """Σ η K since the displacement's origin: ``(n, 1)``, or ``(n, D)`` where parts are kept."""
+        """Return Σ η K since the displacement's origin: ``(n, 1)``, or ``(n, D)`` if parts are
+        kept.
+        """
         here = self.round.rates.elapsed(self.column("steps", self.round.steps))
         if self.rates_used is not None:
             here = self.rates_used * self.round.rates.lr.to(self.rates_used.dtype)
         return here if self.kept_elapsed is None else here + self.kept_elapsed
 
     def gradients(self, client: int) -> int:
-        """How many gradients of a batch's loss a client evaluated.
+        """Return how many gradients of a batch's loss a client evaluated.
 
-        A gradient of its whole objective counts as many as an epoch has batches.
+        A gradient of its whole objective counts as many gradients as an epoch has batches.
         """
         steps = self.round.steps[client]
         whole = self.full_gradients + steps * self.full_gradients_a_step
@@ -169,12 +180,14 @@ class ClientGroup:
         return batches * self.gradients_a_step + whole * self.in_epoch(client, whole)
 
     def in_epoch(self, client: int, asked: int) -> int:
-        """The batches of an epoch; 0 where nobody asked, or they are not known."""
+        """Return the batches of an epoch; 0 if they were not used, or are not known."""
         of = self.round.epoch_batches
         return of(client) if asked and of is not None else 0
 
     def count_pass(self, asking: str) -> None:
-        """A callback asked for a pass without a gradient; what only measures does not count."""
+        """Count a pass without a gradient that a callback asked for, unless the callback only
+        measures.
+        """
         if asking in self.measuring:
             return
         # If steps take unequal numbers of batches, they ask for different numbers of passes.
@@ -184,7 +197,7 @@ class ClientGroup:
             self.forwards_a_step += 1
 
     def count_evaluation(self, asking: str) -> None:
-        """A callback asked for passes over all samples that the clients train on."""
+        """Count passes over all training samples of the clients that a callback asked for."""
         if asking in self.measuring:
             return
         if self.local_step is None:
@@ -193,21 +206,21 @@ class ClientGroup:
             self.evaluations_a_step += 1
 
     def passes(self, client: int) -> int:
-        """How many passes of a batch without a gradient methods asked for."""
+        """Return how many passes of a batch without a gradient methods asked for."""
         steps = self.round.steps[client]
         whole = self.evaluations + steps * self.evaluations_a_step
         passes = self.forwards + steps * self.forwards_a_step
         return passes + whole * self.in_epoch(client, whole)
 
     def read(self, key: str, declaration: PerClient) -> Tensor:
-        """The staged rows of a state, loaded at first access."""
+        """Return the staged rows of a state, loaded at first access."""
         if key not in self.rows:
             rows = [self.load(key, declaration, i) for i in self.ids]
             self._keep(key, declaration, torch.stack(rows))
         return self.rows[key]
 
     def load(self, key: str, declaration: PerClient, client: int) -> Tensor:
-        """One client's row as the round found it, or as its state begins."""
+        """Return one client's row from before the round, or the initial value of its state."""
         row = self.round.read(key, client) if declaration.keeps_rows else None
         if row is not None:
             return to_device(row, self.x.device)
@@ -239,7 +252,7 @@ class ClientGroup:
         self.change_counts[key] = rows._version
 
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None:
-        """Take what the clients send under this name, one row each."""
+        """Store the rows that the clients send under this name, one row per client."""
         shape = declaration.sized(self.x.shape[1])
         dtype = declaration.dtype or self.x.dtype
         given = torch.as_tensor(value).to(dtype)
@@ -255,7 +268,9 @@ class ClientGroup:
         self.uploads[key] = given
 
     def written(self) -> Iterator[tuple[str, Tensor]]:
-        """Rows of states that outlive the round, where they were assigned or changed in place."""
+        """Return rows of states that outlive the round, if they were assigned or changed in
+        place.
+        """
         for key, rows in self.rows.items():
             changed = rows._version != self.change_counts[key]
             if changed and self.declared[key].keeps_rows:
@@ -266,7 +281,7 @@ class ClientGroup:
         self.rows = {key: rows for key, rows in self.rows.items() if self.declared[key].keeps_rows}
 
     def kept_parts(self) -> dict[str, Tensor]:
-        """The rows in which a client, a group of one, keeps its copies of parts."""
+        """Return the rows in which a client, a group of one, keeps its copies of parts."""
         parts = self.round.parts
         if parts is None or not parts.masks:
             return {}
@@ -281,12 +296,12 @@ class ClientGroup:
         }
 
     def alone(self, row: int) -> ClientGroup:
-        """One client of the group as a group of one, as views of the group's memory."""
+        """Return a view of one client, as a group with one row."""
         own = copy.copy(self)
         part = slice(row, row + 1)
         own.ids = [self.ids[row]]
         own.x = self.x[part]
-        own.columns = {}  # these are computed again for the one client
+        own.columns = {}  # a group of one client computes these again
         own.attributes = dict(self.attributes)
         own.rows = {key: rows[part] for key, rows in self.rows.items()}
         own.change_counts = dict(self.change_counts)
@@ -303,12 +318,12 @@ class ClientGroup:
 
 
 def _of_row(value: float | Tensor | None, row: int) -> float | Tensor | None:
-    """One client's of a number for each client, or the one number of all."""
+    """Return one client's entry of a number per client, or the one number of all clients."""
     return value[row] if isinstance(value, Tensor) and value.dim() else value
 
 
 def _unfit(key: str, shape: Sequence[int], given: Tensor) -> ValueError:
-    """The error if a method assigns rows of another shape than it declared."""
+    """Return the error if a method assigns rows whose shape differs from its declaration."""
     hint = ""
     if len(shape) == 1 and given.shape == (*shape, 1):
         hint = ", a column as clients.loss is one: [:, 0] makes it fit"

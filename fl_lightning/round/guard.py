@@ -1,4 +1,4 @@
-"""In a private run, only the packaged methods read what clients sent or keep."""
+"""In a private run, only the packaged methods read values that clients sent or keep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ _BETWEEN = ("fl_lightning.round.", "fl_lightning.callback.")
 
 
 def refuse_outsiders(what: str, caller: str = "") -> None:
-    """Refuse code from outside this package that reads ``what``: it would reach w without noise.
+    """Refuse code from outside this package that reads ``what``, because it would reach w without
+    noise.
 
     Raises:
-        UserError: with ``caller``, the class whose hook it is; empty: it is seen from the code.
+        UserError: it names ``caller``, the class whose hook it is; if empty, the class is found
+            from the code.
     """
     frame = sys._getframe(1)
     # The first frame outside these modules belongs to the hook that reads the state.
@@ -34,7 +36,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _reader(frame: FrameType) -> str:
-    """The class whose method this is, or the function."""
+    """Return the class whose method this is, or the function."""
     if "self" in frame.f_locals:
         return type(frame.f_locals["self"]).__name__
     return frame.f_code.co_name

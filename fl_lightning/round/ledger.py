@@ -22,25 +22,26 @@ from fl_lightning.virtual.plan import Planned
 
 
 class Ledger:
-    """What a round stages until its commit, and what its server hooks may read.
+    """The values that a round stages until its commit, and that its server hooks may read.
 
-    - ``rows``, ``server``: clients' rows and server states, as far as hooks wrote them.
+    - ``rows``, ``server``: clients' rows and server states, if hooks wrote them.
     - ``total``: the sums over clients.
-    - ``finished``, ``dropped``: the clients that count, and those of whom nothing came.
-    - ``metrics``: by client, what its steps left in the learner's metrics.
-    - ``logs``, ``notes``: what server hooks logged, and have to say.
+    - ``finished``, ``dropped``: the clients that count, and those that sent nothing.
+    - ``metrics``: by client, the states that its steps left in the learner's metrics.
+    - ``logs``, ``notes``: logs and notes of server hooks.
     - ``gathered``: all updates ``(n, D)``; None: no method asks for them.
-    - ``broadcast``: what clients get as w ``(D,)``; None: w itself.
+    - ``broadcast``: the model that clients get as w ``(D,)``; None: w itself.
     - ``sent``: how many parameters and bytes of it each participant is sent; None: D numbers.
-    - ``planned``: what is known of the round beforehand, on simulated devices; None: the server
-      waits for all that take part.
-    - ``base``: what updates are measured from ``(D,)``; None: from what each client was given.
-    - ``base_weights``: the frozen weights that methods change; None: none does. ``additions``: to
-      them in this round; ``takes_additions``: whether it is the time for them.
+    - ``planned``: facts of the round that are known beforehand, on simulated devices; None: the
+    server waits for all participants.
+    - ``base``: the vector ``(D,)`` from which updates are measured; None: the vector that each
+    client was given.
+    - ``base_weights``: the frozen weights that methods change; None: no method does. ``additions``:
+    additions to them in this round; ``takes_additions``: whether additions are allowed now.
     - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
-      keeps there.
-    - ``mean_gradient_read``: the method that took a client's displacement for its mean gradient;
-      empty where none did.
+    keeps there.
+    - ``mean_gradient_read``: the method that used a client's displacement as its mean gradient;
+    empty if there is none.
     """
 
     def __init__(self, round: Round) -> None:
@@ -75,7 +76,7 @@ class Ledger:
 
     @property
     def scale(self) -> float:
-        """Σ p σ / Σ p over the clients that finished: 1 but where it is asynchronous."""
+        """Return Σ p σ / Σ p over the clients that finished; it is 1 in synchronous runs."""
         discounts = {} if self.planned is None else self.planned.discounts
         weights = {i: self.round.weights[i] for i in self.finished if i in discounts}
         if not weights or (self.planned is not None and self.planned.normalised):
@@ -84,12 +85,16 @@ class Ledger:
 
     @property
     def t(self) -> int:
-        """The round whose schedules hooks read: this one, or of clients that train an earlier."""
+        """Return the round whose schedules hooks read: this one, or an earlier one of clients
+        that train from it.
+        """
         return self.round.t if self._version is None else self._version
 
     @contextmanager
     def clients_at(self, version: int) -> Iterator[None]:
-        """Within, hooks read schedules as of this round: clients train from its model."""
+        """Within this context hooks read schedules of this round, because clients train from
+        its model.
+        """
         self._version = version
         try:
             yield
@@ -98,7 +103,9 @@ class Ledger:
 
     @property
     def for_clients(self) -> Round:
-        """The facts of the round as clients know them, to whom w is what they were given."""
+        """Return the facts of the round for clients, for whom w is the model that they were
+        given.
+        """
         return self.round if self.broadcast is None else replace(self.round, w=self.broadcast)
 
     @property
@@ -107,7 +114,9 @@ class Ledger:
 
     @property
     def trained_by_all(self) -> Tensor | None:
-        """``(D,)`` bool: what every client of the round trains; None: all, or they differ."""
+        """Return ``(D,)`` bool: the coordinates that every client of the round trains; None:
+        all, or clients differ.
+        """
         return self.round.trained
 
     @property
@@ -116,7 +125,7 @@ class Ledger:
 
     @contextmanager
     def server_hooks(self) -> Iterator[None]:
-        """Within, server hooks get copies of server states, which they may change."""
+        """Within this context server hooks get copies of server states, which they may change."""
         self._lent.clear()
         self._at_server = True
         try:
@@ -125,14 +134,18 @@ class Ledger:
             self._at_server = False
 
     def server_state(self, key: str, declaration: Declaration) -> Tensor:
-        """The present value; in server hooks it is a copy, which the commit makes the state."""
+        """Return the present value; in server hooks it is a copy, which the commit makes the
+        state.
+        """
         value = self._present(key, declaration)
         if not self._at_server and self._lent.get(key, (None,))[0] is not value:
             self._lent[key] = value, value._version
         return value
 
     def changed_by_clients(self) -> str:
-        """The server state that a hook of clients changed in place; empty: there is none."""
+        """Return the server state that a hook of clients changed in place; empty if there is
+        none.
+        """
         for key, (value, version) in list(self._lent.items()):  # threads read states
             if value._version != version:
                 return key
@@ -155,7 +168,7 @@ class Ledger:
         return value
 
     def written_server(self, key: str) -> Tensor | None:
-        """A server state as this round leaves it so far; None: it was never written."""
+        """Return a server state with this round's changes so far; None: it was never written."""
         copy = self._copies.get(key)
         # A hook may have changed its copy in place. The tensor's version counter shows that.
         if key not in self.server and copy is not None and copy._version > 0:
@@ -175,13 +188,13 @@ class Ledger:
         self.server[key] = current
 
     def uploaded(self, key: str, declaration: Upload) -> tuple[Tensor, int]:
-        """The sum over the clients that finished, and their number."""
+        """Return the sum over the clients that finished, and their number."""
         self.refuse_outsiders(f"the sums of {key}")
         # A hook may change its result in place, and other hooks read the sum, too.
         return self._uploaded(key, declaration).clone(), len(self.finished)
 
     def uploaded_weighted(self, key: str, declaration: Upload) -> Tensor:
-        """The p_i-weighted mean over the clients that finished."""
+        """Return the p_i-weighted mean over the clients that finished."""
         self.refuse_outsiders(f"the sums of {key}")
         # With uniform weights the plain sum is the weighted one, so only one is stored.
         weighted = self.total.weighted_uploads.get(key)
@@ -201,9 +214,9 @@ class Ledger:
         return zeros.to(declaration.summed_as(zeros.dtype))
 
     def server_states_to_commit(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
-        """The server states to commit.
+        """Return the server states to commit.
 
-        Synchronised ones keep their value where a part is not averaged.
+        Synchronised states keep their value if a part is not averaged.
         """
         for key, copy in self._copies.items():
             if self.written_server(key) is copy:
@@ -215,9 +228,9 @@ class Ledger:
         return settled
 
     def rows_to_commit(self, declared: Mapping[str, Declaration]) -> Rows:
-        """The client rows to commit: those of methods and the framework's own.
+        """Return the client rows to commit: those of methods and the framework's own.
 
-        Synchronised ones keep their value where a part is not averaged.
+        Synchronised rows keep their value if a part is not averaged.
         """
         settled: Rows = {key: dict(by_client) for key, by_client in self.rows.items()}
         if self.round.averaged is None:
@@ -233,7 +246,7 @@ class Ledger:
         return settled
 
     def _old(self, committed: Tensor | None, declaration: Declaration, value: Tensor) -> Tensor:
-        """A state's value before the round, beside ``value`` after it."""
+        """Return a state's value from before the round, in the form of ``value`` after it."""
         if committed is not None:
             return committed
         return declaration.first(self.round).to(value.device)

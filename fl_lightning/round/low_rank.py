@@ -1,4 +1,6 @@
-"""What methods for adapters of unequal ranks share: ranks of clients, masks, and products."""
+"""The common part of methods for adapters of unequal ranks: ranks of clients, masks, and
+products.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,7 @@ class Ranks:
 
     Args:
         given: None: all of each adapter's; a list, one number for each client; ``{rank: share}``.
-        method: whose option it is.
+        method: the method with this option.
 
     Raises:
         UserError: it has another form.
@@ -57,7 +59,7 @@ class Ranks:
         """Refuse ranks that the learner's adapters do not have.
 
         Raises:
-            UserError: naming the method, and the rank or the number of clients.
+            UserError: it names the method, and the rank or the number of clients.
         """
         largest = largest_rank(layout)
         ranks = self.listed if self.listed is not None else [rank for _, rank in self.shares]
@@ -76,11 +78,11 @@ class Ranks:
 
     @property
     def equal(self) -> bool:
-        """Whether all clients train all rows and columns."""
+        """Return whether all clients train all rows and columns."""
         return self.listed is None and not self.shares
 
     def all(self, seed: int, m: int, layout: Layout) -> Tensor:
-        """The rank of each of the m clients ``(m,)``, int64."""
+        """Return the rank of each of the m clients ``(m,)``, int64."""
         if self.listed is not None:
             return torch.tensor(self.listed)
         if self.shares:
@@ -88,13 +90,13 @@ class Ranks:
         return torch.full((m,), largest_rank(layout))
 
     def of(self, clients: Clients) -> Tensor:
-        """The clients' ranks ``(n,)``, int64."""
+        """Return the clients' ranks ``(n,)``, int64."""
         seed = clients._group.round.seed
         ranks = self.all(seed, clients.num_clients, clients.layout).to(clients.x.device)
         return ranks[clients.ids]
 
     def at(self, server: Server) -> Tensor:
-        """The ranks of the clients that finished ``(n,)``, int64."""
+        """Return the ranks of the clients that finished ``(n,)``, int64."""
         ranks = self.all(server._round.seed, server.num_clients, server.layout)
         return ranks.to(server.w.device)[server.ids]
 
@@ -116,7 +118,9 @@ def largest_rank(layout: Layout) -> int:
 
 
 def numbers(layout: Layout) -> Tensor:
-    """``(D,)`` int64: of each coordinate of A its row, of B its column; -1 elsewhere."""
+    """Return ``(D,)`` int64: for each coordinate of A its row, for each of B its column; -1
+    elsewhere.
+    """
     found = torch.full((layout.size,), -1)
     for adapter in layout.adapters:
         a, b = adapter.matrices(found)
@@ -127,7 +131,9 @@ def numbers(layout: Layout) -> Tensor:
 
 
 def mask(layout: Layout, ranks: Tensor) -> Tensor:
-    """``(n, D)`` bool: the first ``ranks`` ``(n,)`` rows and columns, and all other coordinates."""
+    """Return ``(n, D)`` bool: the first ``ranks`` ``(n,)`` rows and columns, and all other
+    coordinates.
+    """
     return numbers(layout).to(ranks.device) < ranks[:, None]
 
 
@@ -135,7 +141,7 @@ class Received:
     """The factors of all clients at the server, as it received them.
 
     Args:
-        ranks: ``(n,)``: how many rows and columns each client sent.
+        ranks: ``(n,)``: number of rows and columns that each client sent.
 
     ``x`` ``(n, D)``: w^t and the clients' updates, 0 where they did not train. Their mean is w^t
     and the mean update, also under a ``broadcast``, where clients began at another model than w^t.
@@ -150,7 +156,7 @@ class Received:
         self.weights = server.weights.double()
 
     def stacked(self, adapter: Adapter) -> tuple[Tensor, Tensor]:
-        """[p_i B_i] ``(out, R)`` and [A_i] ``(R, in)``, ascending by client; float64.
+        """Return [p_i B_i] ``(out, R)`` and [A_i] ``(R, in)``, ascending by client; float64.
 
         Their product is Σ p_i B_i A_i. R is the sum of the clients' ranks.
         """
@@ -168,7 +174,7 @@ class Received:
         return [b @ a for a, b in pairs]
 
     def put(self, update: Tensor, adapter: Adapter, a: Tensor, b: Tensor) -> None:
-        """Let ``update`` ``(D,)`` bring the server's A and B to these."""
+        """Change ``update`` ``(D,)`` so that the server's A and B become these."""
         for new, old, step in zip(
             (a, b), adapter.matrices(self.server.w), adapter.matrices(update), strict=True
         ):
@@ -176,11 +182,12 @@ class Received:
 
 
 def cut(left: Tensor, right: Tensor, rank: int, a: Tensor) -> tuple[Tensor, Tensor]:
-    """A ``(rank, in)`` and B ``(out, rank)``: left @ right cut to its largest singular values.
+    """Return A ``(rank, in)`` and B ``(out, rank)``: left @ right cut to its largest singular
+    values.
 
-    U Σ Vᵀ is the product; B = U_r Σ_r and A = V_rᵀ, in each column of U the entry of largest
-    magnitude being positive. Where a singular value is negligible, B's column is 0 and A's row is
-    that of ``a``.
+    U Σ Vᵀ is the product; B = U_r Σ_r and A = V_rᵀ. In each column of U the entry of largest
+    magnitude is positive. If a singular value is negligible, B's column is 0 and A's row is the row
+    of ``a``.
     """
     u, sigma, vt = _svd(left, right)
     k = min(rank, len(sigma))
@@ -197,7 +204,9 @@ def cut(left: Tensor, right: Tensor, rank: int, a: Tensor) -> tuple[Tensor, Tens
 
 
 def _svd(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The singular value decomposition of left @ right, by that of a small matrix if it can be."""
+    """Return the singular value decomposition of left @ right, computed from a small matrix if
+    possible.
+    """
     if left.shape[1] >= min(left.shape[0], right.shape[1]):
         u, sigma, vt = torch.linalg.svd(left @ right, full_matrices=False)
         return u, sigma, vt

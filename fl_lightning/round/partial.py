@@ -1,9 +1,9 @@
-"""Parts of the model with averaging periods of their own.
+"""Parts of the model with their own averaging periods.
 
 FedALS (Gholami & Seferoglu 2024) averages some layers less often; FedPer never averages the head.
 
-A part with period P is averaged at the end of round t when (t + 1) mod P = 0. Otherwise each client
-keeps its own copy, and starts from it if it was written since the part was last averaged.
+A part with period P is averaged at the end of round t when (t + 1) mod P = 0. In other rounds each
+client keeps its own copy, and starts from it if it was written since the part was last averaged.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Parts:
     A part whose period is None is never averaged.
 
     Raises:
-        UserError: a period below 1, or masks that overlap or have another shape.
+        UserError: a period is below 1, or masks overlap or have another shape.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class Parts:
         return period is not None and (t + 1) % period == 0
 
     def averaged(self, t: int) -> Tensor:
-        """``(D,)`` bool: coordinates averaged at the end of round t."""
+        """Return ``(D,)`` bool: coordinates averaged at the end of round t."""
         averaged = torch.ones(self.size, dtype=torch.bool, device=self.kept.device)
         for mask, period in zip(self.masks, self.periods, strict=True):
             if not self.due(t, period):
@@ -73,7 +73,7 @@ class Parts:
         return averaged
 
     def valid(self, t: int, written: int | None, period: int | None) -> bool:
-        """Tell whether a copy of round ``written`` is younger than the part's last average."""
+        """Return whether a copy of round ``written`` is newer than the part's last average."""
         if written is None:
             return False
         if period is None:
@@ -89,11 +89,12 @@ class Parts:
         x: Tensor,
         wide: torch.dtype,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Put the clients' own copies into ``x`` ``(n, D)``, where newer than the last average.
+        """Put the clients' own copies into ``x`` ``(n, D)`` if they are newer than the last
+        average.
 
         Returns:
-            where their displacement began, Σ η K since, and on which coordinates that is so, each
-            ``(n, D)``.
+            The points at which their displacement began, Σ η K since then, and the coordinates for
+            which this holds, each ``(n, D)``.
         """
         origin = torch.zeros_like(x)
         mask = torch.zeros_like(x, dtype=torch.bool)

@@ -1,7 +1,7 @@
-"""Coordinates that a client does not train in a round: they rest.
+"""Coordinates that a client does not train in a round: they do not change.
 
-A method's hook ``trained`` says which ones it trains. HeteroFL's submodels, adapters of unequal
-ranks and factors that are trained in turn are such methods.
+A method's hook ``trained`` says which coordinates a client trains. HeteroFL's submodels, adapters
+of unequal ranks and factors that are trained in turn are such methods.
 """
 
 from __future__ import annotations
@@ -22,68 +22,79 @@ KINDS = {"untrained": ("given", "zero"), "averaged_over": ("holders", "all", "ze
 
 
 class Resting:
-    """The part of a :class:`~fl_lightning.callback.FederatedCallback` that says what rests."""
+    """The part of a :class:`~fl_lightning.callback.FederatedCallback` about coordinates that do
+    not change.
+    """
 
     untrained: Literal["given", "zero"] = "given"
-    """Where coordinates that a client does not train stand: ``"given"``, at what the client was
-    given; ``"zero"``, at 0, and they are not sent to it."""
+    """The values of coordinates that a client does not train: ``"given"``: those that the
+    client was given; ``"zero"``: 0, and they are not sent to it.
+    """
 
     averaged_over: Literal["holders", "all", "zeros"] = "holders"
-    """Over which clients a coordinate's update is averaged: ``"holders"``, those that trained it
-    (nobody: it stays); ``"all"``, all, with update 0 of those that did not; ``"zeros"``, all, with
-    model 0 of those that did not (zero-padding)."""
+    """The clients over which a coordinate's update is averaged: ``"holders"``: those that
+    trained it (if none did, it stays); ``"all"``: all, with update 0 for those that did not;
+    ``"zeros"``: all, with model 0 for those that did not (zero-padding).
+    """
 
     alike: bool = False
     """Whether all clients of a round train the same coordinates."""
 
     of_trained: ClassVar[bool] = False
-    """Whether its ``transmit`` works on the coordinates that all clients of a round train."""
+    """Whether its ``transmit`` works with the coordinates that all clients of a round train."""
 
     restarts: ClassVar[bool] = False
-    """Whether coordinates mean something else after a round, so that no vector of D numbers may be
-    kept from round to round beside it."""
+    """Whether coordinates have another meaning after a round, so that no method may keep a
+    vector of D numbers from round to round.
+    """
 
     needs_adapters: ClassVar[bool] = False
-    """Whether it is for learners with adapters (LoRA). Others are refused before round 0."""
+    """Whether it needs learners with adapters (LoRA). Other learners are refused before round 0."""
 
     needs_products: ClassVar[bool] = False
-    """Whether it takes products B·A of the adapters at the server, in its ``aggregate``: adapters
-    that add something else are refused, and so is a server's step of another kind than w + d."""
+    """Whether it takes products B·A of the adapters at the server, in its ``aggregate``.
+    Adapters that add something else are refused, and so is a server's step other than w + d.
+    """
 
     def trained(self, clients: Clients) -> Tensor:
-        """One owner. ``(n, D)`` bool: the coordinates that each client trains in this round.
+        """One owner. Return ``(n, D)`` bool: the coordinates that each client trains in this round.
 
-        It is called before ``on_local_start``, and depends on (seed, round, client) and committed
-        state only. Without this hook clients train all.
+        The hook is called before ``on_local_start``, and may depend only on (seed, round, client)
+        and committed state. Without this hook clients train all coordinates.
         """
         raise NotImplementedError  # one owner: called only on a callback that overrides it
 
     def numbers_down(self, layout: Layout, t: int, last: int | None) -> int | None:
-        """How many coordinates of w a client is sent in round t, if the method has a rule for it.
+        """Return how many coordinates of w a client is sent in round t, if the method has a rule
+        for it.
 
         Args:
-            last: the round in which the client was sent w before; None: in none.
+            last: the round in which the client was last sent w; None: there is none.
         """
         return None
 
     def foreseen(self, given: Tensor, layout: Layout, t: int) -> Tensor:
-        """The w ``(D,)`` of round t that clients expect, who were given ``given`` before.
+        """Return the w ``(D,)`` of round t that clients expect if they were given ``given`` before.
 
-        At sites it need not be sent, if it comes true.
+        If the expectation is right, w need not be sent to sites.
         """
         return given
 
     def remembers_sent(self) -> bool:
-        """Tell whether ``numbers_down`` depends on the round in which a client was sent w last."""
+        """Return whether ``numbers_down`` depends on the round in which a client was last sent
+        w.
+        """
         return False
 
     def not_beside(self, other: Any) -> str:
-        """Why this method cannot run beside another callback, as a clause; empty: it can."""
+        """Return why this method cannot run together with another callback, as a clause; empty:
+        it can.
+        """
         return ""
 
     @staticmethod
     def kept_vector(other: Any, of_clients: bool = False) -> str:
-        """The first state of D numbers that a callback keeps; empty: it keeps none."""
+        """Return the first state of D numbers that a callback keeps; empty if it keeps none."""
         for declared in other.declarations().values():
             kept = declared.keeps_rows or (declared.at_server and not of_clients)
             if kept and (declared.shape is None or "D" in declared.shape):
@@ -96,7 +107,7 @@ class Resting:
         ``w`` ``(D,)``: the server's model.
 
         Raises:
-            UserError: ``needs_adapters``, and the learner has none.
+            UserError: it has ``needs_adapters``, but the learner has none.
         """
         if self.needs_adapters:
             check_there(layout, type(self).__name__)
@@ -105,11 +116,12 @@ class Resting:
 
 
 def mask_of(methods: Any, group: ClientGroup) -> Tensor | None:
-    """``(n, D)`` bool: what the clients of a group do not train; None: they train all.
+    """Return ``(n, D)`` bool: the coordinates that the clients of a group do not train; None: they
+    train all.
 
     Raises:
-        UserError: the hook gave something else, or a client trains nothing; with round, client and
-            method.
+        UserError: the hook returned something else, or a client trains nothing; the error names
+            round, client and method.
     """
     hook = methods.owner("trained")
     if hook is None:
@@ -145,7 +157,9 @@ def mask_of(methods: Any, group: ClientGroup) -> Tensor | None:
 
 
 def mask_of_round(methods: Any, round: Any) -> Tensor | None:
-    """``(D,)`` bool: what all clients of a round train; None: the method says no such thing."""
+    """Return ``(D,)`` bool: the coordinates that all clients of a round train; None: the method
+    has no such rule.
+    """
     hook = methods.owner("trained")
     if hook is None or not methods.resting.alike:
         return None
@@ -157,22 +171,22 @@ def mask_of_round(methods: Any, round: Any) -> Tensor | None:
 
 
 def remember_sent(methods: Any) -> bool:
-    """Tell whether a method depends on the round in which a client was sent w last."""
+    """Return whether a method depends on the round in which a client was last sent w."""
     return any(callback.remembers_sent() for callback in methods.callbacks)
 
 
 def foreseen(methods: Any, given: Tensor, layout: Layout, t: int) -> Tensor:
-    """The w ``(D,)`` of round t that clients expect, who were given ``given`` before."""
+    """Return the w ``(D,)`` of round t that clients expect if they were given ``given`` before."""
     for callback in methods.callbacks:
         given = callback.foreseen(given, layout, t)
     return given
 
 
 def check_declared(callback: Any) -> None:
-    """Refuse a class whose declarations about resting coordinates are not known.
+    """Refuse a class with unknown declarations about coordinates that do not change.
 
     Raises:
-        UserError: naming class and attribute.
+        UserError: it names class and attribute.
     """
     for attribute, accepted in KINDS.items():
         value = getattr(callback, attribute)
@@ -184,7 +198,7 @@ def check_declared(callback: Any) -> None:
 
 
 def check_companions(callbacks: Sequence[Any]) -> None:
-    """Refuse callbacks that are not defined together with one whose clients train only a part.
+    """Refuse callbacks that have no defined meaning if clients train only a part.
 
     Raises:
         UserError: naming both.
@@ -208,7 +222,9 @@ def check_companions(callbacks: Sequence[Any]) -> None:
 
 
 def _beside_resting(callback: Any, other: Any) -> str:
-    """Why another callback is not defined beside this one's mask; empty: it is."""
+    """Return why another callback has no defined meaning with this one's mask; empty: it has
+    one.
+    """
     if other.has("parts"):
         return "both say which coordinates take part in a round"
     sends_less = other.has("encode") and not other.of_trained
@@ -227,7 +243,7 @@ def _beside_resting(callback: Any, other: Any) -> str:
 
 
 def _beside_restarts(other: Any) -> str:
-    """Why another callback cannot run where coordinates mean something else after a round."""
+    """Return why another callback cannot run if coordinates have another meaning after a round."""
     if key := Resting.kept_vector(other):
         return f"{key} is kept from round to round, and coordinates mean something else after each"
     return ""
@@ -246,7 +262,7 @@ def notes_of_restarts(callbacks: Sequence[Any]) -> list[str]:
 
 
 def why_not_with(callback: Any, facts: Any) -> str:
-    """The setting that a method cannot run with; empty if there is none."""
+    """Return the setting with which a method cannot run; empty if there is none."""
     if callback.restarts and facts.keeps_optimizer:
         return (
             "gives coordinates another meaning after each round, and keep_optimizer_state=True "
@@ -259,7 +275,7 @@ def why_not_with(callback: Any, facts: Any) -> str:
 
 
 def _other_step(facts: Any) -> str:
-    """Which setting makes the server's step another one than adding the update; empty: none."""
+    """Return which setting makes the server's step differ from adding the update; empty: none."""
     if facts.server:
         return f"the server optimizer is {facts.server}, and not SGD with learning rate 1"
     if facts.server_rate != 1:
@@ -270,13 +286,13 @@ def _other_step(facts: Any) -> str:
 def averaged(
     rule: str, weighted: Tensor, holders: Tensor, weight: Tensor, given: Tensor, w: Tensor
 ) -> Tensor:
-    """The aggregated update ``(D,)`` where clients train different coordinates.
+    """Return the aggregated update ``(D,)`` if clients train different coordinates.
 
     Args:
         weighted: Σ p_i u_i.
         holders: Σ p_i over the clients that trained a coordinate, float64.
         weight: Σ p_i.
-        given: what clients got as w.
+        given: the model that clients got as w.
     """
     if rule == "holders":
         divisor = torch.where(holders > 0, holders, 1.0).to(weighted.dtype)

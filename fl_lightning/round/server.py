@@ -23,9 +23,9 @@ from fl_lightning.storage.secret import drawn_from
 class Server:
     """The server's side of a round. Means and sums are over the clients that finished.
 
-    ``w`` is w^t until the server optimizer's step, w^{t+1} in ``on_round_end``; ``w_before`` is
-    w^t; ``evaluated`` is what will be evaluated, w unless a method evaluates another model;
-    ``update`` is the aggregated update; each ``(D,)``.
+    ``w`` is w^t until the server optimizer's step, and w^{t+1} in ``on_round_end``. ``w_before`` is
+    w^t. ``evaluated`` is the model that will be evaluated, w unless a method evaluates another
+    model. ``update`` is the aggregated update. Each is ``(D,)``.
     """
 
     def __init__(self, round: Round, ledger: Ledger) -> None:
@@ -39,7 +39,7 @@ class Server:
 
     @property
     def _lent(self) -> list[tuple[str, Tensor]]:
-        """Vectors of the run that hooks get as they are, by the names under which they get them."""
+        """Return the run's vectors that hooks get without a copy, by their names in hooks."""
         lent = [
             ("server.w", self.w),
             ("server.w_before", self.w_before),
@@ -58,31 +58,33 @@ class Server:
 
     @property
     def initial_model(self) -> Tensor:
-        """w^0 ``(D,)``; it is kept where a state of the run has ``initial="initial_model"``.
+        """Return w^0 ``(D,)``; it exists if a state of the run has ``initial="initial_model"``.
 
         Raises:
-            UserError: no state has.
+            UserError: no state has it.
         """
         return self._round.initial_model
 
     @property
     def averaged(self) -> Tensor | None:
-        """``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
+        """Return ``(D,)`` bool: coordinates averaged at the end of this round; None: all."""
         return self._round.averaged
 
     @property
     def ids(self) -> Tensor:
-        """The clients that finished, ascending, ``(n,)``."""
+        """Return the clients that finished, ascending, ``(n,)``."""
         return torch.tensor(self._ledger.finished, device=self.w.device)
 
     @property
     def n(self) -> int:
-        """How many clients finished."""
+        """Return how many clients finished."""
         return len(self._ledger.finished)
 
     @property
     def weights(self) -> Tensor:
-        """p_i of the clients that finished, in the order of ``ids``: ``(n,)``, their sum is 1."""
+        """Return p_i of the clients that finished, in the order of ``ids``: ``(n,)``, with sum
+        1.
+        """
         given = [self._round.weights[i] for i in self._ledger.finished]
         weights = torch.tensor(given, dtype=self._round.wide, device=self.w.device)
         return weights / weights.sum()
@@ -94,7 +96,7 @@ class Server:
 
     @property
     def client_lr(self) -> Tensor:
-        """The clients' learning rate in this round, a scalar tensor."""
+        """Return the clients' learning rate in this round, a scalar tensor."""
         self._round.rates.require_constant(self._caller)
         return self._round.rates.lr
 
@@ -104,14 +106,14 @@ class Server:
 
     @property
     def given(self) -> Tensor:
-        """What clients got as w ``(D,)``: w^t, except under a ``broadcast``."""
+        """Return the model ``(D,)`` that clients got as w: w^t, except under a ``broadcast``."""
         return self.w_before if self._ledger.broadcast is None else self._ledger.broadcast
 
     @property
     def updates(self) -> Tensor:
-        """The updates ``(n, D)`` of the clients that finished, in the order of ``ids``.
+        """Return the updates ``(n, D)`` of the clients that finished, in the order of ``ids``.
 
-        They are what each transmitted, and are there from ``on_updates`` on.
+        These updates are the transmitted ones, and exist from ``on_updates`` on.
 
         Raises:
             RuntimeError: no method of the run gathers updates, or no client has finished yet.
@@ -137,7 +139,7 @@ class Server:
 
     @property
     def mean_change(self) -> Tensor:
-        """The uniform mean ``(D,)`` of the transmitted updates; 0 if no client finished."""
+        """Return the uniform mean ``(D,)`` of the transmitted updates; 0 if no client finished."""
         self._guard("server.mean_change")
         total = self._ledger.total
         if not self.n:
@@ -147,28 +149,28 @@ class Server:
         return summed / max(self.n, 1)
 
     def generator(self, purpose: str, *counters: int) -> np.random.Generator:
-        """Random numbers keyed by (seed, purpose, round, counters).
+        """Return random numbers keyed by (seed, purpose, round, counters).
 
-        They are the same in every process and after a resume. Another call with the same arguments
-        begins them anew.
+        The numbers are the same in every process and after a resume. Another call with the same
+        arguments starts the same numbers again.
 
         Args:
-            purpose: what is drawn; methods that name it alike draw alike.
+            purpose: name of the draw; methods that use the same name draw the same numbers.
             counters: up to two more, such as a client's number.
         """
         return generator(self._round.seed, "method: " + purpose, self.round, *counters)
 
     def private_generator(self, purpose: str, onto: Tensor) -> np.random.Generator:
-        """Random numbers for noise, which no reader of the run can compute.
+        """Return random numbers for noise, which no reader of the run can compute.
 
-        They are keyed by (secret, purpose, round, digest of ``onto``), so that other values never
-        get the same noise: the difference of the two would show them. They are the same in every
-        process and after a resume. Where the method draws from a seed, they are keyed by (that
-        seed, purpose, round).
+        The numbers are keyed by (secret, purpose, round, digest of ``onto``). So different values
+        never get the same noise; otherwise their difference would be revealed. The numbers are the
+        same in every process and after a resume. If the method draws from a seed, they are keyed by
+        (that seed, purpose, round).
 
         Args:
-            purpose: what is drawn.
-            onto: all that the noise goes onto, the same in every process.
+            purpose: name of the draw.
+            onto: all values to which the noise is added, the same in every process.
         """
         if self._round.noise is None:
             raise RuntimeError(
@@ -178,7 +180,7 @@ class Server:
         return drawn_from(self._round.noise, "method: " + purpose, self.round, content)
 
     def _guard_rows(self, key: str, declaration: Declaration) -> None:
-        """Refuse clients' rows to a server that does not have them."""
+        """Refuse to read clients' rows at a server that does not have them."""
         self._guard(f"the rows of {key} at the server")
         if self._ledger.rows_elsewhere and not declaration.comes_from_sites:
             raise UserError(
@@ -192,7 +194,7 @@ class Server:
             refuse_outsiders(what, self._caller)
 
     def sizes(self, ids: Tensor) -> Tensor:
-        """Numbers of samples N_i of these clients ``(k,)``, float64."""
+        """Return the numbers of samples N_i of these clients ``(k,)``, float64."""
         assert self._round.all_sizes is not None
         return torch.as_tensor(
             self._round.all_sizes()[ids.cpu().numpy()], dtype=torch.float64, device=ids.device
@@ -201,7 +203,7 @@ class Server:
     def sent(
         self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None
     ) -> None:
-        """Say, in ``broadcast``, how much each participant is sent in place of D parameters.
+        """In ``broadcast``, say how much each participant is sent instead of D parameters.
 
         Args:
             parameters, bytes: one number, which may be a tensor.
@@ -212,16 +214,18 @@ class Server:
         )
 
     def note(self, text: str) -> None:
-        """Say something to the user: a warning, once, repeated in the run's card."""
+        """Give the user a warning, once; the run's card repeats it."""
         self._ledger.notes.append(text)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Log a scalar against the round, as it is now."""
+        """Log the present value of a scalar for this round."""
         # The hook may change the tensor in place afterwards.
         self.logs[name] = value.detach().clone() if isinstance(value, Tensor) else value
 
     def committed(self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]) -> Tensor:
-        """The rows ``(k, …)`` of these clients' state as the round found them, in every process."""
+        """Return the rows ``(k, …)`` of these clients' state from before the round, in every
+        process.
+        """
         self._guard_rows(key, declaration)
         clients = [int(i) for i in ids]
         # One process stores each client's rows, and sends them to all other processes.
@@ -236,7 +240,7 @@ class Server:
         return torch.stack([rows[i].to(unwritten) if i in rows else unwritten for i in clients])
 
     def staged(self, key: str, declaration: Declaration) -> Iterator[tuple[Tensor, Tensor]]:
-        """Rows written this round, ascending by client, brought to every process."""
+        """Return the rows written in this round, ascending by client, in every process."""
         self._guard_rows(key, declaration)
         rows_here = self._ledger.rows.get(key, {})
         world = world_size()

@@ -31,7 +31,7 @@ OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class Settings:
-    """The arguments of :class:`~fl_lightning.FederatedModule`, which explains each.
+    """The arguments of :class:`~fl_lightning.FederatedModule`, whose docstring explains each.
 
     Raises:
         UserError: for each argument that cannot work.
@@ -96,7 +96,7 @@ class Settings:
             )
 
     def notes(self) -> list[str]:
-        """Warnings about the settings before a run."""
+        """Return warnings about the settings before a run."""
         notes = []
         if self.local_steps is not None and self.local_epochs is not None:
             notes.append(
@@ -107,7 +107,9 @@ class Settings:
         return notes
 
     def compared(self) -> dict[str, str]:
-        """The settings that decide what a round does, as text: a resumed run needs the same."""
+        """Return the settings that decide what a round does, as text; they have to be the same
+        in a resumed run.
+        """
         names = (
             "participation",
             "sampling",
@@ -121,7 +123,7 @@ class Settings:
         )
         settings = {name: repr(getattr(self, name)) for name in names}
         settings["buffer_policy"] = repr(self.buffers)
-        # Checkpoints of runs without it do not have this entry.
+        # Checkpoints of runs without this setting do not have the entry.
         if self.accumulate != 1:
             settings["accumulate"] = repr(self.accumulate)
         if self.asynchronous is not None:
@@ -129,7 +131,7 @@ class Settings:
         return settings
 
     def cohort(self, quick: bool | int = 0) -> dict[str, Any]:
-        """The settings that say who takes part, and how much each client does.
+        """Return the settings that decide who takes part, and how many steps each client takes.
 
         ``quick``: the Trainer's ``fast_dev_run``.
         """
@@ -144,7 +146,7 @@ class Settings:
 
 
 def check_factory(name: str, given: object) -> None:
-    """Refuse what makes no optimizer: a dict as in configs, a name, or an optimizer."""
+    """Refuse a value that makes no optimizer: a dict as in configs, a name, or an optimizer."""
     if given is None or (callable(given) and not isinstance(given, Optimizer)):
         return
     shown = f"a {type(given).__name__}"

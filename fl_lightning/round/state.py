@@ -1,6 +1,6 @@
-"""A method declares what it keeps and sends in its class body.
+"""A method declares in its class body the state that it keeps and sends.
 
-The framework saves, moves, counts and restores it.
+The framework saves, moves, counts and restores this state.
 Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together.
 """
 
@@ -28,7 +28,7 @@ Initial = Literal["zeros", "initial_model", "current_model"] | Callable[[Tensor]
 
 
 class Staging(Protocol):
-    """The round's ledger, as declarations use it."""
+    """The round's ledger, in the form that declarations use."""
 
     @property
     def t(self) -> int: ...
@@ -46,7 +46,7 @@ class Staging(Protocol):
 
 
 class Owner(Protocol):
-    """The callback that declares."""
+    """The callback that declares the state."""
 
     @property
     def role(self) -> str: ...
@@ -66,7 +66,7 @@ class Group(Protocol):
 
 
 class Clients(Protocol):
-    """What a hook sees of a group."""
+    """A group of clients, in the form that hooks see."""
 
     @property
     def _group(self) -> Group: ...
@@ -82,7 +82,7 @@ class Staged(Protocol):
 
 
 class Start(Protocol):
-    """The facts of a round from which state begins."""
+    """The facts of a round with which state begins."""
 
     @property
     def w(self) -> Tensor: ...
@@ -93,15 +93,16 @@ class Start(Protocol):
 class Declaration:
     """State of a method, declared in the class body: ``name = ClientState()``.
 
-    All that a run asks of a kind of state is answered here or by its class: no other file of the
-    core tells kinds apart. A new kind is a subclass in this file, exported by ``callback.py``.
+    This class and its subclasses define all that differs between kinds of state, so no other file
+    of the core treats kinds differently. A new kind is a subclass in this file, exported by
+    ``callback.py``.
 
-    ``keeps_rows``: whether rows of clients outlive the round. ``at_server``: whether it is the
-    server's, in one copy. ``summed``: whether the server reads sums over clients of it.
+    ``keeps_rows``: whether rows of clients outlive the round. ``at_server``: whether it belongs to
+    the server, in one copy. ``summed``: whether the server reads sums of this state over clients.
 
     Args:
-        shape: of one row; None: ``(D,)``; ``("k", "D")``: k rows of D numbers, k being an attribute
-            of the callback, set in ``__init__`` or in ``on_layout``.
+        shape: shape of one row; None: ``(D,)``; ``("k", "D")``: k rows of D numbers, where k is an
+            attribute of the callback, set in ``__init__`` or in ``on_layout``.
         dtype: None: the learner's (sums have at least float32).
     """
 
@@ -119,39 +120,41 @@ class Declaration:
         self.name = ""
 
     def goes_up(self, known: Collection[str]) -> bool:
-        """Tell whether what clients wrote travels to the server, and is counted.
+        """Return whether clients' values are sent to the server, and counted.
 
-        ``known``: what the server can compute from updates: ``"x"``, ``"displacement"``.
+        ``known``: values that the server can compute from updates: ``"x"``, ``"displacement"``.
         """
         return False
 
     @property
     def comes_from_sites(self) -> bool:
-        """Whether what clients wrote travels from their sites to the server."""
+        """Return whether clients' values are sent from their sites to the server."""
         return self.goes_up(())
 
     @property
     def goes_down(self) -> Literal["counted", "known", ""]:
-        """Whether participants get it; ``"known"``: it is not counted."""
+        """Return whether participants get it; ``"known"``: it is not counted."""
         return ""
 
     @property
     def by_coordinate(self) -> bool:
-        """Whether only those of its numbers travel that are of an averaged coordinate."""
+        """Return whether only its numbers for averaged coordinates are sent."""
         return False
 
     def bytes(self, w: Tensor) -> int:
-        """The bytes of a whole value in a run with this model."""
+        """Return the bytes of a whole value in a run with this model."""
         size = (self.dtype or w.dtype).itemsize
         return size * math.prod(self.sized(w.numel()))
 
     def zeros(self, w: Tensor) -> Tensor:
-        """A value of zeros in a run with this model."""
+        """Return a value of zeros in a run with this model."""
         size = self.sized(w.numel())
         return torch.zeros(size, dtype=self.dtype or w.dtype, device=w.device)
 
     def first(self, round: Start) -> Tensor:
-        """The value before it was ever written; it stands in each of several rows."""
+        """Return the value before it was ever written; with several rows it is the value of
+        each.
+        """
         if self.initial == "zeros":
             return self.zeros(round.w)
         if callable(self.initial):
@@ -167,17 +170,17 @@ class Declaration:
         return first.expand(self.sized(round.w.numel()))
 
     def settled(self, value: Tensor, old: Callable[[], Tensor], averaged: Tensor | None) -> Tensor:
-        """The value that is committed.
+        """Return the value that is committed.
 
-        Synchronised state keeps its old value where a part is not averaged; of k rows of D numbers
-        each does. ``averaged``: ``(D,)`` bool; None: all is averaged.
+        Synchronised state keeps its old value if a part is not averaged; with k rows of D numbers
+        this holds for each row. ``averaged``: ``(D,)`` bool; None: all is averaged.
         """
         if averaged is None or not self.synchronised or value.shape[-1:] != averaged.shape:
             return value
         return torch.where(averaged, value, old())
 
     def summed_as(self, default: torch.dtype) -> torch.dtype:
-        """The dtype of its sums, at least float32 for floats; ``default``: the learner's."""
+        """Return the dtype of its sums, at least float32 for floats; ``default``: the learner's."""
         dtype = self.dtype or default
         return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
 
@@ -185,7 +188,9 @@ class Declaration:
         self.name = name
 
     def of(self, callback: Owner) -> Self:
-        """The declaration with the callback's numbers in place of their names in ``shape``."""
+        """Return the declaration with the callback's numbers instead of their names in
+        ``shape``.
+        """
         names = [size for size in self.shape or () if isinstance(size, str) and size != "D"]
         if self.shape is None or not names:
             return self
@@ -206,7 +211,7 @@ class Declaration:
         return own
 
     def sized(self, numbers: int) -> tuple[int, ...]:
-        """The shape of a row where the model has so many parameters."""
+        """Return the shape of a row if the model has so many parameters."""
         if self.shape is None:
             return (numbers,)
         return tuple(numbers if size == "D" else int(size) for size in self.shape)
@@ -217,7 +222,7 @@ class Declaration:
         )
 
     def key(self, callback: object) -> str:
-        """``"ClassName.name"``: its name in checkpoints and for ``client_state``."""
+        """Return ``"ClassName.name"``: its name in checkpoints and for ``client_state``."""
         return f"{type(callback).__name__}.{self.name}"
 
 
@@ -242,7 +247,7 @@ class State(Declaration):
 
 
 class PerClient(Declaration):
-    """Read as rows, ``self.name[clients]``."""
+    """State that is read as rows, ``self.name[clients]``."""
 
     @overload
     def __get__(self, callback: None, owner: type) -> Self: ...
@@ -255,17 +260,17 @@ class PerClient(Declaration):
 class ClientState(State, PerClient):
     """State of each client: ``self.name[clients]`` → rows ``(n, *shape)``.
 
-    Within a round they have the same storage each time, and assignments copy into it. A client's
-    row exists once written, and is committed at the end of the round.
+    Within a round the rows have the same storage each time, and assignments copy into it. A client
+    has a row after it was first written; the row is committed at the end of the round.
 
     Args:
-        initial: what a client without a row reads: ``"zeros"``, ``"initial_model"`` (w^0),
+        initial: the value for a client without a row: ``"zeros"``, ``"initial_model"`` (w^0),
             ``"current_model"`` (w^t when first read), or a function of w^t ``(D,)``.
-        synchronised: under partial averaging, True: coordinates not averaged this round keep their
-            old value.
-        reported: what a client wrote goes up with its update, and is counted: the server reads the
-            rows, also where clients are at sites. ``"known"``: it comes from sites, and is not
-            counted, since the server could tell it from what it is sent.
+        synchronised: with True, coordinates that partial averaging does not average in this round
+            keep their old value.
+        reported: the client's value is sent with its update, and counted: the server reads the
+            rows, also if clients are at sites. ``"known"``: it is sent from sites, but not counted,
+            because the server could compute it from other messages.
     """
 
     keeps_rows = True
@@ -290,7 +295,9 @@ class ClientState(State, PerClient):
 
 
 class Scratch(PerClient):
-    """Rows ``self.name[clients]`` of one round, zeros at its start; neither saved nor sent."""
+    """Rows ``self.name[clients]`` of one round, zeros at its start; they are neither saved nor
+    sent.
+    """
 
 
 class ServerState(State):
@@ -299,10 +306,10 @@ class ServerState(State):
     Only hooks that take ``server`` may assign it or change it in place.
 
     Args:
-        initial: as for :class:`ClientState`.
-        sent: counted as sent to each participant in each round; ``"known"``: sent to sites, and not
-            counted, since clients could compute it from what they know.
-        synchronised: as for :class:`ClientState`.
+        initial: as in :class:`ClientState`.
+        sent: counts as sent to each participant in each round; ``"known"``: sent to sites, but not
+            counted, because clients could compute it.
+        synchronised: as in :class:`ClientState`.
     """
 
     at_server = True
@@ -347,15 +354,15 @@ class ServerState(State):
 
 
 class Upload(Declaration):
-    """A value of each participant, ``self.name[clients] = …`` in ``on_local_end``.
+    """A value of each participant: assign ``self.name[clients] = …`` in ``on_local_end``.
 
-    The server reads sums of it.
+    The server reads sums of such a state.
 
     Args:
-        sent: True: counted as sent. ``"derived"``: the server can compute it from x_{i,K} - x_{i,0}
-            and K_i, so it is counted only where clients start elsewhere than at w and do not send
-            the displacement itself. ``"derived from x"``: from x_{i,K} and w, so counted only where
-            they send something else. False: never.
+        sent: True: the state counts as sent. ``"derived"``: the server can compute it from x_{i,K}
+            - x_{i,0} and K_i. So it is counted only if clients start from a point other than w and
+            do not send the displacement itself. ``"derived from x"``: from x_{i,K} and w, so it is
+            counted only if clients send something else. False: never.
     """
 
     summed = True
@@ -400,17 +407,17 @@ class StateRows:
         clients._group.write(key, self._declaration, value)
 
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
-        """``(ids, rows)`` that were written this round, ascending; to read in ``on_round_end``.
+        """Return ``(ids, rows)`` that were written in this round, ascending; for ``on_round_end``.
 
-        They are the same in every process.
+        The rows are the same in every process.
         """
         return server.staged(self._declaration.key(self._callback), self._declaration)
 
     def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
-        """Committed rows ``(k, …)`` of these clients, to read in hooks that take ``server``.
+        """Return committed rows ``(k, …)`` of these clients, in hooks that take ``server``.
 
-        They are the same in every process. A client without a row has the initial value. Rows that
-        this round writes are not among them; see :meth:`staged`.
+        The rows are the same in every process. A client without a row has the initial value. Rows
+        that this round writes are not included; see :meth:`staged`.
         """
         if not self._declaration.keeps_rows:
             raise TypeError(
@@ -421,7 +428,9 @@ class StateRows:
 
 
 class UploadSums:
-    """``self.name`` of an :class:`Upload`: clients assign to it, the server reads mean or sum."""
+    """``self.name`` of an :class:`Upload`: clients assign to it, and the server reads its mean
+    or sum.
+    """
 
     def __init__(self, callback: Owner, declaration: Upload) -> None:
         self._callback = callback
@@ -432,16 +441,16 @@ class UploadSums:
         clients._group.upload(key, self._declaration, value)
 
     def sum(self) -> Tensor:
-        """Σ over the clients that finished."""
+        """Return Σ over the clients that finished."""
         return self._total()[0]
 
     def mean(self) -> Tensor:
-        """The uniform mean over the clients that finished."""
+        """Return the uniform mean over the clients that finished."""
         total, n = self._total()
         return total / max(n, 1)
 
     def weighted(self) -> Tensor:
-        """The p_i-weighted mean over the clients that finished."""
+        """Return the p_i-weighted mean over the clients that finished."""
         return self._callback._ledger.uploaded_weighted(
             self._declaration.key(self._callback), self._declaration
         )
@@ -455,14 +464,14 @@ class UploadSums:
 class Coefficient:
     """A number of a method, or a schedule of one: ``mu = Coefficient()`` in the class body.
 
-    Reading it gives this round's value. It has to be a finite number of single precision, or a
-    :class:`~fl_lightning.schedules.Schedule`.
+    Reading it gives this round's value. The value has to be a finite number in single precision, or
+    a :class:`~fl_lightning.schedules.Schedule`.
 
     Args:
-        above, below: the value has to lie strictly between; a schedule's value is checked in each
-            round.
-        least: the least value that it may have.
-        infinite: whether inf is a value, too.
+        above, below: bounds, which the value itself may not reach; a schedule's value is checked in
+            each round.
+        least: the smallest allowed value.
+        infinite: whether inf is also allowed.
     """
 
     def __init__(

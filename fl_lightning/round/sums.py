@@ -1,6 +1,6 @@
 """Sums over the coordinates of a vector that do not depend on the number of threads.
 
-PyTorch shares a long sum out among its threads, so that each number of them rounds it otherwise.
+PyTorch divides a long sum among its threads, so another number of threads gives another rounding.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ _PIECE = 4096
 
 
 def ordered_sum(v: Tensor) -> Tensor:
-    """The sum of all entries of ``v``, by pieces whose bounds are always the same.
+    """Return the sum of all entries of ``v``, in pieces with fixed bounds.
 
     >>> import torch
     >>> ordered_sum(torch.ones(10_000))

@@ -15,13 +15,13 @@ Place = tuple[str, ...]  # a field, and the tensor's name if the field holds sev
 
 @dataclass
 class Sums:
-    """Base class of what is summed: each field is a tensor, None, or tensors by name."""
+    """Base class of values that are summed: each field is a tensor, None, or tensors by name."""
 
     MAXIMA: ClassVar[str] = ""
-    """The field of which the maximum is taken in place of the sum."""
+    """The field for which the maximum takes the place of the sum."""
 
     def parts(self) -> Iterator[tuple[Place, Tensor]]:
-        """All tensors, each with its place."""
+        """Return all tensors, each with its place."""
         for each in fields(self):
             value = getattr(self, each.name)
             if isinstance(value, dict):
@@ -30,7 +30,7 @@ class Sums:
                 yield (each.name,), value
 
     def get(self, place: Place) -> Tensor | None:
-        """The tensor at this place, or None."""
+        """Return the tensor at this place, or None."""
         value = getattr(self, place[0])
         found: Tensor | None = value.get(place[1]) if isinstance(value, dict) else value
         return found
@@ -43,7 +43,9 @@ class Sums:
             getattr(self, place[0])[place[1]] = value
 
     def kept(self: Some, shared: Collection[str]) -> Some:
-        """The same tensors; those of the fields ``shared``, which others may change, are copied."""
+        """Return the tensors unchanged; those of the fields ``shared``, which others
+        may change, are copied.
+        """
         kept = type(self)()
         for place, value in self.parts():
             kept.put(place, value.clone() if place[0] in shared else value)
@@ -56,14 +58,14 @@ class Total(Sums):
 
     Args:
         weight: Σ p_i.
-        traffic: how much travelled, see :mod:`fl_lightning.aggregation.traffic`.
-        update: Σ u_i; ``weighted``: Σ p_i u_i. With equal weights they are the same, and only
-            ``weighted`` is there. If a method gets all updates, they are summed after it.
-        copies: Σ p_i × the update before it was transmitted, where parts are not averaged.
-        holders: Σ p_i over the clients that trained each coordinate, where clients differ in that.
+        traffic: the communication, see :mod:`fl_lightning.aggregation.traffic`.
+        update: Σ u_i; ``weighted``: Σ p_i u_i. With equal weights the two are the same, and only
+            ``weighted`` is set. If a method gets all updates, they are summed after that method.
+        copies: Σ p_i × the update before it was transmitted, if parts are not averaged.
+        holders: Σ p_i over the clients that trained each coordinate, if clients differ in that.
         uploads: Σ of each upload; ``weighted_uploads``: Σ p_i × it, if weights differ.
-        buffers: Σ p_i × the change of each buffer; ``maxima``: of a buffer that counts.
-        logs: what clients logged; ``logged``: how many did.
+        buffers: Σ p_i × the change of each buffer; ``maxima``: the maximum of a buffer that counts.
+        logs: logs of clients; ``logged``: number of clients that logged.
     """
 
     MAXIMA = "maxima"
@@ -82,6 +84,6 @@ class Total(Sums):
     logged: dict[str, Tensor] = field(default_factory=dict)
 
     def mean(self, weighted: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """A weighted sum / Σ p_i, which is taken in ``dtype``."""
+        """Return a weighted sum / Σ p_i, computed in ``dtype``."""
         assert weighted is not None and self.weight is not None  # a client finished
         return weighted / self.weight.to(weighted.device, dtype)

@@ -1,6 +1,6 @@
-"""Objects that ``weights_only=True`` cannot read lie in a checkpoint as bytes.
+"""Objects that ``weights_only=True`` cannot read are stored in a checkpoint as bytes.
 
-The bytes become an object only where that is asked for.
+The bytes become an object only on request.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Apart:
 
     In a checkpoint it is a call of torch's own reader of bytes. So
     ``torch.load(weights_only=False)``, and Lightning's
-    ``load_from_checkpoint(weights_only=False)``, find the object itself; :func:`read_plain` finds
-    these bytes.
+    ``load_from_checkpoint(weights_only=False)``, return the object itself, and :func:`read_plain`
+    returns these bytes.
     """
 
     def __init__(self, saved: bytes) -> None:
@@ -52,7 +52,7 @@ class Apart:
 
     @classmethod
     def of(cls, value: Any) -> Apart:
-        """The bytes of an object; raises what pickle raises where it cannot be pickled."""
+        """Return the bytes of an object; if it cannot be pickled, raise the error of pickle."""
         saved = _saved(value)
         # Move its tensors to the CPU, so that a machine without a GPU can read them.
         if torch.cuda.is_available() and b"cuda" in saved:
@@ -64,28 +64,29 @@ class Apart:
 
 
 def read_plain(path: Any, **options: Any) -> Any:
-    """``torch.load(weights_only=True)``, where objects that lie apart stay bytes."""
-    # Torch's own reader of bytes would run code from them. The file finds `Apart` under that name
+    """Do ``torch.load(weights_only=True)``, in which objects stored as bytes stay bytes."""
+    # Torch's own reader would run code from these bytes. The file finds `Apart` under that name
     # instead.
     with safe_globals([(Apart, "torch.storage._load_from_bytes")]):
         return torch.load(path, weights_only=True, **options)
 
 
 class CannotPickle(Exception):
-    """Says which object, and why."""
+    """Names the object, and the reason."""
 
 
 def set_apart(value: Any, where: str, moved: list[str]) -> Any:
-    """``value``, with :class:`Apart` in place of all that ``weights_only=True`` refuses.
+    """Return ``value``, with :class:`Apart` instead of all objects that ``weights_only=True``
+    refuses.
 
-    It is ``value`` itself where there is no such thing in it.
+    The result is ``value`` itself if it has no such object.
 
     Args:
-        where: its place, for a reader.
-        moved: takes place and class of each object that was set apart.
+        where: the object's place in the checkpoint, as text.
+        moved: list to which place and class of each converted object are added.
 
     Raises:
-        CannotPickle: an object can be written in no way.
+        CannotPickle: an object cannot be written in any way.
     """
     kind = type(value)
     if kind in _PLAIN or kind is Apart:
@@ -112,7 +113,7 @@ def set_apart(value: Any, where: str, moved: list[str]) -> Any:
 
 
 def is_plain(value: object) -> bool:
-    """Tell whether a hyper-parameter is numbers, text, lists and dicts of them."""
+    """Return whether a hyper-parameter consists of numbers, text, lists and dicts."""
     if isinstance(value, (list, tuple)):
         return all(is_plain(v) for v in value)
     if isinstance(value, dict):
@@ -121,7 +122,7 @@ def is_plain(value: object) -> bool:
 
 
 def places(value: Any, where: str = "") -> Iterator[str]:
-    """The places of objects that lie apart in a checkpoint from :func:`read_plain`."""
+    """Return the places of objects stored as bytes in a checkpoint from :func:`read_plain`."""
     if isinstance(value, Apart):
         yield where
     elif isinstance(value, dict):

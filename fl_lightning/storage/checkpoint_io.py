@@ -1,4 +1,4 @@
-"""Checkpoints that are written whole or not at all, and are proven before they are loaded."""
+"""Checkpoints that are written whole or not at all, and are verified before they are loaded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _BROKEN = (OSError, EOFError, RuntimeError, ValueError, KeyError, zipfile.BadZip
 
 
 class AtomicCheckpointIO(TorchCheckpointIO):
-    """Lightning's checkpoint files on a local disk, written aside and renamed.
+    """Lightning's checkpoint files on a local disk, written to a temporary file and renamed.
 
     Damage is found on loading. Use it as ``Trainer(plugins=[AtomicCheckpointIO()])``. Lightning's
     own writer goes through /tmp and does not fsync; its reader loads flipped bits silently.
@@ -44,10 +44,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         path: str | os.PathLike[str],
         storage_options: Any | None = None,
     ) -> None:
-        """Write ``checkpoint``; objects that are no plain data lie apart in it.
+        """Write ``checkpoint``; objects that are not plain data are stored as bytes.
 
         Raises:
-            UserError: the folder cannot be written, or something cannot be pickled.
+            UserError: the folder cannot be written to, or an object cannot be pickled.
         """
         target = Path(path)
         lock.check(target)
@@ -62,11 +62,12 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
-        # Lightning passes a function; torch cannot rebuild tensor subclasses with one
+        # Lightning passes a function here; torch cannot rebuild tensor subclasses with one
         map_location: Any = "cpu",
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """The checkpoint; objects apart stay bytes, unless ``weights_only=False`` is asked for.
+        """Return the checkpoint; objects stored as bytes stay bytes, unless you pass
+        ``weights_only=False``.
 
         Raises:
             UserError: the file is missing, damaged (each of its checksums is verified) or not a
@@ -104,8 +105,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if not isinstance(version, str) or not re.match(r"v?\d+(\.\d+)*", version):
             raise _error(
                 source,
-                f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, and no "
-                "version",
+                f"it is damaged: its pytorch-lightning_version is {str(version)[:100]!r}, which is "
+                "not a version",
             )
         return checkpoint
 
@@ -128,10 +129,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         if moved and not self._told:
             self._told = True
             rank_zero_warn(
-                f"{moved[0]}, which cannot be read without running code that the file names: "
-                "where it has to be restored, give trainer.fit(…, weights_only=False), at the "
-                "command line --weights_only false. Tensors, numbers, text, lists and dicts need "
-                "no such trust (a NumPy scalar as float(value))."
+                f"{moved[0]}, which cannot be read without running code that the file names: if it "
+                "has to be restored, give trainer.fit(…, weights_only=False), at the command line "
+                "--weights_only false. Tensors, numbers, text, lists and dicts can be read without "
+                "this option (a NumPy scalar as float(value))."
             )
         return parts
 
@@ -154,7 +155,7 @@ def _verify(path: Path) -> None:
     """Read every byte and compare with the checksums of the file.
 
     Raises:
-        EOFError: with what is wrong.
+        EOFError: with the reason.
     """
     if path.stat().st_size == 0:
         raise EOFError("the file is empty")
@@ -179,7 +180,7 @@ def _error(path: Path, what: str) -> UserError:
 
 
 def _not_loaded(path: Path, error: Exception) -> Exception:
-    """The error for a file that torch cannot load, although its checksums are right."""
+    """Return the error for a file that torch cannot load, although its checksums are right."""
     kinds: list[type] = []
     for frame, _ in traceback.walk_tb(error.__traceback__):
         values = frame.f_locals.values()
@@ -210,10 +211,10 @@ def use_atomic_checkpoints(trainer: Any) -> None:
 
 
 def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:
-    """Refuse a checkpoint whose restoring needs an object that lies apart in it.
+    """Refuse a checkpoint that cannot be restored without an object that is stored as bytes.
 
     Raises:
-        UserError: with its place, and how to have it read.
+        UserError: it gives the object's place, and how to read it.
     """
     base: Any = next(c for c in reversed(type(learner).__mro__) if c.__name__ == "LightningModule")
     # A learner with its own hook may read any entry of the checkpoint.

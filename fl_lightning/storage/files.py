@@ -17,7 +17,7 @@ from fl_lightning.storage import lock
 class _Remembering(io.FileIO):
     """A file that remembers why it could not be written.
 
-    torch.save says of a full disk ``unexpected pos``.
+    If the disk is full, torch.save reports only ``unexpected pos``.
     """
 
     failed: OSError | None = None
@@ -32,17 +32,17 @@ class _Remembering(io.FileIO):
 
 @contextmanager
 def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
-    """A file that becomes ``path``, whole and at once, when the block ends.
+    """Yield a file that becomes ``path``, whole and at once, when the block ends.
 
-    After an error nothing has changed. A link stays, and the file it leads to is written. A killed
-    process leaves ``.<name>.tmp`` behind, which the next write of the same name replaces.
+    After an error nothing has changed. A link stays, and the file to which it leads is written. A
+    killed process leaves ``.<name>.tmp`` behind, which the next write of the same name replaces.
 
     Args:
-        mode: who may read and write it, less what the process's umask takes away.
+        mode: permissions, minus the process's umask.
 
     Raises:
-        UserError: the folder cannot be written to, or has become another process's; a device or
-            pipe has that name.
+        UserError: the folder cannot be written to, or now belongs to another process; or a device
+            or pipe has that name.
     """
     path = writable_as_file(path)
     lock.check(path)
@@ -80,10 +80,11 @@ def written_aside(path: Path, durable: bool = True, mode: int = 0o666) -> Iterat
 
 
 def writable_as_file(path: Path) -> Path:
-    """The place where a file of this name is written: there, or where a link of this name leads.
+    """Return the place at which a file of this name is written: there, or the target of a link of
+    this name.
 
     Raises:
-        UserError: a device, a pipe or a folder has that name, which a file would replace.
+        UserError: a device, a pipe or a folder has that name, and a file would replace it.
     """
     try:
         place = Path(os.path.realpath(path)) if path.is_symlink() else path
@@ -106,7 +107,9 @@ def writable_as_file(path: Path) -> Path:
 
 
 def named(text: str) -> Path:
-    """A path as a user writes it: with ``~`` for the home folder and ``$NAME`` for a variable."""
+    """Return a path as a user writes it: with ``~`` for the home folder and ``$NAME`` for a
+    variable.
+    """
     return Path(os.path.expanduser(os.path.expandvars(text)))
 
 

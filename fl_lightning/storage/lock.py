@@ -1,9 +1,9 @@
-"""One run at a time writes in a folder.
+"""Only one run at a time writes in a folder.
 
-The kernel's lock on ``.lock`` goes with the process that holds it, however it dies. Beside it the
-file has a mark of who wrote it last, which is compared before every write: a process that was
-frozen while another took its run up (the lock file was removed, or the file system knows no locks)
-finds another mark, and does not touch the folder.
+The kernel's lock on ``.lock`` ends with the process that holds it, however it ends. The file also
+has a mark of its last writer, which is compared before every write. If a process was frozen while
+another one continued its run (the lock file was removed, or the file system has no locks), it finds
+another mark and does not touch the folder.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _held: dict[Path, RunLock] = {}  # folder → the lock that this process holds
 
 
 class TakenUp(UserError):
-    """Another process goes on with this run."""
+    """Another process has continued this run."""
 
 
 class RunLock:
-    """A folder that this process writes in; :func:`hold` and :func:`join` make them."""
+    """A folder in which this process writes; :func:`hold` and :func:`join` make it."""
 
     def __init__(
         self, folder: Path, descriptor: int | None, mark: str, before: bytes | None
@@ -48,18 +48,18 @@ class RunLock:
         self.used = descriptor is None
 
     def use(self) -> None:
-        """Note that writing begins: the mark stays when the lock is given back."""
+        """Note that writing begins: the mark stays when the lock is released."""
         self.used = True
 
     def check(self) -> None:
-        """Raise TakenUp where another process has made the folder its own."""
+        """Raise TakenUp if another process has locked the folder."""
         try:
             written = (self.folder / NAME).read_bytes()
         except FileNotFoundError:
             if self._descriptor is None or not self.folder.is_dir():
                 return
-            # Somebody removed the file, and the lock with it. If another process holds a new lock,
-            # this is refused; otherwise we lock again.
+            # Somebody removed the lock file, and the lock with it. If another process holds a new
+            # lock, locking is refused; otherwise we lock again.
             os.close(self._descriptor)
             self._descriptor = None
             self._descriptor, _ = _locked(self.folder)
@@ -67,13 +67,13 @@ class RunLock:
             return
         if self.mark.encode() not in written:
             raise TakenUp(
-                f"{self.folder}: {_who(written)} has taken this run up meanwhile, so process "
-                f"{os.getpid()} stops here and writes nothing more. The run is in that folder; "
-                "nothing is left to do."
+                f"{self.folder}: {_who(written)} has continued this run in the meantime, so "
+                f"process {os.getpid()} stops here and writes nothing more. The run is in that "
+                "folder; nothing is left to do."
             )
 
     def release(self) -> None:
-        """Give the folder back; where nothing was written, the file is as before."""
+        """Release the folder; if nothing was written, the file is as before."""
         if _held.get(self.folder) is not self:
             return
         del _held[self.folder]
@@ -93,10 +93,10 @@ class RunLock:
 
 
 def hold(folder: Path) -> RunLock:
-    """Make the folder this process's own.
+    """Lock the folder for this process.
 
     Raises:
-        UserError: another process holds it; says which.
+        UserError: another process holds it; the error names the process.
     """
     folder = folder.resolve()
     # An earlier run of this process that ended with an exception may still hold the folder.
@@ -113,14 +113,16 @@ def hold(folder: Path) -> RunLock:
 
 
 def join(folder: Path, mark: str) -> RunLock:
-    """Write in a folder that the first process of the run holds."""
+    """Write in a folder that the first process of the run has locked."""
     folder = folder.resolve()
     lock = _held[folder] = RunLock(folder, None, mark, None)
     return lock
 
 
 def check(path: Path) -> None:
-    """Raise TakenUp where ``path``, to be written now, lies in a folder that is no longer ours."""
+    """Raise TakenUp if ``path``, which is about to be written, lies in a folder that is no
+    longer ours.
+    """
     for folder, lock in list(_held.items()):
         place = path.resolve()
         if place == folder or folder in place.parents:
@@ -128,7 +130,7 @@ def check(path: Path) -> None:
 
 
 def _locked(folder: Path) -> tuple[int, bytes | None]:
-    """A locked descriptor of the folder's file, and the file's content; None: it is new."""
+    """Return a locked descriptor of the folder's file, and the file's content; None: it is new."""
     path = folder / NAME
     try:
         while True:
@@ -156,7 +158,9 @@ def _locked(folder: Path) -> tuple[int, bytes | None]:
 
 
 def _holder(descriptor: int) -> bytes:
-    """What the process that holds the file wrote of itself, a moment after it locked it."""
+    """Return the text that the process with the lock wrote about itself, a moment after it locked
+    the file.
+    """
     deadline = time.monotonic() + 2
     while True:
         written = os.pread(descriptor, 1000, 0)
@@ -209,7 +213,9 @@ def _refusal(folder: Path, written: bytes) -> str:
 
 
 def _in_child() -> None:
-    """A forked child (a loader's worker) must not keep the lock when its parent dies."""
+    """Release the lock in a forked child (a loader's worker), which must not keep it when its
+    parent dies.
+    """
     for lock in _held.values():
         lock._forget()
     _held.clear()
@@ -220,10 +226,11 @@ if hasattr(os, "register_at_fork"):
 
 
 def held_by_all(folder: Path, trainer: Any) -> RunLock:
-    """The folder as the run's own: the first process holds it, the others write there beside it.
+    """Lock the folder for the run: the first process holds the lock, and the others write in the
+    folder, too.
 
     Raises:
-        UserError: in all of them, where another run holds it.
+        UserError: in all of them, if another run holds it.
     """
     lock: RunLock | None = None
     answer = ("", "")

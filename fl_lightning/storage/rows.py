@@ -1,6 +1,6 @@
 """Rows of client state over processes.
 
-Client i's rows live with process i mod W, and travel to the process that trains it.
+Process i mod W keeps the rows of client i, and sends them to the process that trains client i.
 """
 
 from __future__ import annotations
@@ -29,27 +29,29 @@ class ClientRows:
         self._group: Any = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy is outside of any round and any group of processes."""
+        """Return the state for a copy, which is outside of any round and any group of processes."""
         return {**vars(self), "_fetched": {}, "_group": None}
 
     def read(self, key: str, client: int) -> Tensor | None:
-        """A committed row, or None; during a round, of clients that this process trains or owns."""
+        """Return a committed row, or None; during a round, for clients that this process trains
+        or owns.
+        """
         if client % self.world == self.rank:
             return self.store.read(key, client)
         return self._fetched.get(key, {}).get(client)
 
     def at_home(self, key: str, client: int) -> Tensor | None:
-        """A committed row of a client whose rows live with this process; None for others."""
+        """Return a committed row of a client whose rows this process keeps; None for others."""
         return self.store.read(key, client) if client % self.world == self.rank else None
 
     def names(self) -> list[str]:
-        """Names of states of which this process can read rows at present."""
+        """Return the names of states of which this process can read rows at present."""
         return sorted({*self.store.names(), *self._fetched})
 
     def fetch(self, ids: list[int]) -> None:
         """Send the participants' rows, before a round, to the processes that train them.
 
-        Participant j is trained by process j mod W.
+        Process j mod W trains participant j.
         """
         if self.world == 1:
             return
@@ -64,9 +66,9 @@ class ClientRows:
         self._fetched = merged(self._exchange(outgoing))
 
     def bring_home(self, rows: Rows) -> Rows:
-        """Send rows, after a round, to the processes that own them, and return this one's.
+        """After a round, send rows to the processes that own them, and return this process's.
 
-        Nothing is committed yet: a process that is lost meanwhile leaves all others as they were.
+        Nothing is committed yet, so if a process ends, all others are unchanged.
         """
         if self.world == 1:
             return rows
@@ -79,7 +81,7 @@ class ClientRows:
         return merged([own_rows, *self._exchange(outgoing)])
 
     def commit(self, rows: Rows) -> None:
-        """Make rows that are at home the clients' state, all at once; again is the same as once."""
+        """Make these rows the clients' state, all at once; a second call changes nothing."""
         self._fetched = {}
         if rows:
             self.store.commit(rows, make_room=False)

@@ -24,7 +24,7 @@ class RowsOnDisk:
     """The places of a run's client rows on disk, and which of them its checkpoints need.
 
     Args:
-        folder: where their segments lie: ``state/`` of the run.
+        folder: folder of their segments: ``state/`` of the run.
         checkpoints: the folders of the run's checkpoints.
     """
 
@@ -35,7 +35,7 @@ class RowsOnDisk:
 
     @classmethod
     def of(cls, trainer: Any) -> RowsOnDisk:
-        """The places beside the run's checkpoints."""
+        """Return the places beside the run's checkpoints."""
         root = Path(trainer.default_root_dir)
         folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
         checkpoints = [Path(folder) for folder in folders if folder]
@@ -49,7 +49,7 @@ class RowsOnDisk:
         return cls(beside / "state", checkpoints)
 
     def flushed(self, rows: ClientRows) -> tuple[Index, list[str]]:
-        """Write the rows that changed, and return where each lies, and in which folder.
+        """Write the rows that changed, and return the place of each, and its folder.
 
         Every process calls it.
         """
@@ -67,12 +67,12 @@ class RowsOnDisk:
         return index, folders
 
     def tidy(self, rows: ClientRows) -> None:
-        """After the last checkpoint: delete what only those before it needed."""
+        """After the last checkpoint: delete segments that only earlier checkpoints needed."""
         if rows.store.names():
             rows.store.collect(self.folder, self._indices(), last=True)
 
     def _indices(self) -> Iterator[Index]:
-        """The indices of the checkpoints in these folders; each file is opened once."""
+        """Return the indices of the checkpoints in these folders; each file is opened once."""
         present: dict[Any, Any] = {}
         for directory in self.checkpoints:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
@@ -108,7 +108,9 @@ def index_read(value: Any, place: str) -> Index:
 
 
 def index_in(path: Path) -> Index:
-    """A checkpoint's index of rows, copied out of the file; empty if it is damaged or no run's."""
+    """Return a checkpoint's index of rows, copied out of the file; empty if it is damaged or
+    not from a run.
+    """
     # Reading a pipe would wait forever.
     if not path.is_file():
         return {}
@@ -125,7 +127,9 @@ def index_in(path: Path) -> Index:
 
 
 def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
-    """The folder of the segments: beside the checkpoint, or where they were."""
+    """Return the folder of the segments: the one beside the checkpoint, else their earlier
+    place.
+    """
     beside = Path(ckpt_path).parent if ckpt_path else Path()
     tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
     for folder in tried:

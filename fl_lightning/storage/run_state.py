@@ -24,11 +24,10 @@ BaseAfter = tuple[dict[str, Tensor], list[int], list[Any]]
 class RoundOutcome:
     """The result of round t besides the model: rows, server states and metrics.
 
-    ``rows``: at home, see :meth:`ClientRows.bring_home`.
-    ``chosen``: who took part, where a method chose.
-    ``versions``: the models that clients still train from.
-    ``sent``: the clients that were sent w, where a method depends on it.
-    ``base``: the frozen weights that methods change.
+    ``rows``: rows that this process keeps, see :meth:`ClientRows.bring_home`. ``chosen``: the
+    participants, if a method chose them. ``versions``: the models from which clients still train.
+    ``sent``: the clients that were sent w, if a method depends on it. ``base``: the frozen weights
+    that methods change.
     """
 
     t: int
@@ -46,17 +45,17 @@ class RunState:
     """The state, which only :meth:`commit` changes, at the end of each round.
 
     Args:
-        rows: client rows, of all processes.
+        rows: client rows of all processes.
         server: server states by key.
-        initial_vector: w^0 ``(D,)``, where a method needs it.
-        rounds: how many are committed.
-        logged: the metrics of the last of them.
-        chosen: who took part, by round, where a method chose.
-        partition: the hash of whose rows these are; None: no fit has said.
+        initial_vector: w^0 ``(D,)``, if a method needs it.
+        rounds: number of committed rounds.
+        logged: the metrics of the last committed round.
+        chosen: the participants by round, if a method chose them.
+        partition: the hash of the partition to which the rows belong; None: not known yet.
         versions: earlier models and buffers from which clients of an asynchronous run still train,
-            by the number of the server's steps before.
-        sent: the round in which each client was sent w last, where a method depends on it.
-        base: the frozen weights that methods change; None: none does.
+            by the number of earlier steps of the server.
+        sent: the last round in which each client was sent w, if a method depends on it.
+        base: the frozen weights that methods change; None: no method does.
     """
 
     rows: ClientRows
@@ -91,7 +90,7 @@ class RunState:
         self.finish_commit(t)
 
     def keep_rows_for(self, data: Any) -> None:
-        """Take rows for those of these data's clients, from here on.
+        """From now on treat rows as those of these data's clients.
 
         Raises:
             UserError: a fit on other data kept rows.
@@ -109,12 +108,12 @@ class RunState:
         self.partition = partition
 
     def chosen_in(self, t: int, latest: tuple[int, tuple[int, ...]]) -> tuple[int, ...]:
-        """The clients of round t, where a method chooses them.
+        """Return the clients of round t, if a method chooses them.
 
         ``latest``: the round that began last, and its clients.
 
         Raises:
-            UserError: nobody has chosen yet, or an older checkpoint does not say.
+            UserError: the method has not chosen yet, or an older checkpoint does not store it.
         """
         known = dict(self.chosen)
         if latest[0] >= self.rounds:
@@ -129,7 +128,7 @@ class RunState:
         return known[t]
 
     def finish_commit(self, t: int) -> bool:
-        """Finish a commit that was interrupted; tell whether round t is committed."""
+        """Finish a commit that was interrupted; return whether round t is committed."""
         # Each of these steps may be repeated with the same result, so an interrupt between two of
         # them does no harm. The outcome is cleared last.
         if self._outcome is not None:

@@ -1,8 +1,8 @@
-"""What a checkpoint has to hold, declared once: that declaration writes it, checks it and reads it.
+"""The content of a checkpoint, declared once: this declaration writes it, checks it and reads it.
 
 A *kind* takes a value of the file and its place there, such as ``"federated.seed"``, and returns
-the value as the program uses it. It raises a :class:`UserError` that names the place where the
-value is not what a run writes: the file may be damaged, or made by somebody else.
+the value in the form that the program uses. If no run writes such a value, it raises a
+:class:`UserError` that names the place: the file may be damaged, or made by another program.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Record = TypeVar("Record")
 
 
 def damaged(place: str) -> UserError:
-    """The error for a value that no run writes at this place."""
+    """Return the error for a value that no run writes at this place."""
     return UserError(
         f"ckpt_path: the checkpoint is damaged: {place} in it is not a value that a run writes. "
         "Take "
@@ -32,12 +32,12 @@ def damaged(place: str) -> UserError:
 def entry(
     kind: Kind, default: Any = MISSING, write: Callable[[Any], Any] | None = None, name: str = ""
 ) -> Any:
-    """A field of a dataclass that a checkpoint holds.
+    """Return a field of a dataclass that a checkpoint holds.
 
     Args:
-        default: of an entry that the file may lack.
-        write: from the field's value to what the file holds; None: as it is.
-        name: in the file; empty: the field's.
+        default: value of an entry that the file may lack.
+        write: function from the field's value to the file's; None: unchanged.
+        name: name in the file; empty: the field's name.
     """
     told = {"kind": kind, "write": write, "name": name}
     if isinstance(default, (dict, list)):
@@ -46,7 +46,7 @@ def entry(
 
 
 def written(record: Any) -> dict[str, Any]:
-    """The entries of a dataclass as a file holds them."""
+    """Return the entries of a dataclass in the form of the file."""
     held = {}
     for each in fields(record):
         value = getattr(record, each.name)
@@ -56,13 +56,13 @@ def written(record: Any) -> dict[str, Any]:
 
 
 def values(kind: type, held: Any, place: str, names: Collection[str] = ()) -> dict[str, Any]:
-    """The fields of a dataclass that a file holds, by name.
+    """Return the fields of a dataclass that a file holds, by name.
 
     Args:
-        names: the fields that are read; empty: all.
+        names: the fields to read; empty: all.
 
     Raises:
-        UserError: one is missing, or no run writes it so.
+        UserError: one is missing, or no run writes such a value.
     """
     if not isinstance(held, Mapping):
         raise damaged(place)
@@ -80,12 +80,12 @@ def values(kind: type, held: Any, place: str, names: Collection[str] = ()) -> di
 
 
 def record(kind: type[Record]) -> Callable[[Any, str], Record]:
-    """The kind of a mapping that holds a dataclass."""
+    """Return the kind of a mapping that holds a dataclass."""
     return lambda held, place: kind(**values(kind, held, place))
 
 
 def that(test: Callable[[Any], bool]) -> Kind:
-    """The kind of the values that pass a test."""
+    """Return the kind of values that pass a test."""
 
     def checked(value: Any, place: str) -> Any:
         if not test(value):
@@ -116,19 +116,19 @@ IDS: Kind = that(
 
 
 def maybe(kind: Kind) -> Kind:
-    """The kind of values that may be None."""
+    """Return the kind of values that may be None."""
     return lambda value, place: None if value is None else kind(value, place)
 
 
 def texts(value: Any, place: str) -> list[str]:
-    """The kind of a list of texts."""
+    """Return the kind of a list of texts."""
     if not isinstance(value, (list, tuple)):
         raise damaged(place)
     return [TEXT(text, place) for text in value]
 
 
 def each(kind: Kind, key: Kind = TEXT) -> Kind:
-    """The kind of mappings whose values are all of one kind."""
+    """Return the kind of mappings whose values all have one kind."""
 
     def checked(held: Any, place: str) -> dict[Any, Any]:
         if not isinstance(held, Mapping):
@@ -139,12 +139,12 @@ def each(kind: Kind, key: Kind = TEXT) -> Kind:
 
 
 def number_type(tensor: Tensor) -> tuple[bool, bool, bool]:
-    """Whether a tensor's numbers are real, complex or bool; integers are none of these."""
+    """Return whether a tensor's numbers are real, complex or bool; integers are none of these."""
     return tensor.is_floating_point(), tensor.is_complex(), tensor.dtype == torch.bool
 
 
 def check_alike(held: Mapping[str, Tensor], own: Mapping[str, Tensor], place: str) -> None:
-    """Refuse tensors of other shapes or types of number than the run's of these names."""
+    """Refuse tensors whose shapes or types differ from the run's tensors of these names."""
     for name, value in held.items():
         if name not in own:
             continue
@@ -153,10 +153,11 @@ def check_alike(held: Mapping[str, Tensor], own: Mapping[str, Tensor], place: st
 
 
 def check_like(held: Any, own: Any, place: str, fits: Callable[[Any, Any], bool]) -> None:
-    """Refuse what could not take the place of ``own``, a nested value of the program.
+    """Refuse a value that could not replace ``own``, a nested value of the program.
 
     Args:
-        fits: ``(value of the file, own number or text)`` → whether the first may replace the other.
+        fits: ``(value of the file, own number or text)`` → whether the first may replace the
+            second.
     """
     if isinstance(own, Mapping):
         if not isinstance(held, Mapping):

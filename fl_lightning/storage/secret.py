@@ -1,6 +1,6 @@
 """A private run draws from a secret: 32 bytes that only the run knows.
 
-They lie in a file of their own in the run's ``state/``.
+The 32 bytes lie in their own file in the run's ``state/``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NAME = re.compile("[0-9a-f]{16}")
 class Secret:
     """Bytes that no copy, pickle or text of this object shows.
 
-    ``name``: the file's, which a checkpoint holds; nothing follows from it.
+    ``name``: the file's name, which a checkpoint holds; the bytes cannot be derived from it.
     """
 
     def __init__(self, name: str, value: bytes) -> None:
@@ -45,7 +45,7 @@ class Secret:
         """A copy has none."""
 
     def generator(self, purpose: str, t: int, onto: bytes = b"") -> np.random.Generator:
-        """The generator for (secret, purpose, round t, digest of ``onto``).
+        """Return the generator for (secret, purpose, round t, digest of ``onto``).
 
         Raises:
             UserError: no fit has begun yet.
@@ -53,7 +53,7 @@ class Secret:
         if not self._value:
             raise UserError(
                 "participants: a private run draws its participants from a secret, which exists "
-                "from on_fit_start on. Ask in that hook or later."
+                "from on_fit_start on. Ask for participants in that hook or later."
             )
         about = struct.pack(">q", t) + hashlib.blake2b(onto).digest() + purpose.encode()
         drawn = hashlib.blake2b(about, key=self._value, digest_size=40).digest()
@@ -63,7 +63,7 @@ class Secret:
         return np.random.Generator(np.random.Philox(key=words[:2], counter=counter))
 
     def keep(self, folder: Path) -> None:
-        """Write the bytes into a file that only its owner can read.
+        """Write the bytes to a file that only its owner can read.
 
         Raises:
             UserError: the folder cannot be written to.
@@ -82,22 +82,24 @@ Key = int | Secret
 
 
 def drawn_from(key: Key, purpose: str, t: int, onto: bytes = b"") -> np.random.Generator:
-    """The generator of a secret or a seed for (purpose, round t); a secret's for ``onto`` too."""
+    """Return the generator of a secret or a seed for (purpose, round t); a secret's also for
+    ``onto``.
+    """
     if isinstance(key, Secret):
         return key.generator(purpose, t, onto)
     return generator(key, purpose, t)
 
 
 def of_fit(trainer: Any, wanted: str | None, folders: Sequence[str], note: Any) -> Secret:
-    """The secret of the run that is resumed, else a new one.
+    """Return the secret of the run that is resumed, else a new one.
 
     Args:
-        wanted: its name in the checkpoint that is resumed; None: no run is resumed.
-        folders: of that checkpoint: where the file may lie.
-        note: called with a text where the checkpoint's secret cannot be had.
+        wanted: its name in the checkpoint; None: no run is resumed.
+        folders: folders of that checkpoint in which the file may lie.
+        note: called with a text if the checkpoint's secret is not available.
     """
     # One process reads or draws the secret and sends it to the others, so that all draw the same
-    # coins and noise.
+    # participants and noise.
     answer: tuple[str, bytes, str] = ("", b"", "")
     if trainer.is_global_zero:
         answer = _found_or_drawn(wanted, _folders(trainer.ckpt_path, folders))
@@ -108,7 +110,7 @@ def of_fit(trainer: Any, wanted: str | None, folders: Sequence[str], note: Any) 
 
 
 def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes, str]:
-    """Name and bytes of a secret, and a warning; empty: there is nothing to warn of."""
+    """Return name and bytes of a secret, and a warning; the warning is empty if there is none."""
     paths: list[Path] = []
     # The name comes from a checkpoint, which may be forged: it must not lead to any other file.
     if wanted and _NAME.fullmatch(wanted):
@@ -130,7 +132,9 @@ def _found_or_drawn(wanted: str | None, folders: list[Path]) -> tuple[str, bytes
 
 
 def _folders(ckpt_path: str | os.PathLike[str] | None, folders: Sequence[str]) -> list[Path]:
-    """The folders where the file may lie: beside the checkpoint, or where the run was."""
+    """Return the folders in which the file may lie: beside the checkpoint, or at the run's
+    earlier place.
+    """
     if ckpt_path is None:
         return []
     # Joining an absolute folder to another leaves it unchanged.
@@ -143,7 +147,7 @@ def _path(folder: Path, name: str) -> Path:
 
 
 def _read(path: Path) -> bytes | None:
-    """The bytes; None where there is no such file, or it holds something else."""
+    """Return the bytes; None if there is no such file, or the file holds something else."""
     # Read only regular files: reading a pipe would wait forever.
     with suppress(OSError):
         if path.is_file() and path.stat().st_size == SIZE:

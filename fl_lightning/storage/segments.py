@@ -1,8 +1,8 @@
 """One segment: an immutable, checksummed file of client rows in the safetensors format.
 
-Rows of one name, dtype and shape are stacked as one tensor; the header's metadata says whose they
-are and has a checksum for each, over its bytes and its identity, so that a row can be read and
-verified by itself.
+Rows of one name, dtype and shape are stacked as one tensor. The header's metadata gives the client
+of each row, and a checksum over its bytes and its identity, so one row can be read and verified by
+itself.
 """
 
 from __future__ import annotations
@@ -69,23 +69,23 @@ Header = dict[str, list[Group]]  # name -> its groups
 
 
 def storable(dtype: torch.dtype) -> bool:
-    """Tell whether rows of this dtype can be written."""
+    """Return whether rows of this dtype can be written."""
     return dtype in _CODES
 
 
 def segment_name(segment: int) -> str:
-    """The file name of a segment number of an index."""
+    """Return the file name of a segment number of an index."""
     return f"rows-{segment // RANKS:08d}-r{segment % RANKS}.safetensors"
 
 
 def segment_number(file_name: str) -> int | None:
-    """The number in an index of a segment's file; None for any other file."""
+    """Return the number in an index of a segment's file; None for any other file."""
     match = _FILE.fullmatch(file_name)
     return int(match[1]) * RANKS + int(match[2]) if match else None
 
 
 def copy(source: Path, target: Path) -> None:
-    """Copy a segment; the checksums of its rows go with it."""
+    """Copy a segment, including the checksums of its rows."""
     try:
         with open(source, "rb") as file, written_aside(target) as out:
             shutil.copyfileobj(file, out, 1 << 20)
@@ -135,10 +135,10 @@ def write(path: Path, rows: Mapping[tuple[str, int], Tensor], durable: bool = Tr
 
 
 def read_header(path: Path) -> Header:
-    """The header of a segment: whose rows it holds, and where in the file.
+    """Return the header of a segment: the clients of its rows, and their places in the file.
 
     Raises:
-        UserError: it is missing or damaged.
+        UserError: the segment is missing or damaged.
     """
     try:
         with open(path, "rb") as file:
@@ -176,10 +176,10 @@ def read_header(path: Path) -> Header:
 
 
 def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
-    """One row, read and verified by itself.
+    """Return one row, read and verified by itself.
 
     Raises:
-        UserError: with the file, the client and what is wrong.
+        UserError: it names the file, the client and the reason.
     """
     for group in header.get(name, []):
         position = int(np.searchsorted(group.clients, client))
@@ -214,19 +214,19 @@ def read_row(path: Path, header: Header, name: str, client: int) -> Tensor:
 
 
 def damaged(path: Path, name: str, client: int, why: str) -> UserError:
-    """The error for a row that cannot be read."""
+    """Return the error for a row that cannot be read."""
     return UserError(f"Cannot read {name!r} of client {client} from {path}: {why}. {WAY_OUT}")
 
 
 def _checksum(name: str, client: int, dtype: str, shape: tuple[int, ...], block: memoryview) -> int:
-    """The checksum of a row and of whose it is."""
+    """Return the checksum of a row and of its identity."""
     # The checksum includes client and name, so that a flipped bit in a header cannot assign a row
     # to another client.
     return zlib.crc32(block, zlib.crc32(f"{name}/{client}/{dtype}/{shape}".encode()))
 
 
 def merge_indices(indices: Iterable[Index]) -> Index:
-    """The indices of several processes as one."""
+    """Return the indices of several processes as one."""
     by_name: dict[str, list[dict[str, Tensor]]] = {}
     for index in indices:
         for name, entry in index.items():

@@ -19,10 +19,11 @@ STAGED = "staged."  # prefix of the names of the last round's rows, until that r
 
 @dataclass
 class Journal:
-    """A site's rows, before and after its last round.
+    """A site's rows, from before and after its last round.
 
-    ``run``: its number; None: none yet. ``committed``: client → the round of its state. ``staged``:
-    client → its last round, and the names of the rows that this wrote. ``rows``: where they lie.
+    ``run``: the run's number; None: there is none yet. ``committed``: client → the round of its
+    state. ``staged``: client → its last round, and the names of the rows that this round wrote.
+    ``rows``: places of the rows.
     """
 
     run: int | None = None
@@ -32,7 +33,7 @@ class Journal:
 
 
 def read(folder: Path) -> Journal:
-    """The folder's journal; an empty one where there is none.
+    """Return the folder's journal; an empty one if there is none.
 
     Raises:
         UserError: it is damaged.
@@ -57,7 +58,7 @@ def read(folder: Path) -> Journal:
 
 
 def latest(folder: Path) -> ClientStore:
-    """The clients' rows after their last round, whether the server has counted it yet or not."""
+    """Return the clients' rows after their last round, whether or not the server has counted it."""
     journal = read(folder)
     store = ClientStore()
     store.load(journal.rows, folder)

@@ -1,8 +1,9 @@
 """Rows of client state: in memory up to a budget, on disk as segments that checkpoints share.
 
-A commit is all or nothing. A flush writes what changed since the last one as one new segment; an
-index says in which segment each row lies, and is all that a checkpoint holds. So a checkpoint costs
-as much as has changed, and an older one stays loadable as long as its segments are kept.
+A commit is all or nothing. A flush writes all rows that changed since the last flush as one new
+segment. An index gives the segment of each row, and is all that a checkpoint holds. So the cost of
+a checkpoint depends only on the changed rows, and an older one can be loaded as long as its
+segments exist.
 """
 
 from __future__ import annotations
@@ -36,10 +37,9 @@ _NEW = 1 / 32  # all segments are checked again if this share of them is new
 class ClientStore:
     """Client state rows by (name, client).
 
-    ``budget_bytes``: memory for rows; what exceeds it lies on disk. ``rank``, ``world_size``: each
-    of several processes has a store of its own, writes its own files and, after ``load``, owns the
-    clients with ``client % world_size == rank``. Several threads may read, also while another one
-    writes.
+    ``budget_bytes``: memory for rows; rows beyond it lie on disk. ``rank``, ``world_size``: each of
+    several processes has its own store, writes its own files and, after ``load``, owns the clients
+    with ``client % world_size == rank``. Several threads may read, also while another one writes.
     """
 
     def __init__(self, budget_bytes: int = 2 << 30, rank: int = 0, world_size: int = 1) -> None:
@@ -59,14 +59,14 @@ class ClientStore:
         self._dirty_bytes = 0
         self._clean_bytes = 0
         self._where: dict[str, Placed] = {}
-        # After a load the segments lie in a folder that another run may continue. So only read
-        # there, and write after our first flush.
+        # After a load the segments lie in a folder that another run may continue. So only read in
+        # this folder, and write after our first flush.
         self._home: Path | None = None
         self._flushed = False
         self._spilled: set[int] = set()  # segments in the temporary folder
         self._sparse: set[int] = set()  # segments that the next flush rewrites
         self._rows: dict[int, int] = {}  # segment -> number of rows in its file
-        self._number = 0  # of the newest segment
+        self._number = 0  # number of the newest segment
         self._scanned: Path | None = None
         # The last clean-up: its folder, the newest segment then, and the number of needed segments.
         self._collected: tuple[Path, int, int] | None = None
@@ -76,9 +76,10 @@ class ClientStore:
             self._temporary = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """A pickle has the rows that are not in the run's folder, and the others' segments.
+        """Return the state for a pickle: rows that are not in the run's folder, and the segments of
+        all other rows.
 
-        Not in the folder are rows that changed, and those in the temporary folder.
+        Rows that changed, and those in the temporary folder, are not in the run's folder.
         """
         with self._lock:
             spilled = np.asarray(sorted(self._spilled), dtype=np.int64)
@@ -112,7 +113,7 @@ class ClientStore:
         self._number = state["number"]
 
     def read(self, name: str, client: int) -> Tensor | None:
-        """The client's row on the CPU, not to be changed; None where it has none.
+        """Return the client's row on the CPU, which must not be changed; None if it has none.
 
         Raises:
             UserError: it is damaged.
@@ -152,8 +153,8 @@ class ClientStore:
         """Make {name: {client: row}} the clients' state, all or nothing.
 
         The store owns the tensors from now on. A row that is a view of a larger tensor, or not on
-        the CPU, is copied. Without ``make_room`` nothing is written to disk, so that nothing can
-        fail, until :meth:`make_room` is called.
+        the CPU, is copied. Without ``make_room`` nothing is written to disk until :meth:`make_room`
+        is called, so nothing can fail.
         """
         new: dict[tuple[str, int], Tensor] = {}
         for name, by_client in self.owned(rows).items():
@@ -172,37 +173,36 @@ class ClientStore:
 
     @staticmethod
     def owned(rows: Mapping[str, Mapping[int, Tensor]]) -> dict[str, dict[int, Tensor]]:
-        """The rows as they can be committed: on the CPU, each with memory of its own."""
+        """Return the rows ready for a commit: on the CPU, each with its own memory."""
         owned: dict[str, dict[int, Tensor]] = {}
         for name, by_client in rows.items():
             owned[name] = {i: _owned(name, int(i), row) for i, row in by_client.items()}
         return owned
 
     def make_room(self) -> None:
-        """Write what exceeds the budget to disk."""
+        """Write rows beyond the budget to disk."""
         with self._lock:
             self._shrink()
 
     def clients(self, name: str) -> IntArray:
-        """Ascending ids of the clients that have a row."""
+        """Return the ids of the clients that have a row, ascending."""
         with self._lock:
             on_disk = self._where[name][0] if name in self._where else np.empty(0, np.int64)
             dirty = [client for key, client in self._dirty if key == name]
         return np.union1d(on_disk, np.asarray(dirty, dtype=np.int64))
 
     def names(self) -> list[str]:
-        """Names that have rows, sorted."""
+        """Return the names that have rows, sorted."""
         with self._lock:
             return sorted({*self._where, *(name for name, _ in self._dirty)})
 
     def flush(self, folder: Path | str) -> Path | None:
         """Write the rows that changed since the last flush as one segment in ``folder``.
 
-        A flush to another folder than before also copies there what this store needs from the old
-        one.
+        A flush to a new folder also copies the segments that this store needs from the old folder.
 
         Returns:
-            the segment's path; None where no row has changed.
+            The segment's path; None if no row has changed.
         """
         folder = Path(folder)
         with self._lock:
@@ -218,7 +218,7 @@ class ClientStore:
             return path
 
     def _take_sparse(self) -> None:
-        """Count rows of sparse segments as changed, so that the next segment has them."""
+        """Treat rows of sparse segments as changed, so that the next segment includes them."""
         for name, (clients, where) in self._where.items():
             for client in clients[np.isin(where, list(self._sparse))] if self._sparse else []:
                 key = (name, int(client))
@@ -229,7 +229,9 @@ class ClientStore:
         self._sparse = set()
 
     def index(self) -> Index:
-        """The segment of each row, as plain tensors for a checkpoint; call ``flush`` before."""
+        """Return the segment of each row, as plain tensors for a checkpoint; call ``flush``
+        before.
+        """
         with self._lock:
             if self._dirty or self._spilled:
                 raise RuntimeError("rows are not on disk yet: call flush(folder) before index()")
@@ -239,7 +241,9 @@ class ClientStore:
             }
 
     def load(self, index: Index, folder: Path | str) -> None:
-        """Forget everything; from now on read the rows of ``index`` from ``folder``, as needed."""
+        """Forget all rows; later reads take the rows of ``index`` from
+        ``folder``, as needed.
+        """
         folder = Path(folder)
         present = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
         where: dict[str, Placed] = {}
@@ -251,7 +255,7 @@ class ClientStore:
             numbers = numbers[mine]
             if len(clients):
                 where[name] = clients, numbers
-            # Report a missing file now, and not in the round that needs a row of it.
+            # Report a missing file now, and not in the round that needs one of its rows.
             for segment, first in zip(*np.unique(numbers, return_index=True), strict=True):
                 if segment_name(int(segment)) not in present:
                     path = folder / segment_name(int(segment))
@@ -266,9 +270,10 @@ class ClientStore:
     def collect(self, folder: Path | str, keep: Iterable[Index], last: bool = False) -> None:
         """Delete segments that neither this store nor an index of ``keep`` needs; mark sparse ones.
 
-        ``keep``: the (merged) indices of all checkpoints that have to stay loadable. With many
-        segments, this does nothing, and does not look at ``keep``, until one in 32 is new, so that
-        the cost of a checkpoint does not grow with their number. ``last`` has it done at once.
+        ``keep``: the (merged) indices of all checkpoints that must stay loadable. With many
+        segments, this does nothing, and does not read ``keep``, until one in 32 is new, so that the
+        cost of a checkpoint does not grow with their number. With ``last`` the clean-up happens at
+        once.
         """
         lock.check(Path(folder))
         with self._lock:
@@ -282,8 +287,8 @@ class ClientStore:
                 number = segment_number(path.name.removeprefix(".").removesuffix(".tmp"))
                 if number is None or not self._may_delete(number):
                     continue
-                # A temporary file is left from a killed write: we hold the lock, so no process is
-                # writing it.
+                # A temporary file is left from a write that was killed: we hold the lock, so no
+                # process is writing it.
                 if path.name.endswith(".tmp") or number not in needed:
                     path.unlink(missing_ok=True)
             for segment in self._segments() - self._spilled:
@@ -292,7 +297,7 @@ class ClientStore:
             self._collected = Path(folder), self._number, len(needed)
 
     def _needed_rows(self, keep: Iterable[Index]) -> dict[int, int]:
-        """The most rows of each segment that this store, or one index, needs."""
+        """Return the most rows of each segment that this store, or one index, needs."""
         indices = [[numbers for _, numbers in self._where.values()]]
         for index in keep:
             indices.append([entry["segments"].numpy() for entry in index.values()])
@@ -313,8 +318,8 @@ class ClientStore:
         return self._rows[segment]
 
     def _may_delete(self, segment: int) -> bool:
-        # Each process deletes its own files. The first process also deletes those of processes that
-        # a resumed run no longer has.
+        # Each process deletes its own files. The first process also deletes the files of processes
+        # that a resumed run no longer has.
         writer = segment % RANKS
         return writer == self.rank or (self.rank == 0 and writer >= self.world_size)
 
@@ -358,7 +363,7 @@ class ClientStore:
         return self._number * RANKS + self.rank
 
     def _write(self, folder: Path, durable: bool) -> Path:
-        """Write the dirty rows as one segment; if that fails, nothing has changed in memory."""
+        """Write the changed rows as one segment; if that fails, nothing has changed in memory."""
         segment = self._new_segment(folder)
         path = folder / segment_name(segment)
         segments.write(path, self._dirty, durable)
@@ -418,7 +423,9 @@ class ClientStore:
             self._clean_bytes -= row.nbytes
 
     def _shrink(self) -> None:
-        """Write dirty rows that exceed the budget, and forget the clean ones used longest ago."""
+        """Write changed rows beyond the budget, and forget the unchanged ones that were used
+        longest ago.
+        """
         if self._dirty_bytes > self.budget_bytes:
             if self._flushed and self._home is not None:
                 self._write(self._home, durable=True)

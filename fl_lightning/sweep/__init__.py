@@ -1,1 +1,3 @@
-"""``fl-lightning sweep`` runs a grid of settings and seeds to its end, whatever interrupts it."""
+"""``fl-lightning sweep`` runs a grid of settings and seeds to its end, and continues after
+interruptions.
+"""

@@ -1,5 +1,6 @@
 """``fl-lightning sweep FILE`` reads the grid, runs the runs that are not done, and prints the
-results."""
+results.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ _TOLD = 10**8  # bytes of clients' rows from which on a sweep prints how to free
 
 
 def parser() -> ArgumentParser:
-    """The parser of the command's arguments."""
+    """Return the parser of the command's arguments."""
     hint = "Options of the runs are given as key=value, such as trainer.max_epochs=3."
     made = ArgumentParser("sweep", DESCRIPTION, hint)
     made.add_argument("file", metavar="FILE", help="the sweep, a YAML file or a packaged name")
@@ -76,11 +77,11 @@ def parser() -> ArgumentParser:
 def main(argv: Sequence[str]) -> int:
     """Run the sweep that ``argv`` asks for.
 
-    Gives 0 when all is done, 1 when a run failed or waits, 3 when one diverged, and 128 + n when
+    Return 0 when all is done, 1 when a run failed or waits, 3 when one diverged, and 128 + n when
     signal n stopped it.
 
     Raises:
-        UserError: what is to mend; nothing was trained then.
+        UserError: the user has to correct something; nothing was trained.
     """
     options = parser().parse_intermixed_args(list(argv))
     if options.jobs is not None and options.jobs < 1:

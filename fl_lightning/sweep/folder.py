@@ -1,4 +1,4 @@
-"""A sweep's folder: lock, sweep.yaml, claims.yaml, runs.csv, and how each run in it stands."""
+"""A sweep's folder: lock, sweep.yaml, claims.yaml, runs.csv, and the state of each run in it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATIENCE = 20.0
 
 
 def make(folder: Path) -> None:
-    """Make a folder of a sweep, where it is not there.
+    """Make a folder of a sweep, if it does not exist.
 
     Raises:
         UserError: it cannot be made.
@@ -45,11 +45,11 @@ def make(folder: Path) -> None:
 def locked(path: Path, what: str, shared: bool = False) -> Iterator[None]:
     """Lock ``path`` against other processes until the block or this process ends.
 
-    With ``shared`` it is held beside others that share it. The kernel gives the lock back when
-    its holder is killed, as soon as the workers that inherited it are gone too.
+    With ``shared`` other processes may also hold it as shared. The kernel releases the lock when
+    its holder is killed, once the workers that inherited it have ended, too.
 
     Raises:
-        UserError: somebody alive holds it; ``what`` names it.
+        UserError: a running process holds the folder; ``what`` is the folder's name in the error.
     """
     make(path.parent)
     # The workers of a killed sweep also hold its lock, until they have ended.
@@ -86,11 +86,11 @@ def _alive(holder: str) -> bool:
 
 
 def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | None:
-    """Write sweep.yaml and claims.yaml, and give the hash of the claims, None where there are none.
+    """Write sweep.yaml and claims.yaml, and return the hash of the claims, None if there are none.
 
     Raises:
-        UserError: claims of arms that the grid lacks, or that were changed or removed after runs
-            of this sweep began.
+        UserError: there are claims about arms that the grid lacks, or claims were changed or
+            removed after runs of this sweep began.
     """
     claims_hash = None
     records = list(folder.glob("*/seed-*/run.json"))
@@ -146,17 +146,17 @@ def _check_claims(spec: Spec, path: Path, arms: Sequence[PlannedArm]) -> None:
 
 
 def set_status(run: PlannedRun, status: str) -> None:
-    """Mend run.json of a run whose process did not come to write it."""
+    """Correct run.json of a run whose process could not write its end."""
     if content := read_record(run.folder):
         write_record(run.folder, content | {"status": status})
 
 
 def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = None) -> str:
-    """The status of ``run`` while no worker runs it: waiting, done, diverged or failed.
+    """Return the status of ``run`` while no worker runs it: waiting, done, diverged or failed.
 
     Args:
         before: the states in runs.csv, by place.
-        rounds: how many are asked for by now; None: as many as before.
+        rounds: number of rounds that are asked for now; None: as many as before.
     """
     content = read_record(run.folder)
     status = content.get("status")
@@ -170,21 +170,23 @@ def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = No
 
 
 def read_states(folder: Path) -> dict[str, str]:
-    """Place → status, as runs.csv has them."""
+    """Return place → status, from runs.csv."""
     # A broken runs.csv is rebuilt from the runs' own files.
     states = reading.read_states(folder)
     return {f"{arm}/seed-{seed}": status for (arm, seed), status in states.items()}
 
 
 def write_states(folder: Path, states: Mapping[PlannedRun, str]) -> None:
-    """Write runs.csv whole; it names a run's folder as seen from where the sweep was started."""
+    """Write runs.csv whole; it names a run's folder relative to the folder in which the sweep
+    was started.
+    """
     rows = [[run.arm, run.seed, status, str(run.folder)] for run, status in states.items()]
     with written_aside(folder / "runs.csv", durable=False) as file:
         file.write(comma_separated([["arm", "seed", "status", "folder"], *rows]).encode())
 
 
 def progress(run: PlannedRun, metric: str) -> tuple[int, float | None]:
-    """(rounds done, the newest value of ``metric``)."""
+    """Return (rounds done, the newest value of ``metric``)."""
     try:
         _, rows = read_rows(run.folder / "metrics.csv", complete=False)
     except UserError:
@@ -195,7 +197,7 @@ def progress(run: PlannedRun, metric: str) -> tuple[int, float | None]:
 
 
 def shown_of(run: PlannedRun) -> list[str]:
-    """The metrics by which a run is shown, as its run.json says; of an older run none."""
+    """Return the metrics that a run shows, from its run.json; empty for an older run."""
     shown = read_record(run.folder).get("shown")
     if not isinstance(shown, list):
         return []
@@ -203,7 +205,7 @@ def shown_of(run: PlannedRun) -> list[str]:
 
 
 def why_failed(run: PlannedRun) -> str:
-    """The last thing that a failed run said."""
+    """Return the last line of a failed run's output."""
     try:
         text = (run.folder / "log.txt").read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -213,5 +215,5 @@ def why_failed(run: PlannedRun) -> str:
 
 
 def bytes_of_rows(folder: Path) -> int:
-    """What the clients' rows of all runs in a sweep's folder take on disk."""
+    """Return how many bytes the clients' rows of all runs in a sweep's folder take on disk."""
     return sum(path.stat().st_size for path in folder.rglob("state/rows-*.safetensors"))

@@ -1,4 +1,6 @@
-"""The grid of a sweep: arms, each a name and arguments of ``fl-lightning fit``, and their runs."""
+"""The grid of a sweep: arms, each with a name and arguments of ``fl-lightning fit``, and their
+runs.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ from fl_lightning.sweep.spec import ROUNDS, SEEDS, Spec, as_list
 class PlannedArm:
     """One setting of a sweep.
 
-    ``axes``: key of the grid → value as named. ``share``: of the rounds that are fixed for all
-    arms, where it sets its own.
+    ``axes``: key of the grid → value as named. ``share``: the arm's share of the rounds that are
+    fixed for all arms, if it sets its own.
     """
 
     name: str
@@ -31,22 +33,22 @@ class PlannedArm:
     share: Fraction = Fraction(1)
 
     def argv(self, **more: Any) -> list[str]:
-        """Arguments of ``fit``, with ``more`` options over the arm's."""
+        """Return arguments of ``fit``, with ``more`` options over the arm's."""
         configs: list[str] = []
         for name in self.configs:
             configs += ["-c", name]
         return [*configs, *_flags({**self.options, **more})]
 
     def with_options(self, name: str, more: Mapping[str, Any]) -> PlannedArm:
-        """The arm with ``more`` options, under another name."""
+        """Return the arm with ``more`` options, under another name."""
         return replace(self, name=name, options={**self.options, **more})
 
 
 @dataclass(frozen=True)
 class PlannedRun:
-    """One run of an arm; it lies in ``<sweep>/<place>``.
+    """One run of an arm; its folder is ``<sweep>/<place>``.
 
-    ``argv`` is what ``fl-lightning fit`` would be given.
+    ``argv``: the arguments for ``fl-lightning fit``.
     """
 
     sweep: Path
@@ -62,10 +64,10 @@ class PlannedRun:
 
 
 def arms(spec: Spec) -> list[PlannedArm]:
-    """The arms of the grid, the last axis varying fastest.
+    """Return the arms of the grid; the last axis varies fastest.
 
     Raises:
-        UserError: an item that is none of the grid's, or two arms of one name.
+        UserError: an item is not valid in a grid, or two arms have one name.
     """
     items = {}
     for axis, values in spec.grid.items():
@@ -90,7 +92,7 @@ def arms(spec: Spec) -> list[PlannedArm]:
 
 
 def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]) -> PlannedArm:
-    """The arm of one item of each axis."""
+    """Return the arm of one item of each axis."""
     configs = list(spec.configs)
     options: dict[str, Any] = {}
     for item in picked:
@@ -105,7 +107,7 @@ def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]
 
 
 def part_of(rounds: int, share: Fraction) -> int:
-    """``share`` of ``rounds``, at least one."""
+    """Return ``share`` of ``rounds``, at least one."""
     return max(1, round(rounds * share))
 
 
@@ -114,7 +116,7 @@ def _whole(value: Any) -> bool:
 
 
 def seeds(spec: Spec, arm: PlannedArm) -> list[int]:
-    """The seeds of ``arm``: the grid's, else that of its configs, else 0."""
+    """Return the seeds of ``arm``: the grid's seeds, else the seed of its configs, else 0."""
     if spec.seeds is not None:
         return spec.seeds
     seed = prepare("fit", arm.argv()).config.get(SEEDS, 0)
@@ -127,7 +129,7 @@ def seeds(spec: Spec, arm: PlannedArm) -> list[int]:
 
 
 def runs(sweep: Path, prefix: str, arm: PlannedArm, its_seeds: Sequence[int]) -> list[PlannedRun]:
-    """The runs of ``arm`` in ``<sweep>/<prefix><arm>/seed-<s>``."""
+    """Return the runs of ``arm`` in ``<sweep>/<prefix><arm>/seed-<s>``."""
     made = []
     for seed in its_seeds:
         place = f"{prefix}{arm.name}/seed-{seed}"
@@ -138,7 +140,8 @@ def runs(sweep: Path, prefix: str, arm: PlannedArm, its_seeds: Sequence[int]) ->
 
 
 def by_seed(groups: Sequence[Sequence[PlannedRun]]) -> list[PlannedRun]:
-    """Take the first run of every group, then the second ones: what is done is paired by seed.
+    """Take the first run of every group, then the second ones, so that done runs form pairs by
+    seed.
 
     >>> by_seed([[1, 2], [3], [4, 5]])  # type: ignore[list-item]
     [1, 3, 4, 2, 5]
@@ -150,7 +153,7 @@ def by_seed(groups: Sequence[Sequence[PlannedRun]]) -> list[PlannedRun]:
 
 
 def value_name(value: Any) -> str:
-    """A value as a part of a folder's name.
+    """Return a value as a part of a folder's name.
 
     >>> value_name(-0.1), value_name(True)
     ('-0.1', 'true')
@@ -179,7 +182,7 @@ def value_name(value: Any) -> str:
 
 @dataclass(frozen=True)
 class _Item:
-    """One value of an axis: configs and options that come with it; ``parts`` name it."""
+    """One value of an axis: its configs and options; ``parts`` name it."""
 
     configs: tuple[str, ...]
     options: Mapping[str, Any]
@@ -187,7 +190,7 @@ class _Item:
 
     @property
     def parts(self) -> list[tuple[str, str]]:
-        """(what it is of, how it reads) of everything in the item, the configs first."""
+        """Return (key, value as text) of everything in the item; the configs come first."""
         parts = []
         for config in self.configs:
             parts.append((config, value_name(Path(config).name.removesuffix(".yaml"))))
@@ -223,7 +226,7 @@ def _item(spec: Spec, axis: str, value: Any) -> _Item:
 
 
 def _bundle(where: str, value: Mapping[str, Any]) -> _Item:
-    """An item that brings configs and options together, and may have a name."""
+    """Return an item that combines configs and options, and may have a name."""
     configs = as_list(value.get("configs", []))
     options = {str(key): item for key, item in value.items() if key not in ("configs", "name")}
     if not _are_texts(configs) or not all(map(_is_option, options)):
@@ -244,7 +247,7 @@ def _is_option(key: str) -> bool:
 
 
 def _names(items: Sequence[_Item]) -> list[str]:
-    """Call each item of an axis by what not all of them have."""
+    """Name each item of an axis by the parts that not all items have."""
     parts = [item.parts for item in items]
     common = set.intersection(*(set(dict(own)) for own in parts))
     short = []

@@ -1,4 +1,6 @@
-"""Runs through their states, several at once: each is started, watched to its end, written down."""
+"""Takes runs through their states, several at once: each is started, watched to its end, and
+recorded.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ _LOOK = 0.05
 
 
 class Queue:
-    """The runs that wait in ``states``, a run in each place at a time.
+    """The runs that wait in ``states``, with one run in each place at a time.
 
     Args:
-        states: of every run; kept up to date, and in ``listed`` where that is given.
+        states: states of all runs, which are updated here, and in ``listed`` if it is given.
         places: one per worker.
         claims_hash: recorded by each run.
-        table: shows how it goes.
+        table: table that shows the progress.
         listed: folder of runs.csv.
     """
 
@@ -53,9 +55,9 @@ class Queue:
         self._workers_know = False
 
     def run(self, hold: Sequence[str] = ()) -> None:
-        """Run until nothing waits but the arms to ``hold``.
+        """Run until no run waits, except those of the arms to ``hold``.
 
-        A signal that asks to stop ends it too, when the workers have ended.
+        A signal that asks to stop also ends it, when the workers have ended.
         """
         handlers = {}
         for number in STOPPING:
@@ -72,7 +74,8 @@ class Queue:
                 # Wake up now and then, because a signal may have asked to stop.
                 wait([worker.sentinel for worker in self._workers], timeout=_LOOK)
                 self._take_ended()
-                # The handler only notes the signal; a worker that has just started is told here.
+                # The handler only notes the signal; workers get it here, also one that has just
+                # started.
                 if self.stopped is not None and not self._workers_know:
                     self._workers_know = True
                     for worker in self._workers:
@@ -127,9 +130,9 @@ class Queue:
 
 
 def outcome(run: PlannedRun, code: int) -> str:
-    """The state of a run whose process ended with ``code``.
+    """Return the state of a run whose process ended with ``code``.
 
-    Where a signal killed it, the code is minus the signal's number.
+    If a signal killed it, the code is minus the signal's number.
     """
     status = read_record(run.folder).get("status")
     if code == 0 and status in ("running", None):

@@ -1,4 +1,6 @@
-"""What each arm chooses before its runs, such as a learning rate: on held-out data, own seeds."""
+"""The choices of each arm before its runs, such as a learning rate: on held-out data, with
+their own seeds.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,10 @@ SCORE = SCORES[0]
 
 @dataclass(frozen=True)
 class Candidate:
-    """One choice (option → value) that an arm has, and the runs that measure it.
+    """One possible choice (option → value) of an arm, and the runs that measure it.
 
-    ``taken``: what the arm ``after`` chose, which the runs have too; empty before it has chosen.
+    ``taken``: the choice of the arm ``after``, which the runs also have; empty before it has
+    chosen.
     """
 
     arm: str
@@ -41,7 +44,7 @@ class Candidate:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """All that the arm's runs have where this is chosen."""
+        """Return all options of the arm's runs if this candidate is chosen."""
         return {**self.taken, **self.choice}
 
 
@@ -51,14 +54,15 @@ def candidates(
     arms: Sequence[PlannedArm],
     chosen: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> list[Candidate]:
-    """Every choice of every arm; the runs lie in ``<sweep>/select/<arm>/<values>/seed-<s>``.
+    """Return every candidate of every arm; the runs lie in
+    ``<sweep>/select/<arm>/<values>/seed-<s>``.
 
     An option of a method, such as ``method.beta``, is chosen by the arms whose methods have it.
-    ``chosen``: what arms chose so far, for those that come after them.
+    ``chosen``: the choices of arms so far, for the arms that come after them.
 
     Raises:
-        UserError: no arm has it, or an arm that there is none of has candidates of its own, or
-            arms that come after others cannot.
+        UserError: no arm has the option, an arm that does not exist has its own candidates, or an
+            arm cannot come after another.
     """
     names = [arm.name for arm in arms]
     for name in select.arms:
@@ -104,9 +108,9 @@ def candidates(
 
 
 def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Refuse arms that come after none, after one that has no choice, or after themselves.
+    """Refuse arms that come after an arm that does not exist or has no choice, or after themselves.
 
-    ``options``: what each arm varies, which no arm before it may vary, too.
+    ``options``: the options that each arm varies; an earlier arm may not vary the same ones.
     """
     for arm, before in after.items():
         where = f"select.arms.{arm}.after {before}"
@@ -137,9 +141,9 @@ def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, An
 
 
 def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
-    """The rounds of a candidate, where they are others than the arm's own.
+    """Return the rounds of a candidate, if they differ from the arm's own.
 
-    An arm keeps its share of them.
+    An arm keeps its share of the rounds.
     """
     if select.rounds is None:
         return {}
@@ -149,9 +153,10 @@ def _shorter(arm: PlannedArm, select: Selection) -> dict[str, int]:
 
 
 def unequal(found: Sequence[Candidate]) -> str | None:
-    """Print a line if arms have unequal numbers of candidates: more are an advantage.
+    """Print a line if arms have unequal numbers of candidates, because more candidates are an
+    advantage.
 
-    An arm's own are counted, not those of an arm that it comes after.
+    Only an arm's own candidates count, not those of an arm that it comes after.
     """
     counts = Counter(candidate.arm for candidate in found)
     if len(set(counts.values())) < 2:
@@ -161,10 +166,10 @@ def unequal(found: Sequence[Candidate]) -> str | None:
 
 
 def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any]]:
-    """The choices of ``arms`` in another sweep, as its selections.yaml has them.
+    """Return the choices of ``arms`` in another sweep, from its selections.yaml.
 
     Raises:
-        UserError: it is none, or an arm is not in it.
+        UserError: it is not such a file, or it lacks an arm.
     """
     try:
         document = plain_yaml(path.read_text(encoding="utf-8"), f"select.from {path}")
@@ -193,13 +198,13 @@ def write_choices(sweep: Path, chosen: Mapping[str, Mapping[str, Any]]) -> None:
 def choose(
     sweep: Path, select: Selection, found: Sequence[Candidate], states: Mapping[PlannedRun, str]
 ) -> dict[str, Mapping[str, Any]]:
-    """Arm → its best choice, by the mean score over the seeds.
+    """Return arm → its best choice, by the mean score over the seeds.
 
-    Arms of which a run has not ended, or is not among ``states``, are left out. All scores are
+    An arm is left out if one of its runs has not ended, or is not among ``states``. All scores are
     written to ``<sweep>/select.csv``.
 
     Raises:
-        UserError: a run that is done did not log the metric, or nobody says which way it is better.
+        UserError: a done run did not log the metric, or its better direction is not known.
     """
     directions = which_way(select)
     ended: dict[PlannedRun, reading.ReportedRun] = {}
@@ -236,7 +241,7 @@ def _write_scores(
     scored: Sequence[tuple[float | None, Candidate]],
     best: Mapping[str, Candidate],
 ) -> None:
-    """Write select.csv: a row a candidate."""
+    """Write select.csv: one row per candidate."""
     keys: dict[str, None] = {}
     for _, candidate in scored:
         keys |= dict.fromkeys(candidate.whole)
@@ -251,7 +256,7 @@ def _write_scores(
 
 
 def which_way(select: Selection) -> Directions:
-    """Which way the metric is better, before any run recorded it."""
+    """Return the better direction of the metric, before any run recorded it."""
     return Directions("Give select.mode", {select.metric: select.mode})
 
 
@@ -267,7 +272,8 @@ def told(arm: str, choice: Mapping[str, Any], found: Sequence[Candidate]) -> str
 
 
 def at_the_end(values: Sequence[Any], value: Any) -> str:
-    """A remark where ``value`` is the least or largest of three numbers: a better may lie beyond.
+    """Return a remark if ``value`` is the least or largest of three numbers, because a better one
+    may lie beyond.
 
     >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
     (', the largest that was tried', '')
@@ -294,7 +300,7 @@ def _has(arm: PlannedArm, key: str) -> bool:
 def _losses(
     candidate: Candidate, select: Selection, ended: Mapping[PlannedRun, reading.ReportedRun]
 ) -> int:
-    """How many of its runs have lost."""
+    """Return how many of its runs have lost."""
     return sum(has_lost(ended[run], select.metric, SCORE) for run in candidate.runs)
 
 
@@ -304,7 +310,7 @@ def _mean(
     states: Mapping[PlannedRun, str],
     ended: Mapping[PlannedRun, reading.ReportedRun],
 ) -> float | None:
-    """The mean score; NaN where a lost run has none; None where a run has not ended."""
+    """Return the mean score; NaN if a lost run has none; None if a run has not ended."""
     if any(states.get(run) not in (DONE, DIVERGED) for run in candidate.runs):
         return None
     scores = []

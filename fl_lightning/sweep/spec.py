@@ -1,4 +1,6 @@
-"""A sweep's file: configs, what is fixed, the grid, what is selected; the command line over it."""
+"""A sweep's file: configs, fixed options, the grid, the selection; and the overrides of the
+command line.
+"""
 
 from __future__ import annotations
 
@@ -23,12 +25,12 @@ _TRYING = ("over", "arms", "seeds", "rounds")
 
 @dataclass(frozen=True)
 class Selection:
-    """What each arm chooses first, on held-out data and with seeds of its own.
+    """What each arm chooses first, on held-out data and with its own seeds.
 
-    ``over``: option → its values. ``rounds``: of the runs that measure; None: as many as the
-    arms' own. ``arms``: arm → its own values, in place of ``over``. ``after``: arm → the arm whose
-    choice it takes before its own. ``stored``: the choices of another sweep, in place of trying.
-    ``mode``: max or min, where the metric does not tell which way is better.
+    ``over``: option → its values. ``rounds``: rounds of the runs that measure; None: as many as the
+    arms' own. ``arms``: arm → its own values, instead of ``over``. ``after``: arm → the arm whose
+    choice it takes before its own. ``stored``: the choices of another sweep, instead of trying.
+    ``mode``: max or min, if the metric does not show its better direction.
     """
 
     over: Mapping[str, Sequence[Any]]
@@ -44,11 +46,11 @@ class Selection:
 
 @dataclass
 class Spec:
-    """A sweep's file, its overrides applied.
+    """A sweep's file, with its overrides applied.
 
-    ``name`` is as given, ``stem`` the sweep's name, ``overrides`` are as typed. ``grid`` is
-    without the seeds; ``seeds`` None: that of the configs. ``own_rounds``: fixed by the file,
-    before what was typed.
+    ``name`` is the given name, ``stem`` the sweep's name, and ``overrides`` are the texts as typed.
+    ``grid`` does not include the seeds; ``seeds`` None: the seed of the configs. ``own_rounds``:
+    the rounds fixed by the file, before overrides.
     """
 
     name: str
@@ -65,10 +67,10 @@ class Spec:
 
 
 def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
-    """The sweep called ``name``, a file or a packaged one, with ``key=value`` over it.
+    """Read the sweep called ``name``, a file or a packaged one, and apply ``key=value``.
 
     Raises:
-        UserError: it cannot be read, or a key or value is not what is accepted; the key is named.
+        UserError: it cannot be read, or a key or value is not accepted; the error names the key.
     """
     text, folder = _text(name)
     document = plain_yaml(text, f"sweep {name}")
@@ -85,7 +87,8 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
     fixed = dict(_mapping(name, "fixed", document))
     grid = _grid(name, "grid", _mapping(name, "grid", document))
     select = dict(_mapping(name, "select", document))
-    # Note it before the overrides: arms with their own rounds keep their share of this number.
+    # Note the number of rounds before the overrides: arms with their own rounds keep their share of
+    # it.
     own_rounds = fixed.get(ROUNDS)
     for override in overrides:
         _override(name, override, fixed, grid, select)
@@ -119,7 +122,7 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
 
 
 def _grid(name: str, key: str, mapping: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Option → its values, of which each has at least one."""
+    """Return option → its values, of which each has at least one."""
     return {str(option): _values(name, f"{key}.{option}", its) for option, its in mapping.items()}
 
 
@@ -130,8 +133,8 @@ def _check_options(
     for key in (*fixed, *grid, *select.get("over", {})):
         if key in OWN:
             raise UserError(
-                f"sweep {name}: {key} is set by the sweep, one folder a run. "
-                "Choose their place with --out."
+                f"sweep {name}: the sweep sets {key} itself, one folder per run. Choose their "
+                "place with --out."
             )
         if key in fixed and key in grid:
             raise UserError(
@@ -140,7 +143,7 @@ def _check_options(
 
 
 def _text(name: str) -> tuple[str, Path]:
-    """(text, folder) of the sweep's file."""
+    """Return (text, folder) of the sweep's file."""
     if is_file(name):
         try:
             return Path(name).read_text(encoding="utf-8"), Path(name).parent
@@ -165,7 +168,7 @@ def _mapping(name: str, key: str, document: Mapping[str, Any]) -> dict[str, Any]
 
 
 def as_list(value: Any) -> list[Any]:
-    """``value`` if it is a list, else a list with only this value."""
+    """Return ``value`` if it is a list, else a list with only this value."""
     return value if isinstance(value, list) else [value]
 
 
@@ -213,8 +216,8 @@ def _override(
 ) -> None:
     """Apply one ``key=value``.
 
-    ``trainer.max_epochs=3`` fixes it, ``select.seeds=[7]`` selects with it; of an axis of the
-    grid it gives the values.
+    ``trainer.max_epochs=3`` fixes an option, ``select.seeds=[7]`` changes the selection, and for an
+    axis of the grid it sets the values.
     """
     key, equals, text = override.removeprefix("--").partition("=")
     if not equals or not key:
@@ -318,7 +321,7 @@ def _of_arms(
 
 
 def _check_measuring(name: str, rounds: Any, fraction: Any) -> None:
-    """Refuse numbers of rounds and shares of the data by which nothing can be measured."""
+    """Refuse numbers of rounds and shares of the data with which nothing can be measured."""
     if rounds is not None and (type(rounds) is not int or rounds < 1):
         raise UserError(
             f"sweep {name}: select.rounds {rounds!r}: give how many rounds a candidate is tried, "
@@ -332,9 +335,9 @@ def _check_measuring(name: str, rounds: Any, fraction: Any) -> None:
 
 
 def _stored(name: str, given: str, folder: Path) -> Path:
-    """The selections.yaml that ``given`` means.
+    """Return the selections.yaml that ``given`` means.
 
-    It is a file or a sweep's folder, as seen from the sweep's file or from here.
+    ``given`` is a file or a sweep's folder, relative to the sweep's file or to the current folder.
     """
     for place in (folder / given, Path(given)):
         path = place / "selections.yaml" if place.is_dir() else place

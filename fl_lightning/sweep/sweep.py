@@ -1,4 +1,4 @@
-"""One sweep from its file to its end: first what is selected, then the grid."""
+"""One sweep from its file to its end: first the selection, then the grid."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ exec {command} --run "${{runs[$SLURM_ARRAY_TASK_ID]}}"
 class Sweep:
     """A grid of runs in ``folder``.
 
-    ``states`` are those of its runs, ``candidates`` are selected from, ``undecided`` are arms
-    that could not choose.
+    ``states`` are the states of its runs, ``candidates`` the candidates of the selection,
+    ``undecided`` the arms that could not choose.
     """
 
     def __init__(self, spec: Spec, folder: Path) -> None:
@@ -88,27 +88,31 @@ class Sweep:
 
     @property
     def measuring(self) -> list[PlannedRun]:
-        """The runs that measure candidates."""
+        """Return the runs that measure candidates."""
         return _runs_of(self.candidates)
 
     @property
     def ready(self) -> list[Candidate]:
-        """The candidates that can be tried: the arm that theirs comes after has chosen."""
+        """Return the candidates that can be tried, because the arm before theirs has chosen."""
         first = [None, *self.chosen]
         return [candidate for candidate in self.candidates if candidate.after in first]
 
     @property
     def undecided(self) -> list[str]:
-        """Arms that had to choose and could not."""
+        """Return the arms that had to choose and could not."""
         had = {candidate.arm for candidate in self.candidates}
         return [arm.name for arm in self.arms if arm.name in had and arm.name not in self.chosen]
 
     def listed(self) -> list[PlannedRun]:
-        """The sweep's own runs, in the grid's order, with what was chosen for their arms so far."""
+        """Return the sweep's own runs, in the grid's order, with the choices of their arms so
+        far.
+        """
         return by_seed([self._runs(arm) for arm in self.arms])
 
     def run(self, jobs: int | None) -> int | None:
-        """Do what is not done; the number of the signal that stopped it, else None."""
+        """Do everything that is not done; return the number of the signal that stopped it, else
+        None.
+        """
         with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
             places = self._prepare(jobs)
             if self.candidates:
@@ -129,9 +133,9 @@ class Sweep:
             return queue.stopped
 
     def run_one(self, place: str) -> int:
-        """Do one run in this process, beside others of the sweep on other machines.
+        """Do one run in this process, while other machines do other runs of the sweep.
 
-        Gives the exit status of ``fit``.
+        Return the exit status of ``fit``.
         """
         if self.candidates:
             files.make(self.folder)
@@ -175,7 +179,7 @@ class Sweep:
             return code
 
     def slurm(self, command: Sequence[str]) -> str:
-        """The array script of what is not done: of the runs to select from first.
+        """Return the array script of everything that is not done; runs of the selection come first.
 
         ``command``: ``fl-lightning sweep FILE …``, to which a task adds ``--run PLACE``.
         """
@@ -203,7 +207,7 @@ class Sweep:
     # ----------------------------------------------------------------------- steps
 
     def _prepare(self, jobs: int | None) -> list[workers.Place]:
-        """Build every arm once, and share out the machine."""
+        """Build every arm once, and divide the machine among the workers."""
         workers.warm()
         cores = workers.usable_cores()
         gpus = workers.usable_gpus()
@@ -223,10 +227,10 @@ class Sweep:
         return workers.places(jobs, devices, cores, gpus, most)
 
     def _ask_which_way(self, first: Sequence[PlannedRun]) -> None:
-        """Ask which way the metric is better before hours of runs, not after them.
+        """Ask for the better direction of the metric before hours of runs, not after them.
 
-        Nothing is asked where no arm has a choice, or where a learner may tell by a torchmetrics
-        metric.
+        Nothing is asked if no arm has a choice, or if a learner's torchmetrics metric may decide
+        later.
         """
         choosing = {candidate.arm for candidate in self.candidates}
         if self.spec.select is None or len(self.candidates) == len(choosing):
@@ -241,7 +245,7 @@ class Sweep:
     def _select(self, places: list[workers.Place]) -> int | None:
         stopped = None
         ended: dict[PlannedRun, str] = {}
-        # Arms that depend on others are tried when those have chosen.
+        # Arms that depend on others are tried when the others have chosen.
         while stopped is None and (groups := self._untried(ended)):
             rounds = self._check(groups, len(places))
             self._stand()
@@ -263,7 +267,9 @@ class Sweep:
         return stopped
 
     def _choose(self, at_once: int | None = None) -> None:
-        """Choose by what has ended; with ``at_once`` other settings than before are refused."""
+        """Choose by the runs that have ended; with ``at_once`` settings that differ from
+        earlier ones are refused.
+        """
         ended: dict[PlannedRun, str] = {}
         with self._one_of_an_array():
             while groups := self._untried(ended):
@@ -274,24 +280,27 @@ class Sweep:
             self._keep_choices()
 
     def _untried(self, ended: Mapping[PlannedRun, str]) -> list[tuple[PlannedRun, ...]]:
-        """The runs of each candidate that can be tried and is not among ``ended``."""
+        """Return the runs of each candidate that can be tried and is not among ``ended``."""
         return [candidate.runs for candidate in self.ready if candidate.runs[0] not in ended]
 
     def _decide(self, ended: Mapping[PlannedRun, str]) -> None:
-        """Let the arms whose candidates have all ended choose, and those after them take that."""
+        """Let the arms whose candidates have all ended choose, and give the choice to the arms
+        after them.
+        """
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, ended)
         self.candidates = candidates(self.folder, self.spec.select, self.arms, self.chosen)
 
     def _guess(self, arm: str | None) -> dict[str, Any]:
-        """The first that ``arm`` may choose, and may take from the arm before it."""
+        """Return the first value that ``arm`` may choose, and may take from the arm before it."""
         own = [candidate for candidate in self.candidates if candidate.arm == arm]
         return {**self._guess(own[0].after), **own[0].choice} if own else {}
 
     def _later(self) -> list[PlannedRun]:
-        """One run of each candidate that has to wait for another arm's choice, with a guess at it.
+        """Return one run of each candidate that waits for another arm's choice, with a guess at
+        that choice.
 
-        What cannot work is found by building these, before hours of runs.
+        Building these runs finds errors before hours of runs.
         """
         if self.spec.select is None or self.ready == self.candidates:
             return []
@@ -300,19 +309,19 @@ class Sweep:
         return [candidate.runs[0] for candidate in guessed if candidate.after is not None]
 
     def _refuse_undecided(self, run: PlannedRun) -> None:
-        """Refuse a run whose settings an arm has still to choose."""
+        """Refuse a run whose settings depend on a choice that an arm has not made yet."""
         missing = run.arm if run.arm in self.undecided else None
         for candidate in self.candidates:
             if run in candidate.runs and candidate not in self.ready:
                 missing = candidate.after
         if missing is not None:
             raise UserError(
-                f"sweep --run {run.place}: {missing} has not chosen yet. Its runs under select "
-                "come first."
+                f"sweep --run {run.place}: {missing} has not chosen yet. The runs of that arm "
+                "under select come first."
             )
 
     def _keep_choices(self) -> None:
-        """Write what the decided arms run with, for other sweeps to take."""
+        """Write the choices of the decided arms, for other sweeps to use."""
         decided = [arm.name for arm in self.arms if arm.name not in self.undecided]
         write_choices(self.folder, {name: self.chosen.get(name, {}) for name in decided})
 
@@ -337,7 +346,7 @@ class Sweep:
     def _states(
         self, its_runs: Sequence[PlannedRun], rounds: Mapping[str, int | None] | None = None
     ) -> dict[PlannedRun, str]:
-        """How runs stand; with ``rounds`` for a start: what failed is to be taken up again."""
+        """Return the states of runs; with ``rounds`` at a start, failed runs are continued."""
         listed = files.read_states(self.folder)
         asked = rounds or {}
         states = {run: files.standing(run, listed, asked.get(run.place)) for run in its_runs}
@@ -348,13 +357,13 @@ class Sweep:
         return states
 
     def _stand(self, rounds: Mapping[str, int | None] | None = None) -> None:
-        """Note how the sweep's own runs stand; with ``rounds`` for a start."""
+        """Note the states of the sweep's own runs; with ``rounds`` at a start."""
         self.states = self._states(self.listed(), rounds)
 
     def _note(self, run: PlannedRun, status: str) -> None:
         """Write one run's state to runs.csv, while other processes may do the same.
 
-        Runs to select from are not in it.
+        Runs of the selection are not in runs.csv.
         """
         with self._one_of_an_array():
             listed = files.read_states(self.folder)
@@ -364,15 +373,17 @@ class Sweep:
 
     @contextmanager
     def _one_of_an_array(self) -> Iterator[None]:
-        """Within it no other task of an array, and no sweep beside, writes what all share."""
+        """Within this context no other task of an array, and no other sweep, writes the common
+        files.
+        """
         with open(self.folder / ".runs.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
     def _check(self, groups: Sequence[Sequence[PlannedRun]], at_once: int) -> dict[str, int | None]:
-        """Place → rounds asked for.
+        """Return place → rounds asked for.
 
-        Refuses runs that began with other settings, else keeps the sweep's files.
+        This refuses runs that began with other settings, else it writes the sweep's files.
         """
         configs = self._configurations([group[0] for group in groups], at_once)
         rounds: dict[str, int | None] = {}
@@ -385,14 +396,14 @@ class Sweep:
         return rounds
 
     def _configurations(self, its_runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, Any]]:
-        """The whole configuration of each run; each is built once."""
+        """Return the whole configuration of each run; each is built once."""
         new = [run for run in its_runs if run not in self._configs]
         if new:
             self._configs.update(zip(new, workers.configurations(new, at_once), strict=True))
         return [self._configs[run] for run in its_runs]
 
     def _refuse_other_settings(self, run: PlannedRun, config: Mapping[str, Any]) -> None:
-        """Refuse a run that began, or was made elsewhere, with anything else that decides it."""
+        """Refuse a run that began, or was made elsewhere, with other settings that affect it."""
         try:
             before = parse_yaml((run.folder / "config.yaml").read_text(encoding="utf-8"))
         except OSError:
@@ -424,7 +435,7 @@ class Sweep:
             )
 
     def _refuse_other_hash(self, run: PlannedRun, config: Mapping[str, Any]) -> None:
-        """Compare the hash of a config, where config.yaml itself is missing."""
+        """Compare the hash of a config if config.yaml itself is missing."""
         from fl_lightning.cli.run_record import config_hash
 
         then = read_record(run.folder).get("config_hash")
@@ -444,7 +455,7 @@ def _runs_of(found: Sequence[Candidate]) -> list[PlannedRun]:
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Nested mappings and lists as one, keys joined by dots.
+    """Return nested mappings and lists as one, with keys joined by dots.
 
     >>> _flat({"a": {"b": 1}, "c": [2]})
     {'a.b': 1, 'c.0': 2}

@@ -1,4 +1,4 @@
-"""How a sweep goes, as one table: a row an arm, a cell a seed."""
+"""The progress of a sweep as one table, with a row per arm and a cell per seed."""
 
 from __future__ import annotations
 
@@ -24,14 +24,15 @@ _EVERY = 1.0
 
 
 class ProgressTable:
-    """A table that is drawn anew in a terminal.
+    """A table that is redrawn in a terminal.
 
-    Elsewhere it is a line for each run that ends, and the table at the end.
+    Elsewhere it prints a line for each run that ends, and the table at the end.
 
     Args:
         title: first line, such as the sweep's folder.
-        metric: whose newest value is shown first; None: what each run is shown by, or ``val/acc``.
-        rounds: asked of each run, by its place.
+        metric: metric whose newest value is shown first; None: the metrics that each run shows, or
+            ``val/acc``.
+        rounds: number of rounds of each run, by its place.
     """
 
     def __init__(self, title: str, metric: str | None, rounds: Mapping[str, int | None]) -> None:
@@ -46,7 +47,7 @@ class ProgressTable:
         self._values: dict[PlannedRun, dict[str, str]] = {}
 
     def show(self, states: Mapping[PlannedRun, str], last: bool = False) -> None:
-        """Draw it, if it is time to."""
+        """Draw it, if enough time has passed."""
         if not last and (not self._live or time.monotonic() < self._next):
             return
         self._next = time.monotonic() + _EVERY
@@ -59,7 +60,7 @@ class ProgressTable:
         self._lines_drawn = 0 if last else len(lines)
 
     def tell(self, run: PlannedRun, states: Mapping[PlannedRun, str]) -> None:
-        """Say that ``run`` has ended."""
+        """Report that ``run`` has ended."""
         self._values.pop(run, None)
         status = states[run]
         # A terminal shows in the table how runs end, but not why one failed.
@@ -82,7 +83,7 @@ class ProgressTable:
             print(f"\x1b[{self._lines_drawn}F\x1b[J", end="")
 
     def lines(self, states: Mapping[PlannedRun, str]) -> list[str]:
-        """The table, line by line."""
+        """Return the table, line by line."""
         seconds = int(time.monotonic() - self._began)
         numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())
         done = [self._newest(run) for run, status in states.items() if status == DONE]
@@ -103,7 +104,7 @@ class ProgressTable:
         return ["", f"{self.title}: {numbers} · {clock}", *_aligned(grid), ""]
 
     def _newest(self, run: PlannedRun) -> dict[str, str]:
-        """A done run's newest values of what it is shown by."""
+        """Return a done run's newest values of the metrics that it shows."""
         if run not in self._values:
             first = [self.metric] if self.metric else []
             names = dict.fromkeys([*first, *shown_of(run)] or ["val/acc"])
@@ -116,9 +117,9 @@ class ProgressTable:
         return self._values[run]
 
     def _cell(self, run: PlannedRun, status: str, names: list[str]) -> str:
-        """A done run's values, the round of one that runs, or the state.
+        """Return a done run's values, the round of a running one, or the state.
 
-        Without ``names`` each value has its metric's name beside it.
+        Without ``names`` each value has its metric's name next to it.
         """
         if status == RUNNING:
             done = progress(run, "round")[0]
@@ -133,7 +134,7 @@ class ProgressTable:
 
 
 def _aligned(grid: list[list[str]]) -> list[str]:
-    """The rows as lines: names on the left, cells on the right of their columns."""
+    """Return the rows as lines: names on the left, cells on the right of their columns."""
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
     lines = []
     for name, *cells in grid:
@@ -145,7 +146,7 @@ def _aligned(grid: list[list[str]]) -> list[str]:
 
 
 def counts(states: Mapping[PlannedRun, str]) -> dict[str, int]:
-    """How many runs are in each state, those that none is in left out."""
+    """Return how many runs are in each state, without states that no run has."""
     order = (DONE, RUNNING, WAITING, DIVERGED, FAILED)
     values = list(states.values())
     return {status: values.count(status) for status in order if status in values}

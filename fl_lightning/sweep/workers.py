@@ -1,4 +1,4 @@
-"""Processes of a sweep: forked from one that has imported everything, and gone when it is."""
+"""Processes of a sweep: they are forked from one that has imported everything, and end with it."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _FORK = multiprocessing.get_context("fork")
 
 @dataclass(frozen=True)
 class Place:
-    """What one worker has of the machine.
+    """The part of the machine that one worker has.
 
-    ``cores`` are their numbers, ``gpus`` names (None: as the environment says).
+    ``cores`` are the numbers of its cores, ``gpus`` names (None: as the environment says).
     """
 
     cores: frozenset[int]
@@ -45,7 +45,7 @@ class Place:
 def warm() -> None:
     """Import what every run needs.
 
-    It starts no thread and touches no GPU, so what is forked afterwards starts clean.
+    It starts no thread and touches no GPU, so that processes forked afterwards start clean.
     """
     # A run would import these late, so import them before the fork.
     import matplotlib.backends.backend_agg
@@ -63,12 +63,12 @@ def warm() -> None:
 
 
 def usable_cores() -> list[int]:
-    """The cores that this process may use."""
+    """Return the cores that this process may use."""
     return sorted(os.sched_getaffinity(0))
 
 
 def usable_gpus() -> list[str]:
-    """Names for CUDA_VISIBLE_DEVICES of the GPUs; a process of its own asks for them."""
+    """Return names of the GPUs for CUDA_VISIBLE_DEVICES; a separate process asks for them."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     (number,) = _answers(_count_gpus, [0])
     if visible:
@@ -89,14 +89,15 @@ def places(
     gpus: Sequence[str],
     most: int | None = None,
 ) -> list[Place]:
-    """A place for each worker: GPUs where there are any, shares of the cores always.
+    """Return a place for each worker: GPUs if there are any, and always shares of the cores.
 
     Args:
-        jobs: how many; None: as many as there are GPUs, else cores, for runs of ``devices`` each.
-        most: as many runs as there are; more workers would only keep cores from them.
-        devices: processes, and GPUs, of one run.
-        cores: to share; neighbours stay together, and more workers than cores take turns.
-        gpus: to share; empty: none.
+        jobs: number of workers; None: as many as there are GPUs, else cores, for runs of
+            ``devices`` each.
+        most: number of runs; more workers would only take cores from them.
+        devices: number of processes, and of GPUs, of one run.
+        cores: cores to divide; neighbours stay together, and more workers than cores take turns.
+        gpus: GPUs to divide; empty: none.
 
     >>> [sorted(place.cores) for place in places(None, 1, [0, 1, 2, 3], [])]
     [[0], [1], [2], [3]]
@@ -123,9 +124,9 @@ def places(
 
 
 def start(run: PlannedRun, place: Place, claims_hash: str | None) -> ForkProcess:
-    """Fork a worker that is ``fl-lightning fit`` for this run.
+    """Fork a worker that runs ``fl-lightning fit`` for this run.
 
-    Its output goes to the run's log.txt.
+    The output of the process goes to the run's log.txt.
     """
     make(run.folder)
     worker = _FORK.Process(target=_fit, args=(run, place, claims_hash, os.getpid()))
@@ -134,7 +135,7 @@ def start(run: PlannedRun, place: Place, claims_hash: str | None) -> ForkProcess
 
 
 def fit_here(run: PlannedRun, claims_hash: str | None) -> int:
-    """Be ``fl-lightning fit`` for ``run`` in this process, and give its exit status."""
+    """Run ``fl-lightning fit`` for ``run`` in this process, and return its exit status."""
     from fl_lightning.cli.commands import run as fit
 
     # Lightning's launcher starts further processes with this command line.
@@ -145,12 +146,12 @@ def fit_here(run: PlannedRun, claims_hash: str | None) -> int:
 
 
 def configurations(runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, Any]]:
-    """The whole configuration of each run, parsed and built in processes of their own.
+    """Return the whole configuration of each run, parsed and built in separate processes.
 
     Nothing is trained or written.
 
     Raises:
-        UserError: what is wrong with the first run that cannot be.
+        UserError: it says what is wrong with the first run that cannot be built.
     """
     configs = []
     for run, outcome in zip(runs, _answers(_build, runs, at_once), strict=True):
@@ -161,7 +162,7 @@ def configurations(runs: Sequence[PlannedRun], at_once: int) -> list[dict[str, A
 
 
 def _build(run: PlannedRun) -> dict[str, Any] | str:
-    """The configuration of a run, or the error that keeps it from being built."""
+    """Return the configuration of a run, or the error that prevents building it."""
     try:
         config = parse_yaml(_built(run).config_text())
     except UserError as error:
@@ -172,7 +173,9 @@ def _build(run: PlannedRun) -> dict[str, Any] | str:
 
 
 def may_tell_modes(runs: Sequence[PlannedRun]) -> bool:
-    """Whether a learner of these runs has a torchmetrics metric that says which way is better."""
+    """Return whether a learner of these runs has a torchmetrics metric that gives its better
+    direction.
+    """
     return any(_answers(_tells_mode, runs))
 
 
@@ -189,9 +192,9 @@ def _built(run: PlannedRun) -> CommandCLI:
 
 
 def _to_build(run: PlannedRun) -> list[str]:
-    """The arguments by which a run can be built.
+    """Return the arguments with which a run can be built.
 
-    A run that has ended and was kept without checkpoints takes no fit in its own folder.
+    A run that has ended and was kept without checkpoints cannot be fitted in its own folder.
     """
     if read_record(run.folder).get("status") not in (DONE, DIVERGED):
         return list(run.argv)
@@ -227,13 +230,13 @@ def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) ->
         print(f"fl-lightning: {error}", file=sys.stderr)
         sys.exit(2)
     finally:
-        # A forked process ends without exit functions, and loggers may need them.
+        # A forked process would skip exit functions, which loggers may need.
         with suppress(Exception):
             atexit._run_exitfuncs()
 
 
 def _share_threads(number: int) -> None:
-    """Use as many threads within an operation as cores, or fewer where OMP_NUM_THREADS says so."""
+    """Use as many threads within an operation as cores, or fewer if OMP_NUM_THREADS says so."""
     import torch
 
     from fl_lightning.machine.processes import limit_threads
@@ -248,7 +251,9 @@ def _share_threads(number: int) -> None:
 
 
 def _answers(question: Callable[[Any], Any], about: Sequence[Any], at_once: int = 1) -> list[Any]:
-    """Ask a question about each of these, in as many processes of their own."""
+    """Return the answers to a question about each of these, computed in as many separate
+    processes.
+    """
     number = max(1, min(at_once, len(about)))
     try:
         with ProcessPoolExecutor(number, _FORK, _begin_helper, (os.getpid(),)) as pool:
@@ -258,7 +263,9 @@ def _answers(question: Callable[[Any], Any], about: Sequence[Any], at_once: int 
 
 
 def _begin_helper(parent: int) -> None:
-    """Close this forked process's ears and mouth: what is built may ask and print."""
+    """Close this forked process's input and output, because code that is built may ask and
+    print.
+    """
     from fl_lightning.machine.devices import end_with_parent
 
     end_with_parent(parent)

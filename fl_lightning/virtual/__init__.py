@@ -1,1 +1,1 @@
-"""Simulated devices: how long clients take, who is there, and the order of events."""
+"""Simulated devices: durations of clients' work, who is present, and the order of events."""

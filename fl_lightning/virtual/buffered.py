@@ -1,9 +1,9 @@
-"""Asynchronous rounds: the server steps whenever so many clients have delivered (FedBuff).
+"""Asynchronous rounds: the server steps when a given number of clients have delivered (FedBuff).
 
 J. Nguyen et al.: Federated Learning with Buffered Asynchronous Aggregation (AISTATS 2022), and
-C. Xie et al.: Asynchronous Federated Optimization (2019), which is a buffer of one.
+C. Xie et al.: Asynchronous Federated Optimization (2019), which is a buffer of size one.
 
-The order of all events follows from seeds, steps and bytes: it is known before training.
+The order of all events follows from seeds, steps and bytes, so it is known before training.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fl_lightning.virtual.devices import Devices
 
 
 class Staleness(Protocol):
-    """σ(τ): what an update counts that was computed τ server steps ago."""
+    """σ(τ): the factor of an update that was computed τ server steps ago."""
 
     def weight(self, staleness: int) -> float: ...
 
@@ -67,18 +67,18 @@ WORDS: dict[str, Staleness] = {"inverse_sqrt": Polynomial(0.5), "constant": Poly
 class Buffered:
     """Clients train all the time, and the server steps when ``size`` of them have delivered.
 
-    An epoch is one step of the server. With ``mixing`` α it is FedAsync: each delivery is one, by
-    α σ(τ) (x_s - w^t).
+    An epoch is one step of the server. With ``mixing`` α it is FedAsync: each delivery is one step,
+    by α σ(τ) (x_s - w^t).
 
     Args:
-        devices: how long clients take.
-        size: B, deliveries a step; None: 10, beside ``mixing`` 1.
-        concurrency: C, clients that train at a time.
-        staleness: σ, by which an update counts less the older it is: ``"inverse_sqrt"``
-            (1 + τ)^-½, ``"constant"`` 1, ``Polynomial(a)``, ``Hinge(a, b)``.
+        devices: durations of clients' work.
+        size: B, deliveries per step; None: 10, and with ``mixing`` 1.
+        concurrency: C, number of clients that train at a time.
+        staleness: σ, the factor of an update by its age: ``"inverse_sqrt"`` (1 + τ)^-½,
+            ``"constant"`` 1, ``Polynomial(a)``, ``Hinge(a, b)``.
         mixing: α of FedAsync; None: FedBuff.
         normalise: divide by Σ p σ(τ), so that old updates do not shrink the step.
-        max_staleness: older ones are thrown away when they arrive; None: none are.
+        max_staleness: older updates are dropped when they arrive; None: none are.
 
     Raises:
         UserError: for each argument that cannot work.
@@ -118,7 +118,7 @@ class Buffered:
         return self.size
 
     def weight(self, staleness: int) -> float:
-        """σ(τ), times α where that is given."""
+        """Return σ(τ), times α if that is given."""
         rule = WORDS[self.staleness] if isinstance(self.staleness, str) else self.staleness
         weight = rule.weight(staleness)
         return weight if self.mixing is None else self.mixing * weight
@@ -129,10 +129,9 @@ class Job:
     """A client's work on one version of the model; jobs are ordered by end, then by start.
 
     Args:
-        end: when it ends, in ticks.
-        number: s, in the order of starting.
-        client, version, start: i_s, v_s, a_s.
-        dropped: it ends without a delivery.
+        end: end of the job, in ticks.
+        number: s, in the order of starting. client, version, start: i_s, v_s, a_s.
+        dropped: whether the job ends without a delivery.
     """
 
     end: int
@@ -145,15 +144,15 @@ class Job:
 
 @dataclass(frozen=True)
 class Update:
-    """What led to a step of the server.
+    """The events that led to a step of the server.
 
     Args:
-        t: the round: the version before it.
+        t: the round, which is the version before the step.
         time: in ticks.
-        jobs: what was delivered into it, ascending by client.
-        running: jobs that go on.
-        started: jobs since the last step.
-        dropped, discarded: jobs that ended without one, or too late to be used, since then.
+        jobs: the jobs delivered into it, ascending by client.
+        running: jobs that continue.
+        started: jobs since the last step. dropped, discarded: jobs since then that ended without a
+            delivery, or too late to be used.
     """
 
     t: int
@@ -170,7 +169,7 @@ class Events:
 
     Args:
         settings: size, concurrency, greatest staleness.
-        heterogeneity: who is there, who drops out.
+        heterogeneity: which clients are present, and which drop out.
         ticks: (version, client) → δ.
     """
 
@@ -186,7 +185,7 @@ class Events:
         self.time = 0
         self.version = 0
         self._number = 0
-        self._draws = 0  # STARTs at this version for which clients were free
+        self._draws = 0  # number of draws of starting clients at this version
         self._running: list[Job] = []  # a heap
         self._due: list[Job] = []  # jobs that end at this time, in reverse order
         self._buffer: list[Job] = []
@@ -200,11 +199,11 @@ class Events:
         self._discarded: list[Job] = []
 
     def next(self) -> Update:
-        """Go on to the server's next step."""
+        """Advance to the server's next step."""
         while True:
             if self._due:
                 full = self._ends(self._due.pop())
-                # Clients that end at an instant end before others start at it.
+                # If jobs end and start at the same instant, the ends come first.
                 self._to_start = True
                 if full:
                     return self._update()
@@ -222,7 +221,7 @@ class Events:
                 return self._update()
 
     def versions_in_use(self) -> frozenset[int]:
-        """The versions that running jobs were given, of those that will deliver."""
+        """Return the versions of running jobs that will deliver."""
         waiting = (*self._running, *self._due)
         return frozenset(job.version for job in waiting if not job.dropped)
 
@@ -250,7 +249,7 @@ class Events:
             heapq.heappush(self._running, job)
 
     def _ends(self, job: Job) -> bool:
-        """Take a job that ended; tell whether the buffer is full."""
+        """Take a job that ended; return whether the buffer is full."""
         limit = self.settings.max_staleness
         if job.dropped or (limit is not None and self.version - job.version > limit):
             (self._dropped if job.dropped else self._discarded).append(job)

@@ -1,6 +1,6 @@
 """Clients' availability, dropouts and amounts of work, and the durations of synchronous rounds.
 
-All is a function of (seed, round or version, client), so that it is known before training.
+All of these are functions of (seed, round or version, client), so they are known before training.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fl_lightning.sampling import generator
 
 @dataclass(frozen=True)
 class Heterogeneity:
-    """What ``SystemHeterogeneity`` asks for.
+    """The settings of ``SystemHeterogeneity``.
 
     Args:
         seed: the run's.
         m: clients.
         dropout: the share of jobs that end without a delivery.
         min_work: u₀: a client does a share of its steps, uniform between u₀ and 1.
-        availability: the probability of being there at a version, or one per client ``(m,)``.
+        availability: the probability of being present at a version, or one per client ``(m,)``.
     """
 
     seed: int
@@ -35,20 +35,20 @@ class Heterogeneity:
     availability: float | NDArray[np.float64] | None = None
 
     def there(self, version: int) -> NDArray[np.int64] | None:
-        """The clients that are there, ascending; None: all."""
+        """Return the clients that are present, ascending; None: all clients."""
         if self.availability is None:
             return None
         draws = generator(self.seed, "availability", version).random(self.m)
         return np.flatnonzero(draws < self.availability)
 
     def drops(self, version: int, client: int) -> bool:
-        """Tell whether the job that ``client`` starts at ``version`` delivers nothing."""
+        """Return whether the job that ``client`` starts at ``version`` delivers nothing."""
         if self.dropout == 0:
             return False
         return bool(generator(self.seed, "dropout", version, client).random() < self.dropout)
 
     def steps(self, version: int, client: int, whole: int) -> int:
-        """K: of the ``whole`` K_i steps that are asked of it, at least one."""
+        """Return K: how many of the ``whole`` K_i steps it takes, at least one."""
         if self.min_work == 1:
             return whole
         draw = float(generator(self.seed, "work", version, client).random())
@@ -58,27 +58,27 @@ class Heterogeneity:
 
 @dataclass(frozen=True)
 class Deadline:
-    """What ``VirtualClock`` asks for beside its devices.
+    """The settings of ``VirtualClock``, besides its devices.
 
     Args:
-        ticks: after so many the round ends; None: when enough have delivered.
-        over_selection: o: so many times the participants are drawn.
+        ticks: the round ends after so many; None: when enough have delivered.
+        over_selection: o: the number of drawn clients over that of participants.
     """
 
     ticks: int | None
     over_selection: float
 
     def drawn(self, n: int) -> int:
-        """⌈o n⌉, as an exact decimal."""
+        """Return ⌈o n⌉, computed as an exact decimal."""
         return math.ceil(Fraction(str(self.over_selection)) * n)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a synchronous round's participants, each ascending.
+    """What happened to the participants of a synchronous round, each list ascending.
 
     ``length``: ticks until the server stepped. ``ends``: ticks by client, from the round's start.
-    ``arrived``: whose uploads came before the end, the accepted among them.
+    ``arrived``: clients whose uploads came before the end, including the accepted ones.
     """
 
     accepted: tuple[int, ...]
@@ -96,7 +96,9 @@ def outcome(
     ticks: Callable[[int], int],
     deadline: int | None,
 ) -> Outcome:
-    """A round of which ``ids`` were drawn, and the first ``n`` that deliver are accepted."""
+    """Return the outcome of a round for which ``ids`` were drawn, and the first ``n`` that
+    deliver are accepted.
+    """
     ends = {client: ticks(client) for client in ids}
     lost = tuple(client for client in ids if dropped(client))
     surviving = [client for client in ids if client not in set(lost)]

@@ -1,7 +1,7 @@
-"""How fast clients compute and communicate: seconds a step, bytes a second, by client.
+"""How fast clients compute and communicate: seconds per step, and bytes per second, by client.
 
-All is a function of (seed, client), and of the job where there is jitter, so that durations are
-known before training, in every process alike.
+All are functions of (seed, client), and with jitter also of the job. So durations are known before
+training, equally in every process.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ class Distribution(ABC):
 
     @abstractmethod
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
-        """The numbers ``(m,)``; ``purpose``: "" for computing, "up", "down"."""
+        """Return the numbers ``(m,)``; ``purpose``: "" for computing, "up", "down"."""
 
 
 @checked
 @dataclass(frozen=True)
 class Constant(Distribution):
-    """The same for all.
+    """The same number for all clients.
 
     Args:
-        seconds_per_step: of a local step; as a bandwidth, bytes a second.
+        seconds_per_step: seconds per local step; as a bandwidth, bytes per second.
     """
 
     seconds_per_step: PositiveFloat
@@ -57,7 +57,7 @@ class LogNormal(Distribution):
 
     Args:
         median: of clients.
-        sigma: σ; 0 is the same for all.
+        sigma: σ; with 0 all clients are the same.
     """
 
     median: PositiveFloat
@@ -71,7 +71,7 @@ class LogNormal(Distribution):
 
 @dataclass(frozen=True)
 class Tiers(Distribution):
-    """Classes of clients, drawn by lot.
+    """Classes of clients, to which clients are assigned at random.
 
     Args:
         tiers: ``(share of the clients, number)`` of each; shares sum to 1.
@@ -98,7 +98,7 @@ class Tiers(Distribution):
             check("Tiers: a tier's number", speed, PositiveFloat)
         total = sum((Fraction(str(share)) for share, _ in pairs), Fraction(0))
         if abs(total - 1) > Fraction(1, 10**9):
-            raise UserError(f"Tiers: the shares sum to {float(total):g}. They have to sum to 1.")
+            raise UserError(f"Tiers: the shares sum to {float(total):g}. Shares have to sum to 1.")
         object.__setattr__(self, "tiers", tuple(pairs))
 
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
@@ -107,7 +107,7 @@ class Tiers(Distribution):
 
 
 def cut_by_shares(pairs: Sequence[tuple[float, float]], order: NDArray[np.int64]) -> Speeds:
-    """The number of each client ``(m,)``: ``(share, number)`` are cut from ``order``."""
+    """Return the number of each client ``(m,)``: ``(share, number)`` are cut from ``order``."""
     m = len(order)
     numbers = np.empty(m)
     begin = 0
@@ -124,10 +124,10 @@ def cut_by_shares(pairs: Sequence[tuple[float, float]], order: NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Trace(Distribution):
-    """Numbers that were measured: a text file, one per line; client i has line i mod their number.
+    """Measured numbers from a text file, one per line; client i has line i modulo their number.
 
     Args:
-        path: of the file.
+        path: path of the file.
     """
 
     path: str
@@ -168,7 +168,7 @@ def _read(path: str) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class HalfNormal:
-    """A factor for each job: the size of z ~ N(0, 1) (Nguyen et al., AISTATS 2022)."""
+    """A factor for each job: the absolute value of z ~ N(0, 1) (Nguyen et al., AISTATS 2022)."""
 
     def factor(self, z: float) -> float:
         return abs(z)
@@ -188,15 +188,14 @@ class LogNormalJitter:
 @checked
 @dataclass(frozen=True)
 class Devices:
-    """What the clients run on.
+    """The devices of the clients.
 
-    A job, which is a client's work of one round, takes
-    δ = latency + K_i c_i ζ + B↓/b↓_i + B↑/b↑_i.
+    A job, which is a client's work in one round, takes δ = latency + K_i c_i ζ + B↓/b↓_i + B↑/b↑_i.
 
     Args:
-        compute: c_i, seconds of a local step.
-        jitter: ζ, a factor for each job; None: 1.
-        up, down: b↑_i, b↓_i in bytes a second: a number for all, or a distribution.
+        compute: c_i, seconds per local step.
+        jitter: ζ, a factor for each job; None: 1. up, down: b↑_i, b↓_i in bytes per second: a
+            number for all, or a distribution.
         latency: seconds.
     """
 
@@ -224,10 +223,9 @@ class Durations:
     """How long each client's jobs take, in ticks of a microsecond.
 
     Args:
-        devices: of the clients.
+        devices: devices of the clients.
         seed: the run's.
-        m: clients.
-        down, up: bytes that a participant is sent and sends.
+        m: number of clients. down, up: bytes that a participant is sent and sends.
     """
 
     devices: Devices
@@ -251,7 +249,7 @@ class Durations:
             object.__setattr__(self, f"seconds_{way}", taken)
 
     def of_job(self, version: int, client: int, steps: int) -> int:
-        """δ of the job that ``client`` starts at ``version`` with so many local steps."""
+        """Return δ of the job that ``client`` starts at ``version`` with so many local steps."""
         factor = 1.0
         if self.devices.jitter is not None:
             z = float(generator(self.seed, "job", version, client).standard_normal())

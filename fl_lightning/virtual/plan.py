@@ -1,6 +1,7 @@
-"""What a round of a run on simulated devices is: who delivers, from which version, after how long.
+"""A round on simulated devices: who delivers, from which version, after how long.
 
-It is known before training: any process computes it, after a resume from the beginning again.
+The plan of a round is known before training. Any process computes it, after a resume from the
+beginning again.
 """
 
 from __future__ import annotations
@@ -18,18 +19,19 @@ Drawn = Callable[[int], Sequence[int]]  # round → clients
 
 @dataclass(frozen=True)
 class Planned:
-    """What is known of a round beforehand.
+    """Facts of a round that are known beforehand.
 
     Args:
-        ids: whose updates it aggregates, ascending.
+        ids: clients whose updates it aggregates, ascending.
         versions: client → v_s: the server's steps before its job began.
-        discounts: client → σ(τ), by which its update counts less; empty: 1.
+        discounts: client → σ(τ), the factor of the client's update; empty: 1.
         downloads: how many clients are sent the model in this round.
-        uploads: how many updates arrive in it.
-        metrics: what is logged of it.
-        needed: versions that are still trained from after it.
-        normalised: discounted weights are divided by their sum.
-        mixed: updates are measured from the present model, not from what clients were given.
+        uploads: how many updates arrive in the round.
+        metrics: metrics that are logged for the round.
+        needed: versions from which clients still train after it.
+        normalised: whether discounted weights are divided by their sum.
+        mixed: whether updates are measured from the present model, instead of the model that each
+            client was given.
     """
 
     ids: tuple[int, ...]
@@ -49,10 +51,9 @@ class ScheduledJob:
 
     Args:
         client: who.
-        version: the server's steps before it began.
-        start, end: in ticks of a microsecond.
-        delivered: its upload arrived in time to be counted.
-        update: the round that it entered; None: none.
+        version: the server's steps before it began. start, end: in ticks of a microsecond.
+        delivered: whether its upload arrived in time to be counted.
+        update: the round that used it; None: no round did.
     """
 
     client: int
@@ -64,15 +65,15 @@ class ScheduledJob:
 
 
 class Synchronous:
-    """Rounds in which the server waits: for all, or on a virtual clock for the first.
+    """Rounds in which the server waits: for all clients, or on a virtual clock for the first ones.
 
     Args:
-        heterogeneity: who drops out.
-        drawn: who takes part in a round.
-        wanted: so many are accepted at most; None: all.
-        steps: K of the participants, as it will be done.
-        durations: on a virtual clock; None without a virtual clock.
-        deadline: of the clock.
+        heterogeneity: which clients drop out.
+        drawn: function that returns who takes part in a round.
+        wanted: the largest number of accepted clients; None: all.
+        steps: K that the participants will take.
+        durations: durations on a virtual clock; None without a virtual clock.
+        deadline: deadline of the clock.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Synchronous:
         self._begins = [0]
 
     def planned(self, t: int, ids: Sequence[int] | None = None) -> Planned:
-        """Round t; ``ids``: who takes part, where a method has chosen."""
+        """Return round t; ``ids``: the participants, if a method has chosen them."""
         if self.durations is None:
             return self._untimed(t, self.drawn(t) if ids is None else ids)
         begin = self.begin(t)
@@ -118,7 +119,7 @@ class Synchronous:
         return Planned(left, dict.fromkeys(left, t), {}, len(ids), len(left), metrics)
 
     def outcome(self, t: int) -> Outcome:
-        """What becomes of round t on the clock."""
+        """Return the outcome of round t on the clock."""
         durations = self.durations
         assert durations is not None and self.wanted is not None
         ids = self.drawn(t)
@@ -132,14 +133,14 @@ class Synchronous:
         )
 
     def begin(self, t: int) -> int:
-        """T_t in ticks: when round t begins."""
+        """Return T_t in ticks: when round t begins."""
         while len(self._begins) <= t:
             past = len(self._begins) - 1
             self._begins.append(self._begins[past] + self.outcome(past).length)
         return self._begins[t]
 
     def jobs(self, rounds: int) -> Iterator[ScheduledJob]:
-        """The jobs of so many rounds, in the order of starting."""
+        """Return the jobs of so many rounds, in the order of starting."""
         for t in range(rounds):
             begin = self.begin(t)
             found = self.outcome(t)
@@ -153,9 +154,9 @@ class Asynchronous:
     """Rounds that end when enough clients have delivered.
 
     Args:
-        settings: of the buffer.
-        heterogeneity: who is there, who drops out.
-        steps: K of clients at a version, as it will be done.
+        settings: settings of the buffer.
+        heterogeneity: which clients are present, and which drop out.
+        steps: K that clients will take at a version.
         durations: of jobs.
     """
 
@@ -181,7 +182,7 @@ class Asynchronous:
         return Events(self.settings, self.heterogeneity, ticks)
 
     def update(self, t: int) -> Update:
-        """What leads to the server's step of round t."""
+        """Return the update that leads to the server's step of round t."""
         if self._latest is not None and self._latest.t > t:
             self._events = self._anew()
             self._latest = None
@@ -190,7 +191,7 @@ class Asynchronous:
         return self._latest
 
     def planned(self, t: int, ids: Sequence[int] | None = None) -> Planned:
-        """Round t, in which no callback chooses the participants."""
+        """Return round t, in which no callback chooses the participants."""
         found = self.update(t)
         stale = {job.client: t - job.version for job in found.jobs}
         metrics = {
@@ -217,7 +218,9 @@ class Asynchronous:
         )
 
     def jobs(self, rounds: int) -> Iterator[ScheduledJob]:
-        """The jobs that begin before the last of so many rounds ends, in the order of starting."""
+        """Return the jobs that begin before the last of so many rounds ends, in the order of
+        starting.
+        """
         events = self._anew()
         started: dict[int, Job] = {}
         entered: dict[int, int | None] = {}

@@ -90,10 +90,8 @@ def test_an_option_tells_its_classes_and_a_class_its_arguments(
     )
     digits = shown(capsys, "fit", "-c", "base", "--data.help", "Digits")
     assert "--data.root  str | Path, default data" in digits
-    assert (
-        "--data.batch_size  an integer from 1, or null, default 50\n        None: the whole client"
-        in digits
-    )
+    size = "--data.batch_size  an integer from 1, or null, default 50\n"
+    assert size + "        None: all samples of a client" in digits
     assert "--method.beta  float | Schedule" in shown(
         capsys, "fit", "--method.help=RelaxedInitialization"
     )

@@ -125,7 +125,7 @@ def test_a_frozen_run_that_wakes_up_after_another_took_over_writes_nothing(cli: 
     before = snapshot(folder)
     process.kill(signal.SIGCONT)
     woken = process.wait()
-    assert woken.returncode == 2 and "has taken this run up meanwhile" in woken.stderr
+    assert woken.returncode == 2 and "has continued this run in the meantime" in woken.stderr
     assert snapshot(folder) == before
 
 

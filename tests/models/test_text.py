@@ -225,7 +225,7 @@ def test_a_checkpoint_loads_as_lightning_does(tmp_path: Path) -> None:
 BROKEN: dict[str, tuple[dict[str, Any], str]] = {
     "no folder": (
         {"path": "nowhere/opt-125m"},
-        "path is 'nowhere/opt-125m', which is no folder. Give a local folder",
+        "path is 'nowhere/opt-125m', which is not a folder. Give a local folder",
     ),
     "no network": ({"path": "."}, "which has no config.json"),
     "neither": ({}, "neither path nor config.model_type is given"),

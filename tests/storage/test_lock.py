@@ -82,7 +82,7 @@ def test_nothing_is_written_in_a_folder_that_another_took(tmp_path: Path) -> Non
     (tmp_path / ".lock").unlink()
     assert in_another_process(try_to_hold, tmp_path) == 0
     with (
-        pytest.raises(lock.TakenUp, match="taken this run up"),
+        pytest.raises(lock.TakenUp, match="continued this run"),
         written_aside(tmp_path / "deep" / "a") as file,
     ):
         file.write(b"2")

@@ -308,7 +308,7 @@ def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
         ("grid: {seed_everything: [0, 0]}", "0 is given twice"),
         ("grid: {seed_everything: [true]}", "give integers"),
         ("grid: {model.participation: []}", "grid.model.participation is empty"),
-        ("fixed: {ckpt_path: last}", "ckpt_path is set by the sweep"),
+        ("fixed: {ckpt_path: last}", "the sweep sets ckpt_path itself"),
         (
             "fixed: {model.participation: 1}\ngrid: {model.participation: [1, 2]}",
             "both fixed and in the grid",

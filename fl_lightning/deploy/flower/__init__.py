@@ -1,4 +1,4 @@
-"""A Flower app's two ends: ``serve`` in its server_app.py, ``answer`` in its client_app.py.
+"""The two ends of a Flower app: ``serve`` in its server_app.py, ``answer`` in its client_app.py.
 
 Flower starts a process for each message of a site, so nothing here imports torch until it trains.
 """

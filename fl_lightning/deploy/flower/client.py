@@ -1,4 +1,4 @@
-"""A message's process at a site: it hands the message on to the site's resident process."""
+"""The process of a message at a site: it passes the message on to the site's resident process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _STARTS = 4
 
 
 def answer(message: Any, context: Any, file: str) -> Any:
-    """The site's answer to a message of the server.
+    """Return the site's answer to a message of the server.
 
     Args:
         file: ``__file__`` of the app's client_app.py.
@@ -42,7 +42,7 @@ def answer(message: Any, context: Any, file: str) -> Any:
 
 
 class Resident:
-    """The process that holds a site's learner, data and rows; starts it if it does not run.
+    """The process that holds a site's learner, data and rows; it is started if it does not run.
 
     Args:
         app: the app's folder.
@@ -66,7 +66,7 @@ class Resident:
         self.key = self._key(app, settings)
 
     def _key(self, app: Path, settings: NodeSettings) -> bytes:
-        """By what a resident of this app and these settings is known."""
+        """Return the key of a resident with this app and these settings."""
         digest = hashlib.sha256(repr(self.command).encode())
         paths = sorted(path for path in app.rglob("*") if path.suffix in (".py", ".yaml"))
         if settings.site:
@@ -77,7 +77,7 @@ class Resident:
         return digest.digest()
 
     def ask(self, data: bytes) -> bytes:
-        """The answer of the resident process, which is started if necessary.
+        """Return the answer of the resident process, which is started if necessary.
 
         Raises:
             UserError: it does not start, or ends before it answers.
@@ -99,7 +99,7 @@ class Resident:
             return answered
 
     def _asked(self, data: bytes) -> bytes:
-        """The answer; nothing where no resident of this key is there."""
+        """Return the answer; nothing if there is no resident with this key."""
         try:
             with link.connect(self.folder) as connection:
                 connection.sendall(self.key)
@@ -120,7 +120,7 @@ class Resident:
             )
 
     def _why(self) -> str:
-        """Why it has ended, by the last of its lines."""
+        """Return why the process has ended, from its last line."""
         text = (self.folder / LOG).read_text("utf-8", errors="replace").strip()
         last = text.split("\n")[-1].removeprefix("fl-lightning: ") if text else "it said nothing"
         return f"{last[:1000]} (the site's process has ended; {self.folder / LOG})"

@@ -1,4 +1,4 @@
-"""``fl-lightning deploy flower CONFIG…``: an app's folder, for ``flwr run``."""
+"""``fl-lightning deploy flower CONFIG…`` writes an app's folder, for ``flwr run``."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Write the app that ``argv`` asks for.
 
     Raises:
-        UserError: the configs are to be mended, cannot be run over sites, or the folder is there.
+        UserError: the configs are wrong or cannot be run over sites, or the folder exists.
     """
     if not argv or argv[0] in ("-h", "--help") or "--help" in argv:
         print(USAGE)
@@ -66,10 +66,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _out(argv: list[str]) -> tuple[Path, list[str]]:
-    """The app's folder, and the other arguments.
+    """Return the app's folder, and the other arguments.
 
     Raises:
-        UserError: it is there, or has no name that Flower takes.
+        UserError: it exists, or its name is not allowed by Flower.
     """
     folder = Path("flower-app")
     rest: list[str] = []
@@ -102,7 +102,7 @@ def _of_a_run(prepared: Command) -> None:
 
 
 def write(folder: Path, prepared: Command) -> None:
-    """Write the app's files, once its config is known to be one."""
+    """Write the app's files, once its config is known to be valid."""
     # These import torch, which the report of a mistyped name should not wait for.
     from fl_lightning.cli.cli import CommandCLI
     from fl_lightning.cli.commands import quiet
@@ -133,7 +133,7 @@ def write(folder: Path, prepared: Command) -> None:
 
 
 def _as_in_the_study(data: Any) -> str:
-    """Lines of site.yaml that give columns and classes the places that they have at the server."""
+    """Return lines of site.yaml that give columns and classes the same numbers as at the server."""
     target = getattr(data, "target", None)
     lines = [f"    target: {json.dumps(target if isinstance(target, str) else 'outcome')}"]
     for name in ("features", "classes"):

@@ -13,14 +13,14 @@ KEY = "fl_lightning"
 
 
 def content(data: bytes) -> Any:
-    """Flower's record that holds a message's bytes."""
+    """Return Flower's record that holds a message's bytes."""
     from flwr.app import Array, ArrayRecord, RecordDict
 
     return RecordDict({KEY: ArrayRecord({KEY: Array(np.frombuffer(data, np.uint8))})})
 
 
 def enclosed(message: Message) -> Any:
-    """The record of a message."""
+    """Return the record of a message."""
     return content(packed(message))
 
 
@@ -28,7 +28,7 @@ def bytes_in(record: Any, site: str) -> bytes:
     """A message's bytes.
 
     Raises:
-        UserError: it is another app's record.
+        UserError: it is the record of another app.
     """
     try:
         # Flower reads the array with NumPy, and does not allow pickles.
@@ -41,5 +41,5 @@ def bytes_in(record: Any, site: str) -> bytes:
 
 
 def opened(record: Any, site: str) -> Message:
-    """The message in a record."""
+    """Return the message in a record."""
     return unpacked(bytes_in(record, site), site)

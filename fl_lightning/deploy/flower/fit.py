@@ -16,10 +16,10 @@ STAYS_AWAY = ("DivergenceLogger",)
 
 
 def fit(app: Path, transport: Transport, settings: Settings) -> int:
-    """Fit what is in the app's folder; the exit status of ``fl-lightning fit``.
+    """Fit the app in this folder, and return the exit status of ``fl-lightning fit``.
 
     Raises:
-        UserError: something is to be mended.
+        UserError: the user has to correct something.
     """
     if str(app) not in sys.path:
         sys.path.insert(0, str(app))

@@ -1,4 +1,4 @@
-"""The server of a Flower app: a fit whose messages travel by Flower's grid."""
+"""The server of a Flower app: a fit whose messages are carried by Flower's grid."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SOON, _LATER = 0.1, 1.0  # seconds between questions for answers
 
 
 class GridTransport:
-    """Messages by Flower's ``Grid``; a site's name is its node's number."""
+    """Messages carried by Flower's ``Grid``; a site's name is its node's number."""
 
     def __init__(self, grid: Any) -> None:
         self.grid = grid
@@ -71,7 +71,7 @@ class GridTransport:
 
 
 def _opened(reply: Any, site: str) -> Message:
-    """A site's answer; ``lost`` if Flower says that there will be no answer."""
+    """Return a site's answer; ``lost`` if Flower says that there will be no answer."""
     if not reply.has_error():
         return envelope.opened(reply.content, site)
     if reply.error.code not in _OF_THE_APP:
@@ -90,7 +90,7 @@ def serve(grid: Any, context: Any, file: str) -> None:
         file: ``__file__`` of the app's server_app.py.
 
     Raises:
-        UserError: something is to be mended, here or at a site.
+        UserError: the user has to correct something, here or at a site.
         RuntimeError: the run diverged, or was stopped.
     """
     # Without this link to its parent, the server would wait for answers that cannot arrive.

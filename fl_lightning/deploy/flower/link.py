@@ -1,7 +1,7 @@
-"""Between a message's process and the process of its site: a socket in the site's folder.
+"""The link between a message's process and the process of its site: a socket in the site's folder.
 
-A question is the resident's key, a length and that many bytes; the answer a length and the bytes.
-No bytes: it is another's resident, which ends.
+A question is the resident's key, a length and that many bytes; an answer is a length and the bytes.
+An answer without bytes means that this resident belongs to another app, and ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ KEY_BYTES = 32
 
 @contextmanager
 def address(folder: Path) -> Iterator[str]:
-    """The socket's name, short enough for the system whatever the folder's is."""
+    """Return the socket's name, short enough for the system however long the folder's name is."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield f"/proc/self/fd/{descriptor}/{NAME}"
@@ -27,7 +27,7 @@ def address(folder: Path) -> Iterator[str]:
 
 
 def connect(folder: Path) -> socket.socket:
-    """A connection to the folder's resident.
+    """Return a connection to the folder's resident.
 
     Raises:
         OSError: there is none.
@@ -43,7 +43,7 @@ def connect(folder: Path) -> socket.socket:
 
 
 def listen(folder: Path) -> socket.socket:
-    """The resident's socket, in place of that of one before, which has ended."""
+    """Return the resident's socket, which replaces that of an earlier resident that has ended."""
     (folder / NAME).unlink(missing_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     with address(folder) as name:
@@ -59,10 +59,10 @@ def write(connection: socket.socket, data: bytes) -> None:
 
 
 def read(connection: socket.socket) -> bytes:
-    """What :func:`write` sent.
+    """Read a message that :func:`write` sent.
 
     Raises:
-        ConnectionError: the other end has gone before its end.
+        ConnectionError: the other end closed the connection before all was sent.
     """
     return read_bytes(connection, int.from_bytes(read_bytes(connection, 8), "little"))
 
@@ -71,7 +71,7 @@ def read_bytes(connection: socket.socket, number: int) -> bytes:
     """So many bytes.
 
     Raises:
-        ConnectionError: the other end has gone before.
+        ConnectionError: the other end closed the connection before.
     """
     data = bytearray(number)
     view = memoryview(data)

@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it, however that ended."""
+"""A process that ends with its parent, however that ended."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import threading
 
 
 def end_with(parent: int) -> None:
-    """End this process at once when its parent has; what counts is on the disk at any time."""
+    """End this process at once when its parent has ended; everything that counts is on disk at
+    any time.
+    """
     try:
         descriptor = os.pidfd_open(parent)
     except ProcessLookupError:

@@ -1,7 +1,7 @@
 """``fl-lightning site``: a site's process, which holds its learner, its data and its rows.
 
-A Flower message's process starts it. It ends with the process that started that one, so with its
-SuperNode, and where a message of another app comes.
+A Flower message's process starts it. The resident process ends together with the parent of that
+process, which is the SuperNode, or when a message of another app arrives.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     """Serve until the parent ends.
 
     Raises:
-        UserError: the site's data or settings are to be mended.
+        UserError: the user has to correct the site's data or settings.
     """
     parser = ArgumentParser("site", DESCRIPTION)
     parser.add_argument("app", metavar="APP", type=Path, help="the app's folder")
@@ -46,7 +46,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 class SocketPost:
-    """A site's end of the link, which listens from its first question for a message on."""
+    """A site's end of the link, which starts to listen when it first waits for a message."""
 
     def __init__(self, folder: Path, key: bytes) -> None:
         self.folder = folder

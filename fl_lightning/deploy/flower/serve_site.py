@@ -32,7 +32,7 @@ _OPTIONS = {
 
 
 class Peeked:
-    """A post whose first message has been looked at."""
+    """A post whose first message has been read in advance."""
 
     def __init__(self, post: Post, first: Message) -> None:
         self.post = post
@@ -51,7 +51,7 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     """Answer the server's messages until there are no more.
 
     Raises:
-        UserError: what the site was given is to be mended.
+        UserError: the user has to correct the site's settings.
     """
     quiet()
     for place in (str(Path.cwd()), str(app)):
@@ -88,7 +88,8 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
 
 
 def runs_at_sites(callback: Any) -> bool:
-    """Tell whether a site has to call this callback: a method, or one that reads clients' batches.
+    """Return whether a site has to call this callback: a method, or one that reads clients'
+    batches.
 
     The user's other callbacks belong to the run, and the server calls them.
     """
@@ -97,7 +98,8 @@ def runs_at_sites(callback: Any) -> bool:
 
 
 def check_own(first: Message, data: Any) -> None:
-    """Make a site's own data one client's, and compare its names with those of the first message.
+    """Make a site's own data the data of one client, and compare its names with those of the first
+    message.
 
     Raises:
         UserError: columns or classes are missing, too many or in another order.
@@ -108,10 +110,10 @@ def check_own(first: Message, data: Any) -> None:
 
 
 def own_data(prepared: Command, path: Path) -> int:
-    """Put a site's own data in place of the config's; the number of its client.
+    """Put a site's own data in place of the config's; return the number of its client.
 
     Raises:
-        UserError: the file is not there, or says something else.
+        UserError: the file does not exist, or has other keys.
     """
     where = f"--node-config site={str(path)!r}"
     try:

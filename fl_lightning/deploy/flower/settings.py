@@ -1,4 +1,4 @@
-"""What ``flwr run --run-config`` and ``flower-supernode --node-config`` give an app."""
+"""The settings of ``flwr run --run-config`` and ``flower-supernode --node-config`` for an app."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class Settings:
     """``--run-config`` of an app's run.
 
     Raises:
-        UserError: a value is of another kind.
+        UserError: a value has another type.
     """
 
     def __init__(self, given: Any) -> None:
@@ -38,7 +38,7 @@ class NodeSettings:
     """``--node-config`` of a site's SuperNode.
 
     Raises:
-        UserError: a value is missing, or of another kind.
+        UserError: a value is missing, or has another type.
     """
 
     def __init__(self, given: Any) -> None:

@@ -1,8 +1,8 @@
 """The ATen calls of a piece of code, recorded once, as a function that repeats them.
 
-Sequences of calls become TorchScript functions, which do not hold the interpreter's lock; where
-that is not possible, Python makes the calls. Either way they are the same calls on the same memory,
-and so give the same bits.
+Sequences of calls become TorchScript functions, which do not hold the interpreter's lock. If that
+is not possible, Python makes the calls. In both cases they are the same calls on the same memory,
+so they give the same bits.
 """
 
 from __future__ import annotations
@@ -42,18 +42,19 @@ class Call:
     out: Any = None
 
     def line(self, function: str) -> str:
-        """As code, by a name of the function."""
+        """Return the call as code, by a name of the function."""
         call = f"{function}({self.text})"
         return f"{', '.join(self.names)}{',' * self.alone} = {call}" if self.names else call
 
 
 class Recording(TorchDispatchMode):
-    """The ATen calls within, as a function of the batch and of tensors that existed before.
+    """The ATen calls within this context, as a function of the batch and of tensors that existed
+    before.
 
-    ``refused`` says why the calls may differ the next time; it is empty where they cannot.
+    ``refused`` says why the calls may differ the next time; it is empty if they cannot.
 
     Args:
-        leaves: the batch's tensors.
+        leaves: tensors of the batch.
         own: tensors that :meth:`bind` replaces by another client's, of the same layout.
     """
 
@@ -127,7 +128,7 @@ class Recording(TorchDispatchMode):
                 self.refused = f"the shape of {func}'s result may differ from step to step"
 
     def _text(self, value: Any, uses: list[str]) -> str:
-        """How the code names a value; tensors and floats are passed in under a name."""
+        """Return the name of a value in the code; tensors and floats are passed in under a name."""
         if isinstance(value, (list, tuple)):
             return f"[{', '.join(self._text(v, uses) for v in value)}]"
         if isinstance(value, torch.device):
@@ -140,7 +141,7 @@ class Recording(TorchDispatchMode):
         return name
 
     def _there(self, tensor: Tensor) -> str:
-        """A tensor that existed before."""
+        """Return the name of a tensor that existed before."""
         # Parameters may be tied differently later, so the key includes the present memory address.
         key = id(tensor), tensor.data_ptr()
         if key not in self._fixed:
@@ -153,7 +154,7 @@ class Recording(TorchDispatchMode):
         return name
 
     def _compiled(self) -> Callable[..., None]:
-        """The calls as one function; each tensor is freed after its last use."""
+        """Return the calls as one function; each tensor is freed after its last use."""
         self._save_copies()
         pieces: list[Call] = []
         start = 0
@@ -190,7 +191,9 @@ class Recording(TorchDispatchMode):
         return replay
 
     def _save_copies(self) -> None:
-        """Write matrix products that are only copied elsewhere, as gradients are, there at once."""
+        """Write matrix products directly to the place to which they are only copied, as
+        gradients are.
+        """
         made_by: dict[str, int] = {}
         uses = Counter[str]()
         # For each storage: the call, and the first and last byte that it touches.
@@ -232,7 +235,7 @@ class Recording(TorchDispatchMode):
         self._calls = [call for j, call in enumerate(self._calls) if j not in unneeded]
 
     def _script(self, start: int, end: int) -> Call | None:
-        """Consecutive calls as one TorchScript function; None where it cannot be compiled."""
+        """Return consecutive calls as one TorchScript function; None if it cannot be compiled."""
         made: dict[str, None] = {}
         used: dict[str, None] = {}
         lines = []
@@ -254,13 +257,13 @@ class Recording(TorchDispatchMode):
         return "float" if isinstance(self._values.get(name), float) else "Tensor"
 
     def _owner(self, tensor: Tensor) -> str:
-        """Which of the tensors that :meth:`bind` replaces this is a view of; empty: of none."""
+        """Return which of the bound tensors this one is a view of; empty: none of them."""
         return self._storages.get(tensor.untyped_storage().data_ptr(), "")
 
     def bind(self, own: dict[str, Tensor]) -> bool:
-        """Use these tensors from here on.
+        """From now on use these tensors.
 
-        False if some are missing, or if the recording is good for one client only.
+        Return False if some are missing, or if the recording holds for only one client.
         """
         if self._run is None:
             self._run = self._compiled()
@@ -271,7 +274,7 @@ class Recording(TorchDispatchMode):
         return True
 
     def replay(self, leaves: list[Tensor], numbers: dict[str, int]) -> None:
-        """The step once more, on this batch."""
+        """Repeat the step on this batch."""
         if self._run is None:
             self._run = self._compiled()
         jit: Any = torch.jit  # torch.jit does not declare all its functions
@@ -282,9 +285,9 @@ class Recording(TorchDispatchMode):
 
 
 def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
-    """Tell whether the copy takes the whole product in its order in memory.
+    """Return whether the copy takes the whole product in its order in memory.
 
-    Then writing the product there in the first place gives the same bits.
+    Then writing the product to that place directly gives the same bits.
     """
     whole = copied.data_ptr() == product.data_ptr() and there.shape == copied.shape
     tensors = (there, copied, product)
@@ -295,14 +298,14 @@ def alike(there: Tensor, copied: Tensor, product: Tensor) -> bool:
 
 
 def reach(tensor: Tensor) -> tuple[int, int]:
-    """The address of its first byte, and that after its last."""
+    """Return the address of its first byte, and of the byte after its last."""
     last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 @cache
 def changes_lists(func: Any) -> bool:
-    """Whether a call changes tensors that it is given in a list."""
+    """Return whether a call changes tensors that it gets in a list."""
     arguments = func._schema.arguments
     return any(
         a.alias_info is not None and a.alias_info.is_write and "List" in str(a.type)
@@ -312,7 +315,9 @@ def changes_lists(func: Any) -> bool:
 
 @lru_cache(maxsize=64)
 def script(code: str) -> Callable[..., Any] | None:
-    """A TorchScript function, one for all recordings of the same calls; None: it cannot be made."""
+    """Return a TorchScript function, one for all recordings of the same calls; None: it cannot
+    be made.
+    """
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -1,9 +1,9 @@
-"""``concurrent`` on a GPU: several clients side by side, each on a stream of its own.
+"""``concurrent`` on a GPU: several clients in parallel, each on its own stream.
 
 A client's local step is one CUDA graph.
 The clients are started one after the other, each in a copy of the learner, and then collected; on
-the device they overlap. Each runs the kernels that it would run alone, so that results do not
-depend on how many there are.
+the device they overlap. Each runs the same kernels as if it ran alone, so results do not depend on
+the number of clients.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ WORTH = 8
 
 
 class Streams:
-    """A stream for each worker; the learner itself stays at the global model.
+    """One stream for each worker; the learner itself stays at the global model.
 
     Args:
-        workers: with ``draws=False``: numbers drawn on several streams would depend on how these
-            are interleaved.
-        learner: the original; the workers' copies follow what its hooks change between rounds.
+        workers: workers with ``draws=False``, because numbers drawn on several streams would depend
+            on how the streams interleave.
+        learner: the original; the workers' copies follow changes by its hooks between rounds.
     """
 
     def __init__(self, workers: list[Worker], learner: Any) -> None:
@@ -79,6 +79,8 @@ class Streams:
                 worker.copy.reset()
 
     def close(self) -> None:
-        """Release the graphs' memory, all at once: graphs of one stream share a workspace."""
+        """Release the graphs' memory, all at once, because graphs of one stream share a
+        workspace.
+        """
         for worker in self.workers:
             worker.forget()
