@@ -28,7 +28,7 @@ class GlobalLossLogger(Measurement):
       augmentation and weight decay. ``train/loss`` differs from it: that is the mean along the
       clients' local paths.
     - train_acc: the accuracy that the learner logs in ``training_step``, or else in
-    ``validation_step``, over the same samples; not logged if the learner logs no accuracy.
+      ``validation_step``, over the same samples; not logged if the learner logs no accuracy.
     - gap: val/loss - train_loss, in rounds that were validated.
     - grad_norm: ‖∇f‖ of that loss.
 

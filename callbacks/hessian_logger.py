@@ -25,11 +25,11 @@ class HessianLogger(Measurement):
     ``training_step`` in evaluation mode, with biases, without augmentation and weight decay.
 
     - top_eigenvalue: the largest eigenvalue (not in absolute value), by Lanczos' method;
-    top_residual: its residual, the norm of Hv - λv over that of λ.
+      top_residual: its residual, the norm of Hv - λv over that of λ.
     - trace: by Hutchinson's method, but exact along directions in which H is large; trace_stderr:
       its standard error.
     - norm: ‖w‖ of the evaluated model. A dual variable changes the norm and the curvature together,
-    so compare both, and also ``global/train_loss``.
+      so compare both, and also ``global/train_loss``.
 
     The measurement comes after the round, on a copy of the learner in full precision: it changes no
     bit of the training. A product with H costs about three gradients of the subset; there are about

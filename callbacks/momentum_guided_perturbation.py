@@ -44,8 +44,8 @@ class MomentumGuidedPerturbation(FederatedCallback):
     Args:
         radius: ρ.
         alpha: α in round 0, above 0 and below 1.
-        rate: r, from 0 to 1; 0: α is fixed. lower, upper: bounds of the value that α follows, above
-            0 and below 1.
+        rate: r, from 0 to 1; 0: α is fixed.
+        lower, upper: bounds of the value that α follows, above 0 and below 1.
 
     Raises:
         UserError: a value is not accepted; another callback decides where the gradient is taken, or

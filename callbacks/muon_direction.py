@@ -62,7 +62,8 @@ class MuonDirection(FederatedCallback):
         adjust: s: ``"original"``, ``"match_rms_adamw"`` or ``"none"``.
         matrix_lr_scale: c, above 0.
         exclude: patterns of names (``fnmatch``) of parameters that are treated as vectors, or
-            ``"last"`` (layer). betas, epsilon: of Adam.
+            ``"last"`` (layer).
+        betas, epsilon: of Adam.
 
     Raises:
         UserError: a value is not accepted; variates with another start or nesterov; a pattern

@@ -28,8 +28,8 @@ class FromDatasets(FederatedDataModule):
     """Federated data from map-style Datasets of any kind; samples are read and collated one by one.
 
     Args:
-        train: the training data, which ``partition`` splits over ``num_clients``. val, test:
-            evaluated whole; without ``val`` the run validates on the test set.
+        train: the training data, which ``partition`` splits over ``num_clients``.
+        val, test: evaluated whole; without ``val`` the run validates on the test set.
         test_clients: one Dataset per client, its own test set, which may be empty. Without ``test``
             all of them together are also the global test set. Give ``{name: Dataset}`` if
             ``clients`` has names; a client that it leaves out has no test samples.
@@ -180,12 +180,12 @@ class FromDataModule(FederatedDataModule):
 
     - ``batch_size``, ``drop_last``, ``collate_fn``, within a client; also a plain ``BatchSampler``.
     - ``batch_size=None``: with a ``BatchSampler`` as sampler, batches are lists of positions;
-    otherwise each item is a batch, and one local step.
+      otherwise each item is a batch, and one local step.
     - ``num_workers``, ``prefetch_factor``, ``timeout``, ``worker_init_fn`` and
-    ``multiprocessing_context``: processes read ahead, and random draws are seeded for each batch by
-    (seed, round, client, step).
+      ``multiprocessing_context``: processes read ahead, and random draws are seeded for each batch
+      by (seed, round, client, step).
     - ``WeightedRandomSampler``, and ``RandomSampler`` with replacement, within a client: N_i draws
-    per epoch, by (seed, round, client, epoch).
+      per epoch, by (seed, round, client, epoch).
     - ``SubsetRandomSampler``, a list of positions: these samples are split.
 
     ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because a client's samples

@@ -92,8 +92,8 @@ class FromFolders(FileDataModule):
         classes: likewise; with ``lists`` the names of the labels 0, 1, …
         image_size: pixels, or ``[height, width]``, to which pictures are resized; None: pictures
             keep their size, which has to be equal.
-        mode: PIL's mode: ``"RGB"``, ``"L"`` (grey), … mean, std: x is (pixel / 255 − mean) / std,
-            by channel.
+        mode: PIL's mode: ``"RGB"``, ``"L"`` (grey), …
+        mean, std: x is (pixel / 255 − mean) / std, by channel.
         clients_per_domain: number of clients among which a domain's training samples are divided.
         test: None: the test lists; or a share of each domain, of each class alike, the same for
             every seed.

@@ -24,8 +24,8 @@ class GeneratedDomains(FederatedDataModule):
     differ between clients, which is the case that FedBN treats (Li et al., 2021).
 
     Args:
-        domains: number of domains; client d is ``domain d``. samples, test: training and test
-            samples of each domain.
+        domains: number of domains; client d is ``domain d``.
+        samples, test: training and test samples of each domain.
         size: side of a picture in pixels.
         data_seed: seed of the data; the run's seed does not change them.
     """

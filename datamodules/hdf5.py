@@ -56,8 +56,9 @@ class FromHDF5(FileDataModule):
     The first run stores an index in ``.fl_lightning/`` beside the data.
 
     Args:
-        train: the file; for pfl the only one. test, val: other files. x, y: names of the datasets
-            in other files; for texts y may be left out.
+        train: the file; for pfl the only one.
+        test, val: other files.
+        x, y: names of the datasets in other files; for texts y may be left out.
         group: the group that holds the clients.
         kind: recognised from the names with ``"auto"``; ``"arrays"`` for ``x`` and ``y``.
         length: for ``snippets``, characters of a window minus one.

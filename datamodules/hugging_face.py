@@ -98,8 +98,8 @@ class FromHuggingFace(FileDataModule):
         test, val: likewise; or other data, in the forms that ``data`` has.
         classes: the values of y in the order of their numbers.
         mode: PIL's mode, to which pictures are converted; None: pictures keep theirs.
-        image_size: pixels, or ``[height, width]``. mean, std: x of pictures is (pixel / 255 − mean)
-            / std, by channel.
+        image_size: pixels, or ``[height, width]``.
+        mean, std: x of pictures is (pixel / 255 − mean) / std, by channel.
         length: number of tokens of a text, −1 after its end.
         tokenizer: a local folder with a tokenizer; None: the tokens are bytes.
 

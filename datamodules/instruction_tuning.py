@@ -57,8 +57,8 @@ class InstructionTuning(FederatedDataModule):
     learned. L is the longest text of the batch. ``CausalLanguageModel`` takes such batches.
 
     Args:
-        root: the folder that holds the files; None if ``train`` and ``test`` are records. train,
-            test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
+        root: the folder that holds the files; None if ``train`` and ``test`` are records.
+        train, test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
             library ``datasets``; or the records themselves, a list of dicts or a ``Dataset`` whose
             rows are dicts. ``train`` None: 360 small sums for a first try, and 40 others to test
             on. ``input`` may be absent; ``response`` and ``answer`` stand for ``output``,
@@ -73,8 +73,8 @@ class InstructionTuning(FederatedDataModule):
             ``length`` tokens; the last row may be shorter. No token of such a row is padding;
             positions continue, and a record can attend to the earlier records in its row. A sample
             is a row.
-        group: the field that names the client; None: use a ``partition``. augment, biases,
-            download: have to be False and empty, because texts have none.
+        group: the field that names the client; None: use a ``partition``.
+        augment, biases, download: have to be False and empty, because texts have none.
         arguments: as in ``FederatedDataModule``.
 
     Raises:

@@ -34,8 +34,8 @@ class LanguageModelling(FederatedDataModule):
         length: number of tokens that a window predicts.
         tokenizer: a local folder with a tokenizer of transformers; None: the tokens are bytes, 259
             numbers.
-        test_fraction: the share of the text, from its end, that is the test set. augment, biases,
-            download: have to be False and empty, because texts have none.
+        test_fraction: the share of the text, from its end, that is the test set.
+        augment, biases, download: have to be False and empty, because texts have none.
         eval_batch_size: windows per batch in evaluation; a network's outputs have one number per
             possible token.
         arguments: as in ``FederatedDataModule``.

@@ -18,10 +18,11 @@ class InMemoryDataModule(FederatedDataModule):
     Args:
         train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used,
             other dtypes do not change, and a frame's float64 becomes float32; whole numbers y
-            become int64. test, val: ``(x, y)``; without ``val`` the run validates on the test set.
+            become int64.
+        test, val: ``(x, y)``; without ``val`` the run validates on the test set.
         clients: one array of positions in the training data per client; any sequence, also a lazy
-            one. partition, num_clients: how to split, and over how many clients, instead of
-            ``clients``.
+            one.
+        partition, num_clients: how to split, and over how many clients, instead of ``clients``.
         transform: function that is called on x of each batch, in training and in evaluation; the
             same input has to give the same output.
 

@@ -20,8 +20,8 @@ class Pictures:
 
     Args:
         size: ``(height, width)``, to which each picture is resized; None: pictures keep their size.
-        mode: PIL's mode, such as ``"RGB"`` or ``"L"``; None: the picture's own. mean, std: one
-            number per channel, or nothing.
+        mode: PIL's mode, such as ``"RGB"`` or ``"L"``; None: the picture's own.
+        mean, std: one number per channel, or nothing.
         filter: PIL's filter for resizing; None: its default.
     """
 

@@ -158,8 +158,8 @@ class LabelsPerClient(Partition):
         balance: with ``pfllib``, all clients with a class get equal numbers; if False, the numbers
             are drawn.
         mode: with ``flwr``, ``"random"``, ``"deterministic"`` (client i has the classes i, i + 1,
-            …) or ``"first-deterministic"`` (only the first of them is class i). tool_seed,
-            test_share: as for :class:`DirichletByClass`.
+            …) or ``"first-deterministic"`` (only the first of them is class i).
+        tool_seed, test_share: as for :class:`DirichletByClass`.
     """
 
     def __init__(

@@ -72,7 +72,8 @@ class FromTable(FederatedDataModule):
             client, as scikit-learn's ``train_test_split``); or the share of rows that is held out
             to test on, the same rows for every seed. If test rows also name their ``client``, they
             are the client's own test set as well. Other test rows belong only to the global test
-            set. num_clients, partition: how to split; not used if ``client`` names a column.
+            set.
+        num_clients, partition: how to split; not used if ``client`` names a column.
         separator: between a CSV's columns.
         classes: the target's values, in the order of their numbers; None: those of the training
             rows. Give it for files that lack a class which others have, as at sites.

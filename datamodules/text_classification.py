@@ -36,8 +36,8 @@ class TextClassification(FederatedDataModule):
     line), or ``.csv`` or ``.tsv`` with a header; each row has the columns below.
 
     Args:
-        root: the folder that holds the files. train, test: the files; without ``test`` there is no
-            test set.
+        root: the folder that holds the files.
+        train, test: the files; without ``test`` there is no test set.
         text: the column of the text, or two for pairs.
         label: the column of the class; rows with ``-`` in it are left out.
         classes: the values of the label's column, in the order of their numbers; None: the values
@@ -46,7 +46,8 @@ class TextClassification(FederatedDataModule):
             ``partition`` is given.
         length: number of tokens of a text; longer texts are cut.
         tokenizer: a local folder with a tokenizer of transformers; None: the tokens are bytes, 259
-            numbers. augment, biases, download: have to be False and empty.
+            numbers.
+        augment, biases, download: have to be False and empty.
         eval_batch_size: texts per batch in evaluation.
         arguments: as in ``FederatedDataModule``.
     """

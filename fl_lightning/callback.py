@@ -208,13 +208,13 @@ class FederatedCallback(Given, Resting, pl.Callback):
     """
 
     taps: dict[str, str] = {}
-    """Modules of the learner whose outputs the method reads: ``{"logits": "last", "features":
-    "last:in"}``.
+    """Modules of the learner whose outputs the method reads, such as
+    ``{"logits": "last", "features": "last:in"}``.
 
     Each name stands for a module's path in the learner: its output, or with ``:in`` its first
-    positional input. ``"last"`` is the last module with its own parameters (not counting norms),
-    ``""`` the learner. If a step calls a module several times, the last call counts. ``taps`` may
-    be set in ``__init__``.
+    positional input. ``"last"`` is the last module with its own parameters (not counting norms).
+    An empty path is the learner. If a step calls a module several times, the last call counts.
+    ``taps`` may be set in ``__init__``.
     """
 
     tolerates_staleness: ClassVar[bool] = False

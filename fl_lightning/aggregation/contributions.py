@@ -40,7 +40,8 @@ class Brought:
         finished: whether all its results are finite; if not, only its counts are set.
         update: ``(D,)``, as transmitted; ``shared``: a method may still hold and change it.
         trained: ``(D,)``, the update before it was transmitted, if parts are not averaged; else
-            None. uploads, logs: by name, one row and one number each.
+            None.
+        uploads, logs: by name, one row and one number each.
         buffers: changes of averaged buffers; ``maxima``: values of buffers that count.
         rows: rows of states, by name.
         kept: how many numbers the client keeps until its next round; None: its rows show it.

@@ -25,7 +25,7 @@ class FederatedCLI(LightningCLI):
     - ``--federated.participation 0.1``, …: the arguments of ``FederatedModule``;
     - ``--method+=ControlVariates``, …: the callbacks that make the method;
     - ``--split.num_clients 10``, ``--split.partition Dirichlet``, …: the arguments of
-    ``FromDataModule``, for a data module without clients;
+      ``FromDataModule``, for a data module without clients;
     - ``--optimizer``: each client's optimizer, a new one every round.
 
     ``model`` is the ``FederatedModule``, ``learner`` the LightningModule inside it. LightningCLI

@@ -37,8 +37,8 @@ class Curvature:
     Args:
         top_eigenvalue: the largest eigenvalue (not in absolute value); NaN if a value is not
             finite.
-        top_residual: its ‖Hv - λv‖ / |λ|. trace, trace_stderr: the estimate of the trace, and its
-            standard error over the probes.
+        top_residual: its ‖Hv - λv‖ / |λ|.
+        trace, trace_stderr: the estimate of the trace, and its standard error over the probes.
         norm: norm of the vector.
         products: number of products with the Hessian.
     """

@@ -20,8 +20,8 @@ class Adapter:
 
     Args:
         name: the path of the module that holds the pair, and the adapter's own name in it, if it
-            has one: ``"encoder.query.default"``. a, b: names of the parameters A, ``(rank, in)``,
-            and B, ``(out, rank)``.
+            has one: ``"encoder.query.default"``.
+        a, b: names of the parameters A, ``(rank, in)``, and B, ``(out, rank)``.
         weight: name of the frozen weight; empty if there is none for the pair.
         rank: rows of A.
         scale: alpha / rank, or what else the module multiplies with.

@@ -44,9 +44,9 @@ class FederatedStrategy(DDPStrategy):
 
     Args:
         timeout: how long a process waits for another before the run ends, a timedelta or seconds.
-            None: ten minutes beyond the longest round so far. At least half an hour before round 0,
-                with its downloads and trials; with torch before 2.14 always, because its gloo may
-                keep the timeout with which it began.
+            None: ten minutes beyond the longest round so far. It is at least half an hour before
+            round 0, with its downloads and trials. With torch before 2.14 it always is, because its
+            gloo may keep the timeout with which it began.
         **kwargs: arguments of Lightning's DDPStrategy.
     """
 

@@ -22,8 +22,8 @@ class ImageClassifier(pl.LightningModule):
     The learner logs ``loss`` and ``acc`` under ``train/``, ``val/`` and ``test/``.
 
     Args:
-        network: inputs ``(n, …)`` to logits ``(n, num_classes)``. lr, weight_decay, momentum: of
-            SGD, if no client optimizer is set.
+        network: inputs ``(n, …)`` to logits ``(n, num_classes)``.
+        lr, weight_decay, momentum: of SGD, if no client optimizer is set.
 
     ``predict_step`` gives probabilities ``(n, num_classes)``.
     """

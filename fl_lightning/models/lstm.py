@@ -23,8 +23,8 @@ class LSTM(Given, nn.Module):
 
     Args:
         tokens: number of different tokens; a token is a whole number from 0 to below it.
-        num_classes: number of outputs; None: ``tokens``, to predict the next one. embedding,
-            hidden: numbers per token, and units of a layer.
+        num_classes: number of outputs; None: ``tokens``, to predict the next one.
+        embedding, hidden: numbers per token, and units of a layer.
         projection: size of a linear layer between the LSTM and the last one, as in Reddi et al.
             (2020) for StackOverflow; None: there is none.
         outputs: ``"last"`` for :class:`ImageClassifier`, ``"each"`` for :class:`NextToken`.
@@ -78,8 +78,8 @@ class NextToken(Predictions):
 
     Args:
         network: tokens ``(n, length)`` to logits ``(n, length, tokens)``, such as :class:`LSTM`
-            with ``outputs="each"``. lr, weight_decay, momentum: of SGD, if no client optimizer is
-            set.
+            with ``outputs="each"``.
+        lr, weight_decay, momentum: of SGD, if no client optimizer is set.
     """
 
     # A checkpoint may hold this argument as a config does: class_path, init_args.

@@ -54,8 +54,8 @@ def network(
 
     Args:
         task: of ``TASKS``.
-        wanted_by: the learner's class, for messages. path, config, trainable, lora, base_dtype,
-            quantize, gradient_checkpointing: as in
+        wanted_by: the learner's class, for messages.
+        path, config, trainable, lora, base_dtype, quantize, gradient_checkpointing: as in
             :class:`~fl_lightning.models.CausalLanguageModel`.
         fixed: further entries of the architecture.
 

@@ -214,8 +214,8 @@ class CausalLanguageModel(TextLearner):
             ``"bfloat16"``, which takes half the memory. Trained weights are float32.
         quantize: keep frozen weights in 8 or 4 bits, by bitsandbytes on a CUDA GPU; None: do not.
         gradient_checkpointing: compute activations again in the backward pass, instead of keeping
-            them: less memory, about a third more time. lr, weight_decay: of AdamW, if no client
-                optimizer is set.
+            them: less memory, about a third more time.
+        lr, weight_decay: of AdamW, if no client optimizer is set.
 
     D and the communication count only trained weights; tied embeddings are one parameter and count
     once. ``predict_step`` returns the mean loss of each text ``(n,)``. A batch is tokens ``(n,

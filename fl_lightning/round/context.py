@@ -175,10 +175,11 @@ class Round:
     """Round t: its participants, the model from which they train, and their rates.
 
     Args:
-        ids: the participants, ascending. steps, sizes, weights: K_i, N_i and the aggregation
-            weights (not normalised), by client.
-        num_clients: number of registered clients m. w, w0, evaluated: w^t, w^0 (None if no state
-            starts from it) and the model evaluated last, each ``(D,)``.
+        ids: the participants, ascending.
+        steps, sizes, weights: K_i, N_i and the aggregation weights (not normalised), by client.
+        num_clients: number of registered clients m.
+        w, w0, evaluated: w^t, w^0 (None if no state starts from it) and the model evaluated last,
+            each ``(D,)``.
         buffers: the server's buffers, by name.
         read: ``(key, client)`` → a committed row, or None.
         server_states: committed states, by key.

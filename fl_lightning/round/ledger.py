@@ -33,15 +33,15 @@ class Ledger:
     - ``broadcast``: the model that clients get as w ``(D,)``; None: w itself.
     - ``sent``: how many parameters and bytes of it each participant is sent; None: D numbers.
     - ``planned``: facts of the round that are known beforehand, on simulated devices; None: the
-    server waits for all participants.
+      server waits for all participants.
     - ``base``: the vector ``(D,)`` from which updates are measured; None: the vector that each
-    client was given.
+      client was given.
     - ``base_weights``: the frozen weights that methods change; None: no method does. ``additions``:
-    additions to them in this round; ``takes_additions``: whether additions are allowed now.
+      additions to them in this round; ``takes_additions``: whether additions are allowed now.
     - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
-    keeps there.
+      keeps there.
     - ``mean_gradient_read``: the method that used a client's displacement as its mean gradient;
-    empty if there is none.
+      empty if there is none.
     """
 
     def __init__(self, round: Round) -> None:

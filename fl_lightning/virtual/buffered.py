@@ -130,7 +130,8 @@ class Job:
 
     Args:
         end: end of the job, in ticks.
-        number: s, in the order of starting. client, version, start: i_s, v_s, a_s.
+        number: s, in the order of starting.
+        client, version, start: i_s, v_s, a_s.
         dropped: whether the job ends without a delivery.
     """
 
@@ -151,8 +152,8 @@ class Update:
         time: in ticks.
         jobs: the jobs delivered into it, ascending by client.
         running: jobs that continue.
-        started: jobs since the last step. dropped, discarded: jobs since then that ended without a
-            delivery, or too late to be used.
+        started: jobs since the last step.
+        dropped, discarded: jobs since then that ended without a delivery, or too late to be used.
     """
 
     t: int

@@ -194,8 +194,8 @@ class Devices:
 
     Args:
         compute: c_i, seconds per local step.
-        jitter: ζ, a factor for each job; None: 1. up, down: b↑_i, b↓_i in bytes per second: a
-            number for all, or a distribution.
+        jitter: ζ, a factor for each job; None: 1.
+        up, down: b↑_i, b↓_i in bytes per second: a number for all, or a distribution.
         latency: seconds.
     """
 
@@ -225,7 +225,8 @@ class Durations:
     Args:
         devices: devices of the clients.
         seed: the run's.
-        m: number of clients. down, up: bytes that a participant is sent and sends.
+        m: number of clients.
+        down, up: bytes that a participant is sent and sends.
     """
 
     devices: Devices

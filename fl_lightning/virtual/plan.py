@@ -51,7 +51,8 @@ class ScheduledJob:
 
     Args:
         client: who.
-        version: the server's steps before it began. start, end: in ticks of a microsecond.
+        version: the server's steps before it began.
+        start, end: in ticks of a microsecond.
         delivered: whether its upload arrived in time to be counted.
         update: the round that used it; None: no round did.
     """

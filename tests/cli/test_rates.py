@@ -30,7 +30,11 @@ REFUSED = {
     "zero": (("--model.lr_decay", "0"), "lr_decay=0", "above 0"),
     "not a number": (("--model.server_lr_decay", ".nan"), "server_lr_decay=nan", "above 0"),
     "infinite": (("--model.server_lr_decay=.inf",), "server_lr_decay=inf", "above 0"),
-    "overflows": (("--model.server_lr_decay", "1e308"), "server_lr_decay=1e+308", "grows beyond"),
+    "overflows": (
+        ("--model.server_lr_decay", "1e308"),
+        "server_lr_decay=1e+308",
+        "larger than any",
+    ),
     "overflows late": (
         ("--model.lr_decay=1.1", "--trainer.max_epochs=1000"),
         "lr_decay=1.1",
