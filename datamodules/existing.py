@@ -196,7 +196,7 @@ class FromDataModule(FederatedDataModule):
     Args:
         datamodule: a LightningDataModule of ``pytorch_lightning`` or ``lightning.pytorch``.
         collate: makes a batch of the dataset's items; None: the loader's ``collate_fn``.
-            batch_size, drop_last, num_workers: ``"loader"``, or as in ``FromDatasets``.
+        batch_size, drop_last, num_workers: ``"loader"``, or as in ``FromDatasets``.
         eval_batch_size: batch size for samples held out by ``val_fraction``; the data module's own
             loaders keep theirs.
 

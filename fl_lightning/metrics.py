@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import csv
 import gzip
+import hashlib
 import io
 import json
 import math
@@ -144,6 +145,17 @@ def write_record(folder: Path, record: Mapping[str, Any]) -> None:
     """Write the run.json of a run's folder, all or nothing."""
     with written_aside(folder / "run.json") as file:
         file.write((json.dumps(record, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def metrics_hash(folder: Path) -> str | None:
+    """Return the SHA-256 of the run's metrics.csv, or of what its .gz holds; None if it has none.
+
+    ``fit`` writes it to run.json when the run ends, and a report compares it.
+    """
+    try:
+        return hashlib.sha256(_content(folder / "metrics.csv")).hexdigest()
+    except (OSError, EOFError, zlib.error):
+        return None
 
 
 def comma_separated(rows: Iterable[Sequence[Any]]) -> str:

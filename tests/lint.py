@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import sys
 import tokenize
 from collections.abc import Iterator
@@ -149,6 +150,37 @@ def breaches_of_statements(text: str) -> Iterator[str]:
             yield f"{node.lineno}: `{node.name}` has {length_of(node)} lines"
 
 
+def breaches_of_arguments(text: str) -> Iterator[str]:
+    """Arguments whose line below ``Args:`` has run together with the one before it.
+
+    The command line shows these lines as its help.
+
+    >>> held = "class C:\\n    '''C.\\n\\n    Args:\\n        a: x. b, c: y.\\n    '''\\n"
+    >>> [*breaches_of_arguments(held + "    def __init__(self, a, b, c): pass")]
+    ["1: `C` documents `b, c` on another argument's line"]
+    """
+    for node in ast.walk(ast.parse(text)):
+        if not isinstance(node, (ast.ClassDef, *FUNCTIONS)):
+            continue
+        documented = (ast.get_docstring(node) or "").partition("Args:\n")[2].partition("\n\n")[0]
+        line = " ".join(documented.split())
+        for names in re.findall(r"[.;…] (\w+(?:, \w+)*):(?= |$)", line):
+            own = re.search(rf"^ {{4}}{names}:", documented, re.MULTILINE)
+            if own is None and set(names.split(", ")) <= arguments_of(node):
+                yield f"{node.lineno}: `{node.name}` documents `{names}` on another argument's line"
+
+
+def arguments_of(node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
+    """The names of a function's arguments, or of a class's, also where it is a dataclass."""
+    if isinstance(node, FUNCTIONS):
+        given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+        return {one.arg for one in given} - {"self", "cls"}
+    for child in node.body:
+        if isinstance(child, ast.FunctionDef) and child.name == "__init__":
+            return arguments_of(child)
+    return set()
+
+
 def module_of(path: Path) -> str:
     """``fl_lightning/round/clients.py`` → ``round.clients``."""
     parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -275,6 +307,7 @@ def breaches() -> Iterator[str]:
         found = list(breaches_of_lines(text))
         if path.relative_to(ROOT).parts[0] in CODE:
             found += breaches_of_statements(text)
+            found += breaches_of_arguments(text)
         for breach in found:
             yield f"{name_of(path)}:{breach}"
     yield from breaches_of_place()

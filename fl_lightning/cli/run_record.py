@@ -21,7 +21,7 @@ from fl_lightning.description import version_of
 from fl_lightning.errors import Diverged
 from fl_lightning.lightning import Timer, pl
 from fl_lightning.machine.processes import usable_cores
-from fl_lightning.metrics import read_modes, read_record, write_record
+from fl_lightning.metrics import metrics_hash, read_modes, read_record, write_record
 from fl_lightning.record.shown import shown_metrics
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
@@ -225,6 +225,7 @@ class RunRecord(pl.Callback):
             "axes": self._kept["axes"],
             "started": self._kept["started"],
             "ended": None if status == "running" else _now(),
+            "metrics_hash": None if status == "running" else metrics_hash(self._folder),
             "commit": self._kept["commit"],
             "rounds": trainer.max_epochs,
             "modes": self._modes,
@@ -254,7 +255,8 @@ def end_killed(folder: Path, rounds: int) -> bool:
     record = read_record(folder)
     if not was_killed(record) or not 0 < (record.get("rounds") or -1) <= rounds:
         return False
-    write_record(folder, record | {"status": "done", "ended": _now()})
+    ended = {"status": "done", "ended": _now(), "metrics_hash": metrics_hash(folder)}
+    write_record(folder, record | ended)
     return True
 
 

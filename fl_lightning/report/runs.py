@@ -18,7 +18,7 @@ import yaml
 
 from fl_lightning.cli.compose import parse_yaml
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import Directions, read_rows
+from fl_lightning.metrics import Directions, metrics_hash, read_rows
 from fl_lightning.papers import declared
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
@@ -298,6 +298,9 @@ def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column
     path = folder / "metrics.csv"
     if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
         yield "has a last line without an end, which may have been cut"
+    written = record.get("metrics_hash")  # Older runs recorded none.
+    if written is not None and written != metrics_hash(folder):
+        yield "is not the file that the run wrote: its SHA-256 is not the one in run.json"
 
 
 def _ended(rounds: Column) -> int:

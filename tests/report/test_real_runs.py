@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import subprocess
@@ -116,6 +117,35 @@ def test_three_runs_and_their_report(cli: Cli) -> None:
     refused = cli("report", "a", "b", "--metric", "val/acc", "--claims", "none.yaml", "--out", "no")
     assert refused.returncode == 2 and refused.stderr.startswith("fl-lightning: --claims none.yaml")
     assert not (cli.folder / "no").exists()
+
+
+def test_a_changed_digit_of_the_metrics_is_named(cli: Cli) -> None:
+    """Also after a run that went on, and in a packed file; a run without the hash is older."""
+    for rounds in (2, 3):
+        argv = ("-c", "method/fedavg", "--trainer.default_root_dir", "a")
+        argv = argv if rounds == 2 else ("--ckpt_path", "a/checkpoints/last.ckpt", *argv)
+        assert cli(*FIT, *argv, "--trainer.max_epochs", rounds).returncode == 0
+
+    def notes() -> str:
+        made = cli("report", "a", "--figures", "none", "--out", "out")
+        assert made.returncode == 0, made.stderr
+        return (cli.folder / "out/report.md").read_text()
+
+    assert "SHA-256" not in notes()
+    metrics = cli.folder / "a/metrics.csv"
+    rows = metrics.read_bytes()
+    packed = metrics.with_name("metrics.csv.gz")
+    packed.write_bytes(gzip.compress(rows))
+    metrics.unlink()
+    assert "SHA-256" not in notes()
+    packed.unlink()
+    metrics.write_bytes(rows[:-3] + (b"1" if rows[-3:-2] != b"1" else b"2") + rows[-2:])
+    named = "a/metrics.csv of a run that is done is not the file that the run wrote"
+    assert named in notes()
+    of_the_run = record(cli.folder / "a")
+    del of_the_run["metrics_hash"]
+    (cli.folder / "a/run.json").write_text(json.dumps(of_the_run))
+    assert "SHA-256" not in notes()
 
 
 def test_equal_bytes_are_those_that_travelled(cli: Cli) -> None:
