@@ -83,8 +83,8 @@ def main() -> None:
     options = parser.parse_args()
     import torch
 
-    import fl_lightning.cli.cli  # noqa: F401  (imported once, forked often)
-    from fl_lightning.cli.compose import packaged
+    import fl_lightning.lab.cli.cli  # noqa: F401  (imported once, forked often)
+    from fl_lightning.lab.cli.compose import packaged
 
     torch.set_num_threads(1)
     methods = options.only or sorted(n.split("/")[1] for n in packaged() if n.startswith("method/"))

@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from benchmarks.kept import unpacked
 from benchmarks.papers import keep, report, sweeps
 from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
-from fl_lightning.cli.cite_command import cited, references
-from fl_lightning.cli.compose import as_list, packaged, parse_yaml, read
-from fl_lightning.cli.method_options import method_class, names_of_ours
-from fl_lightning.contracts.federation import LowRank, fit, quiet
+from fl_lightning.lab.cli.cite_command import cited, references
+from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
+from fl_lightning.lab.cli.method_options import method_class, names_of_ours
+from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
 from fl_lightning.lightning import pl
 from fl_lightning.methods import Methods
-from fl_lightning.report.tables import PERCENT
+from fl_lightning.lab.report.tables import PERCENT
 from fl_lightning.systems import Buffered
 
 COSTS = Path("docs/methods.md")

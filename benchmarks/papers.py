@@ -34,7 +34,7 @@ import yaml
 
 from benchmarks.kept import OF_A_RUN, OF_A_SWEEP, copy, pack, read, unpack, unpacked
 from benchmarks.papers_text import filled, parted, without_a_claim
-from fl_lightning.cli.compose import packaged, parse_yaml
+from fl_lightning.lab.cli.compose import packaged, parse_yaml
 from fl_lightning.metrics import comma_separated, read_rows
 
 RESULTS = Path("docs/results")
@@ -350,10 +350,10 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
     until ``target``'s tail was reached; with ``over: layers`` the rank correlation of layers'
     places and values, but for the layers of ``without``. ``scale: log_ratio`` compares by a factor.
     """
-    from fl_lightning.report.evidence import between, over_layers
-    from fl_lightning.report.intervals import paired
-    from fl_lightning.report.runs import find
-    from fl_lightning.report.scores import reached, score_of
+    from fl_lightning.lab.report.evidence import between, over_layers
+    from fl_lightning.lab.report.intervals import paired
+    from fl_lightning.lab.report.runs import find
+    from fl_lightning.lab.report.scores import reached, score_of
 
     if not entries.is_file():
         return []
@@ -386,7 +386,7 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
 
 def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
     """How much of the protocol is judged so far, and what its runs came from."""
-    from fl_lightning.report.sections import machines
+    from fl_lightning.lab.report.sections import machines
 
     every = [claim for name in ROWS.values() for claim in claims_of(name)]
     predicted = {claim["id"]: claim["paper_predicts"] for claim in every}
@@ -499,8 +499,8 @@ def of_sources(commit: str, protocol: str, name: str) -> list[str]:
 
 def frozen(name: str) -> list[str]:
     """The files of a packaged sweep: its own, its claims, and the configs that it names."""
-    from fl_lightning.sweep.grid import arms
-    from fl_lightning.sweep.spec import read_spec
+    from fl_lightning.lab.sweep.grid import arms
+    from fl_lightning.lab.sweep.spec import read_spec
 
     named: set[str] = set()
     for arm in arms(read_spec(f"experiment/{name}")):
@@ -523,8 +523,8 @@ def places_in(folder: Path, pattern: str) -> set[str]:
 
 def places(name: str) -> list[str]:
     """``<arm>/seed-<s>`` of every run that a packaged sweep has."""
-    from fl_lightning.sweep.grid import arms
-    from fl_lightning.sweep.spec import read_spec
+    from fl_lightning.lab.sweep.grid import arms
+    from fl_lightning.lab.sweep.spec import read_spec
 
     spec = read_spec(f"experiment/{name}")
     return [f"{arm.name}/seed-{seed}" for arm in arms(spec) for seed in spec.seeds or []]

@@ -26,7 +26,7 @@ from torch import nn
 
 from fl_lightning import FederatedModule
 from fl_lightning import callbacks as c
-from fl_lightning.callbacks.per_client_evaluation import summary
+from fl_lightning.callbacks.loggers.per_client_evaluation import summary
 from fl_lightning.datamodules import Digits, Dirichlet
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.models import ImageClassifier

@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_lightning.analysis.results import load
+    from fl_lightning.lab.analysis.results import load
     from fl_lightning.callback import (
         Base,
         ClientState,
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
         ServerState,
         Upload,
     )
-    from fl_lightning.cli.drop_in import FederatedCLI
-    from fl_lightning.cli.python_run import RunFolder
+    from fl_lightning.lab.cli.drop_in import FederatedCLI
+    from fl_lightning.lab.cli.python_run import RunFolder
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
     from fl_lightning.machine.strategies import FederatedStrategy

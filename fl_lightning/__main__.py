@@ -36,12 +36,12 @@ COMMANDS = {
 
 # These commands have their own parser.
 _MODULES = {
-    "check": "fl_lightning.check_command",
-    "new": "fl_lightning.cli.new_command",
-    "cite": "fl_lightning.cli.cite_command",
-    "report": "fl_lightning.report.command",
-    "analyse": "fl_lightning.analysis.command",
-    "sweep": "fl_lightning.sweep.command",
+    "check": "fl_lightning.lab.cli.check_command",
+    "new": "fl_lightning.lab.cli.new_command",
+    "cite": "fl_lightning.lab.cli.cite_command",
+    "report": "fl_lightning.lab.report.command",
+    "analyse": "fl_lightning.lab.analysis.command",
+    "sweep": "fl_lightning.lab.sweep.command",
     "deploy": "fl_lightning.deploy.flower.command",
     "site": "fl_lightning.deploy.flower.resident",
 }
@@ -93,7 +93,7 @@ def usage() -> str:
 
 
 def _configs(names: Sequence[str]) -> str:
-    from fl_lightning.cli.compose import packaged, summary
+    from fl_lightning.lab.cli.compose import packaged, summary
 
     available = packaged()
     if not names:
@@ -162,8 +162,8 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         if command in ("analyse", "deploy"):
             sys.path.insert(0, os.getcwd())
         return int(import_module(_MODULES[command]).main(rest))
-    from fl_lightning.cli.compose import prepare
-    from fl_lightning.cli.help import asked
+    from fl_lightning.lab.cli.compose import prepare
+    from fl_lightning.lab.cli.help import asked
 
     text = asked(command, COMMANDS[command], rest)
     if text is not None:
@@ -173,7 +173,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
     prepared = prepare(command, rest)
     # Python has to find the user's `my_learner.Lit` in the current directory.
     sys.path.insert(0, os.getcwd())
-    from fl_lightning.cli.commands import run
+    from fl_lightning.lab.cli.commands import run
 
     return run(command, prepared, debug=debug)
 

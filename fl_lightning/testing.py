@@ -12,9 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.contracts import rehearsal, runs
-from fl_lightning.contracts.federation import ROUNDS, fit, quiet
-from fl_lightning.contracts.verdict import Check, CheckReport, Failed, NotApplicable, where
+from fl_lightning.lab.contracts import rehearsal, runs
+from fl_lightning.lab.contracts.federation import ROUNDS, fit, quiet
+from fl_lightning.lab.contracts.verdict import Check, CheckReport, Failed, NotApplicable, where
 from fl_lightning.module import FederatedModule
 
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]

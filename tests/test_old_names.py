@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, Upload
 from fl_lightning.callback import OLD_NAMES
-from fl_lightning.contracts.federation import required_by
+from fl_lightning.lab.contracts.federation import required_by
 from fl_lightning.methods import Methods
 from fl_lightning.testing import tiny_run
 

@@ -25,7 +25,7 @@ WITH_MEMBERS = [
     "fl_lightning.datamodules.Bias",
     "fl_lightning.round.clients.Clients",
     "fl_lightning.round.server.Server",
-    "fl_lightning.analysis.results.Run",
+    "fl_lightning.lab.analysis.results.Run",
     "fl_lightning.evaluation.evaluator.Evaluator",
     "fl_lightning.evaluation.measurement.Measurement",
 ]
@@ -67,7 +67,7 @@ PAGES = {
     "tools": (
         "Finished runs, tests, measuring",
         [
-            "fl_lightning.analysis.results.Run",
+            "fl_lightning.lab.analysis.results.Run",
             "fl_lightning.testing.check_method",
             "fl_lightning.testing.tiny_run",
             "fl_lightning.sampling.generator",

@@ -12,7 +12,7 @@ from torch import Tensor
 from fl_lightning.aggregation.gathering import memory
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
-from fl_lightning.contracts.federation import (
+from fl_lightning.lab.contracts.federation import (
     Outcome,
     fit,
     in_processes,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fl_lightning import load
-from fl_lightning.analysis.landscape import directions
+from fl_lightning.lab.analysis.landscape import directions
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
 from tests.helpers.zygote import Cli

@@ -541,7 +541,7 @@ def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[st
 def printed_tables() -> list[dict[str, Any]]:
     """The papers' tables; their files are long, and many claims ask for them."""
     tables = []
-    for path in sorted(ROOT.glob("fl_lightning/report/published/*.yaml")):
+    for path in sorted(ROOT.glob("fl_lightning/lab/report/published/*.yaml")):
         tables += yaml.safe_load(path.read_text())
     return tables
 

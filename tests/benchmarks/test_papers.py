@@ -14,11 +14,11 @@ import pytest
 
 from benchmarks import papers
 from benchmarks.kept import pack, unpack, unpacked
-from fl_lightning.report.claims import read_claims
-from fl_lightning.report.runs import find
-from fl_lightning.report.summary import summarise
-from fl_lightning.sweep.grid import arms
-from fl_lightning.sweep.spec import read_spec
+from fl_lightning.lab.report.claims import read_claims
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.summary import summarise
+from fl_lightning.lab.sweep.grid import arms
+from fl_lightning.lab.sweep.spec import read_spec
 from tests.report.folders import make_arm, make_run
 
 FORMS = ("consensus", "consensus_per_coordinate", "consensus_relative")

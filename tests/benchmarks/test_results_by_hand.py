@@ -23,8 +23,8 @@ import pytest
 import yaml
 
 from benchmarks.kept import pack
-from fl_lightning.report.runs import find
-from fl_lightning.report.summary import summarise
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.summary import summarise
 from tests.benchmarks import by_hand
 from tests.benchmarks.by_hand import Sweeps
 from tests.report.folders import make_run

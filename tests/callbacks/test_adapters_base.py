@@ -11,8 +11,8 @@ import torch
 
 from fl_lightning import Base, FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.contracts.federation import fit as tiny
-from fl_lightning.contracts.federation import in_processes, outcome, quiet, require_same
+from fl_lightning.lab.contracts.federation import fit as tiny
+from fl_lightning.lab.contracts.federation import in_processes, outcome, quiet, require_same
 from fl_lightning.sampling import generator
 from fl_lightning.systems import Buffered, Devices, LogNormal
 from tests.callbacks.test_adapters import (

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning.callbacks import ByzantineClients, ControlVariates, RunCard
-from fl_lightning.callbacks.byzantine_clients import hiding
-from fl_lightning.contracts.federation import (
+from fl_lightning.callbacks.robust.byzantine_clients import hiding
+from fl_lightning.lab.contracts.federation import (
     Outcome,
     fit,
     in_processes,

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
+from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.sampling import generator
 from tests.callbacks.test_identities import run, same
 from tests.helpers.federation import quadratics

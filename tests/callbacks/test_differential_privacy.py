@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from fl_lightning import ClientState, FederatedCallback, Upload, UserError, callbacks
 from fl_lightning.callbacks import DifferentialPrivacy
-from fl_lightning.callbacks.differential_privacy import calibrated, epsilon
-from fl_lightning.contracts.federation import SIZES, fit, outcome, quiet
+from fl_lightning.callbacks.robust.differential_privacy import calibrated, epsilon
+from fl_lightning.lab.contracts.federation import SIZES, fit, outcome, quiet
 from fl_lightning.sampling import generator
 
 COINS = {"sampling": "poisson", "participation": 0.4, "buffers": "keep"}

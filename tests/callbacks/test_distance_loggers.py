@@ -10,7 +10,7 @@ import torch
 
 from fl_lightning import FederatedCallback, FederatedModule
 from fl_lightning import callbacks as c
-from fl_lightning.callbacks.consensus_distance_logger import layers
+from fl_lightning.callbacks.loggers.consensus_distance_logger import layers
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
 from tests.helpers.federation import network

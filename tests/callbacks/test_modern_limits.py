@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.contracts.federation import Learner, fit, quiet
+from fl_lightning.lab.contracts.federation import Learner, fit, quiet
 from fl_lightning.errors import Diverged
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import RunFacts
-from fl_lightning.contracts.federation import fit, quiet
+from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import Clients, ClientState, FederatedCallback
-from fl_lightning.callbacks.per_client_evaluation import summary
+from fl_lightning.callbacks.loggers.per_client_evaluation import summary
 from fl_lightning.datamodules import ByGroup
 from fl_lightning.evaluation.client_tables import ClientRounds
 from tests.helpers.learners import Dropping, Lit, Normed, client_rows, federated, trainer

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import ByzantineClients, RobustAggregation
-from fl_lightning.callbacks.robust_aggregation import PIECE, mixed
+from fl_lightning.callbacks.robust.robust_aggregation import PIECE, mixed
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import blobs, federated, trainer
 from tests.oracles.robust import aggregate

@@ -9,9 +9,9 @@ import yaml
 
 from benchmarks import methods
 from benchmarks.kept import pack
-from fl_lightning.cli.compose import packaged, parse_yaml, read
-from fl_lightning.sweep.grid import arms
-from fl_lightning.sweep.spec import read_spec
+from fl_lightning.lab.cli.compose import packaged, parse_yaml, read
+from fl_lightning.lab.sweep.grid import arms
+from fl_lightning.lab.sweep.spec import read_spec
 from tests.helpers.zygote import Cli
 
 ROOT = Path(__file__).parents[2]

@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.compose import packaged, prepare, read
+from fl_lightning.lab.cli.compose import packaged, prepare, read
 from fl_lightning.models import ImageClassifier
 from tests.helpers.zygote import Cli, Zygote
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fl_lightning.cli.compose import packaged, parse_yaml
-from fl_lightning.sweep.grid import arms
-from fl_lightning.sweep.spec import read_spec
+from fl_lightning.lab.cli.compose import packaged, parse_yaml
+from fl_lightning.lab.sweep.grid import arms
+from fl_lightning.lab.sweep.spec import read_spec
 from tests.helpers.zygote import Cli
 
 DOMAINS = ("art_painting", "cartoon", "photo", "sketch")

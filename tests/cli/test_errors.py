@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.cli.method_options import method_class
+from fl_lightning.lab.cli.method_options import method_class
 from fl_lightning.errors import UserError
 from tests.helpers.zygote import Cli, Result
 

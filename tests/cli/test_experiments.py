@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fl_lightning.cli.compose import class_name, merge, packaged, read
+from fl_lightning.lab.cli.compose import class_name, merge, packaged, read
 from tests.cli.paper_settings import EXPERIMENTS, FRAGMENTS
 from tests.helpers.zygote import Cli
 

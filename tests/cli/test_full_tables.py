@@ -6,9 +6,9 @@ import re
 
 import pytest
 
-from fl_lightning.cli.compose import packaged
-from fl_lightning.sweep.grid import arms
-from fl_lightning.sweep.spec import read_spec
+from fl_lightning.lab.cli.compose import packaged
+from fl_lightning.lab.sweep.grid import arms
+from fl_lightning.lab.sweep.spec import read_spec
 
 FULL = sorted(
     name for name in packaged() if name.startswith("experiment/") and name.endswith("-full")

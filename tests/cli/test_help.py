@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.cli import CommandCLI
-from fl_lightning.cli.compose import prepare
-from fl_lightning.cli.help import FIT
+from fl_lightning.lab.cli.cli import CommandCLI
+from fl_lightning.lab.cli.compose import prepare
+from fl_lightning.lab.cli.help import FIT
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

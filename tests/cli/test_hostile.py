@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-from fl_lightning.cli.compose import plain_yaml
+from fl_lightning.lab.cli.compose import plain_yaml
 from tests.helpers.zygote import Cli, Result
 
 FIT = (

@@ -19,8 +19,8 @@ from fl_lightning.datamodules import Digits
 ELSEWHERE = {
     *("sklearn", "joblib", "narwhals", "pandas", "pyarrow", "peft", "safetensors"),
     *("dp_accounting", "opacus", "wandb", "mlflow", "hypothesis", "pytest"),
-    *("fl_lightning.report", "fl_lightning.sweep", "fl_lightning.analysis"),
-    *("fl_lightning.contracts", "fl_lightning.testing", "fl_lightning.cli.drop_in"),
+    *("fl_lightning.lab.report", "fl_lightning.lab.sweep", "fl_lightning.lab.analysis"),
+    *("fl_lightning.lab.contracts", "fl_lightning.testing", "fl_lightning.lab.cli.drop_in"),
 }
 CODE = """
 import json, sys

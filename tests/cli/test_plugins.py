@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli import compose, plugins
-from fl_lightning.cli.compose import packaged, read
+from fl_lightning.lab.cli import compose, plugins
+from fl_lightning.lab.cli.compose import packaged, read
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 

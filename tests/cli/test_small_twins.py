@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from benchmarks import papers
-from fl_lightning.cli.compose import packaged, parse_yaml
-from fl_lightning.sweep.grid import PlannedArm, arms
-from fl_lightning.sweep.spec import read_spec
+from fl_lightning.lab.cli.compose import packaged, parse_yaml
+from fl_lightning.lab.sweep.grid import PlannedArm, arms
+from fl_lightning.lab.sweep.spec import read_spec
 from tests.helpers.zygote import Cli
 
 SMALL = [name for name in packaged() if name.startswith("experiment/") and name.endswith("-small")]

@@ -6,7 +6,7 @@ import csv
 
 import pytest
 
-from fl_lightning.cli.compose import packaged
+from fl_lightning.lab.cli.compose import packaged
 from tests.helpers.zygote import Cli
 
 SPLITS = sorted(name for name in packaged() if name.startswith("split/"))

@@ -14,9 +14,9 @@ import torch
 from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps
 from fl_lightning import callbacks as c
 from fl_lightning.callback import CLASS_LABELS
-from fl_lightning.contracts import runs
-from fl_lightning.contracts.federation import fit, outcome, quiet, require_same
-from fl_lightning.contracts.verdict import Check, CheckReport
+from fl_lightning.lab.contracts import runs
+from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
+from fl_lightning.lab.contracts.verdict import Check, CheckReport
 from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook
 

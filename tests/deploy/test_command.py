@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.compose import Command, parse_yaml
+from fl_lightning.lab.cli.compose import Command, parse_yaml
 from fl_lightning.deploy.flower.client import Resident
 from fl_lightning.deploy.flower.serve_site import own_data, serve
 from fl_lightning.deploy.flower.settings import NodeSettings, Settings

@@ -5,14 +5,14 @@ from __future__ import annotations
 from tests.faults.faults_list import Fault
 
 BASE, SENT = "fl_lightning/round/base.py", "fl_lightning/deploy/frozen.py"
-LOW_RANK, FLORA = "fl_lightning/round/low_rank.py", "callbacks/stacked_adapters.py"
+LOW_RANK, FLORA = "fl_lightning/round/low_rank.py", "callbacks/adapters/stacked_adapters.py"
 
 ADAPTER_FAULTS = [
     Fault(
         "RoLoRA: A comes first",
         [
             (
-                "callbacks/factor_schedule.py",
+                "callbacks/adapters/factor_schedule.py",
                 "self.factors[t % len(self.factors)]",
                 "self.factors[(t + 1) % len(self.factors)]",
             )
@@ -34,7 +34,7 @@ ADAPTER_FAULTS = [
     ),
     Fault(
         "FedEx-LoRA: the residual is that of all B, not of what differs from the mean",
-        [("callbacks/residual_merge.py", "p * (b - mean_b)", "p * b")],
+        [("callbacks/adapters/residual_merge.py", "p * (b - mean_b)", "p * b")],
     ),
     Fault(
         "FlexLoRA: Σ goes into A",
@@ -48,11 +48,11 @@ ADAPTER_FAULTS = [
     ),
     Fault(
         "HetLoRA: the server weighs by squared norms",
-        [("callbacks/padded_ranks.py", "norms = squares.sqrt()", "norms = squares")],
+        [("callbacks/adapters/padded_ranks.py", "norms = squares.sqrt()", "norms = squares")],
     ),
     Fault(
         "LoRA-FAIR: λ is left out",
-        [("callbacks/corrected_factor.py", "a @ a.T + self.penalty * ", "a @ a.T + 0.0 * ")],
+        [("callbacks/adapters/corrected_factor.py", "a @ a.T + self.penalty * ", "a @ a.T + 0.0 * ")],
     ),
     Fault(
         "an adapter's scale is left out of what the base gets",

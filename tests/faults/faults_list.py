@@ -18,13 +18,13 @@ class Fault:
 FAULTS = [
     Fault(
         "SCAFFOLD: c_i is never stored",
-        [("callbacks/control_variates.py", "self.c_i[clients] += change", "pass")],
+        [("callbacks/drift/control_variates.py", "self.c_i[clients] += change", "pass")],
     ),
     Fault(
         "SCAFFOLD: the sign of c_i is flipped",
         [
             (
-                "callbacks/control_variates.py",
+                "callbacks/drift/control_variates.py",
                 "self.c - self.c_i[clients]\n",
                 "self.c_i[clients] - self.c\n",
             )
@@ -44,7 +44,7 @@ FAULTS = [
         "FedDyn: the dual is not anchored at w^t",
         [
             (
-                "callbacks/dynamic_regularization.py",
+                "callbacks/drift/dynamic_regularization.py",
                 "moved = clients.x - clients.w",
                 "moved = clients.x - clients.start",
             )
@@ -54,7 +54,7 @@ FAULTS = [
         "FedProx: the norm is not squared",
         [
             (
-                "callbacks/proximal_term.py",
+                "callbacks/drift/proximal_term.py",
                 "gradient.add_(clients.x - clients.w, alpha=self.mu)",
                 "gradient.add_((a := clients.x - clients.w) / (1e-12 + clients.norm(a)), "
                 "alpha=self.mu)",
@@ -65,7 +65,7 @@ FAULTS = [
         "SAM perturbs with weight decay",
         [
             (
-                "callbacks/sharpness_aware_minimization.py",
+                "callbacks/sharpness/sharpness_aware_minimization.py",
                 "        norm = clients.norm(gradient)\n",
                 "        gradient = gradient + 0.01 * clients.x\n        norm = "
                 "clients.norm(gradient)\n",
@@ -236,7 +236,7 @@ FAULTS = [
         "Krum counts an update's distance to itself",
         [
             (
-                "callbacks/robust_aggregation.py",
+                "callbacks/robust/robust_aggregation.py",
                 "squared_distances(u).fill_diagonal_(torch.inf)\n    return away",
                 "squared_distances(u)\n    return away",
             )
@@ -244,17 +244,17 @@ FAULTS = [
     ),
     Fault(
         "mixing leaves an update itself out",
-        [("callbacks/robust_aggregation.py", "fill_diagonal_(-1)", "fill_diagonal_(torch.inf)")],
+        [("callbacks/robust/robust_aggregation.py", "fill_diagonal_(-1)", "fill_diagonal_(torch.inf)")],
     ),
     Fault(
         "the trimmed mean trims one side",
-        [("callbacks/robust_aggregation.py", "[k : len(u) - k].mean(0)", "[k:].mean(0)")],
+        [("callbacks/robust/robust_aggregation.py", "[k : len(u) - k].mean(0)", "[k:].mean(0)")],
     ),
     Fault(
         "the median of an even number is the lower of two",
         [
             (
-                "callbacks/robust_aggregation.py",
+                "callbacks/robust/robust_aggregation.py",
                 "(ordered[(n - 1) // 2] + ordered[n // 2]) / 2",
                 "ordered[(n - 1) // 2]",
             )
@@ -264,7 +264,7 @@ FAULTS = [
         "alie takes mean and deviation over attackers too",
         [
             (
-                "callbacks/byzantine_clients.py",
+                "callbacks/robust/byzantine_clients.py",
                 "honest = u[~bad].double()",
                 "honest = u.double()",
             )
@@ -274,7 +274,7 @@ FAULTS = [
         "privacy: the mean is over those that took part",
         [
             (
-                "callbacks/differential_privacy.py",
+                "callbacks/robust/differential_privacy.py",
                 "return d / expected",
                 "return d / max(server.n, 1)",
             )
@@ -282,13 +282,13 @@ FAULTS = [
     ),
     Fault(
         "privacy: noise is not scaled by the clipping norm",
-        [("callbacks/differential_privacy.py", "d += sigma * limit * ", "d += sigma * ")],
+        [("callbacks/robust/differential_privacy.py", "d += sigma * limit * ", "d += sigma * ")],
     ),
     Fault(
         "privacy: what attackers send is not clipped",
         [
             (
-                "callbacks/differential_privacy.py",
+                "callbacks/robust/differential_privacy.py",
                 '                self.use("on_updates", self.clip_again)',
                 "                pass",
             )
@@ -308,7 +308,7 @@ FAULTS = [
         "Power-of-Choice takes the smallest losses",
         [
             (
-                "callbacks/power_of_choice.py",
+                "callbacks/sending/power_of_choice.py",
                 "argsort(descending=True, stable=True)",
                 "argsort(stable=True)",
             )
@@ -330,21 +330,21 @@ FAULTS = [
     ),
     Fault(
         "EF-signSGD: the error is that of the update alone",
-        [("callbacks/sign_update.py", "= v - sent", "= update - sent")],
+        [("callbacks/sending/sign_update.py", "= v - sent", "= update - sent")],
     ),
     Fault(
         "rand-k: one draw for all rounds",
-        [("callbacks/random_k.py", '"randk", round, client', '"randk", 0, client')],
+        [("callbacks/sending/random_k.py", '"randk", round, client', '"randk", 0, client')],
     ),
     Fault(
         "PowerSGD: directions are not orthonormal",
-        [("callbacks/low_rank_update.py", "orthonormal(m @ start)", "m @ start")],
+        [("callbacks/sending/low_rank_update.py", "orthonormal(m @ start)", "m @ start")],
     ),
     Fault(
         "EF21: the mean over all is one over participants",
         [
             (
-                "callbacks/error_feedback_21.py",
+                "callbacks/sending/error_feedback_21.py",
                 "server.mean_change * server.n / server.num_clients",
                 "server.mean_change",
             )
@@ -352,7 +352,7 @@ FAULTS = [
     ),
     Fault(
         "quantised broadcast: one draw for all rounds",
-        [("callbacks/quantized_broadcast.py", '"broadcast", server.round', '"broadcast"')],
+        [("callbacks/sending/quantized_broadcast.py", '"broadcast", server.round', '"broadcast"')],
     ),
     Fault(
         "asynchronous clients train from the present model",

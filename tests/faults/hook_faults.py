@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tests.faults.faults_list import Fault
 
-LESAM = "callbacks/locally_estimated_perturbation.py"
-SPEED = "callbacks/mixed_ascent.py"
-EXP = "callbacks/extrapolated_step.py"
-SKIPS = "callbacks/random_skips.py"
-CLUSTERS = "callbacks/clustered_models.py"
+LESAM = "callbacks/sharpness/locally_estimated_perturbation.py"
+SPEED = "callbacks/drift/mixed_ascent.py"
+EXP = "callbacks/server/extrapolated_step.py"
+SKIPS = "callbacks/drift/random_skips.py"
+CLUSTERS = "callbacks/personal/clustered_models.py"
 STEP = "fl_lightning/engines/local_step.py"
 LOOP = "fl_lightning/loop.py"
 TRAFFIC = "fl_lightning/aggregation/traffic.py"
@@ -75,7 +75,7 @@ HOOK_FAULTS = [
     Fault("Scaffnew: one draw for all rounds", [(SKIPS, '"scaffnew", t)', '"scaffnew")')]),
     Fault(
         "random epochs: the upper end is left out (FedNova's code)",
-        [("callbacks/random_epochs.py", "self.high + 1)", "max(self.high, self.low + 1))")],
+        [("callbacks/drift/random_epochs.py", "self.high + 1)", "max(self.high, self.low + 1))")],
     ),
     Fault(
         "K_i by a method: it is that of round 0",

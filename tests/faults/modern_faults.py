@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from tests.faults.faults_list import Fault
 
-ADAM = "callbacks/adam_direction.py"
-MUON = "callbacks/muon_direction.py"
-GLOBAL = "callbacks/global_direction.py"
-AHEAD = "callbacks/lookahead_momentum.py"
-GUIDED = "callbacks/momentum_guided_perturbation.py"
-ASCENT = "callbacks/server_ascent.py"
-ALA = "callbacks/adaptive_local_aggregation.py"
-APFL = "callbacks/mixed_personal_model.py"
-ROD = "callbacks/personal_head.py"
-PROTO = "callbacks/prototype_pull.py"
-META = "callbacks/meta_gradient.py"
-PRIVACY = "callbacks/differential_privacy.py"
+ADAM = "callbacks/directions/adam_direction.py"
+MUON = "callbacks/directions/muon_direction.py"
+GLOBAL = "callbacks/directions/global_direction.py"
+AHEAD = "callbacks/server/lookahead_momentum.py"
+GUIDED = "callbacks/sharpness/momentum_guided_perturbation.py"
+ASCENT = "callbacks/sharpness/server_ascent.py"
+ALA = "callbacks/personal/adaptive_local_aggregation.py"
+APFL = "callbacks/personal/mixed_personal_model.py"
+ROD = "callbacks/personal/personal_head.py"
+PROTO = "callbacks/personal/prototype_pull.py"
+META = "callbacks/personal/meta_gradient.py"
+PRIVACY = "callbacks/robust/differential_privacy.py"
 STEP = "fl_lightning/engines/local_step.py"
 
 MODERN_FAULTS = [
@@ -79,7 +79,7 @@ MODERN_FAULTS = [
         "FedSWA: the client doubles its rate",
         [
             (
-                "callbacks/decay_within_round.py",
+                "callbacks/drift/decay_within_round.py",
                 "rate: Tensor = 1 - clients.step",
                 "rate: Tensor = 2 - clients.step",
             )
@@ -99,7 +99,7 @@ MODERN_FAULTS = [
         "FedMoSWA: what is sent is relative to c_i",
         [
             (
-                "callbacks/control_variates.py",
+                "callbacks/drift/control_variates.py",
                 "change = self.c_i[clients] - self.c\n",
                 "pass\n",
             )
@@ -121,7 +121,7 @@ MODERN_FAULTS = [
         "FedBABU: weight decay moves the head",
         [
             (
-                "callbacks/fixed_head.py",
+                "callbacks/personal/fixed_head.py",
                 "clients.x = torch.where(self.of_head[clients], clients.start, clients.x)",
                 "pass",
             )
@@ -147,7 +147,7 @@ MODERN_FAULTS = [
         "q-FedAvg: the loss is that of another model",
         [
             (
-                "callbacks/fair_aggregation.py",
+                "callbacks/server/fair_aggregation.py",
                 "clients.evaluate(clients.w)",
                 "clients.evaluate(clients.w * 0.9)",
             )

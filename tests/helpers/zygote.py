@@ -222,7 +222,7 @@ def _serve() -> None:
     del sys.path[0]  # the folder of this file
     folder = Path(sys.argv[1])
     servers = [_serve_python(folder, "bare")]
-    import fl_lightning.cli.commands
+    import fl_lightning.lab.cli.commands
 
     remember_packages()
     # before the first command, which looks once for plugins

@@ -18,12 +18,12 @@ from folders import make_run
 from scipy import stats
 
 from fl_lightning.datamodules import InMemoryDataModule
-from fl_lightning.report import charts, curves, sections
-from fl_lightning.report.drawing import STYLES, in_style
-from fl_lightning.report.fairness import spread
-from fl_lightning.report.files import contents
-from fl_lightning.report.runs import find
-from fl_lightning.report.summary import summarise
+from fl_lightning.lab.report import charts, curves, sections
+from fl_lightning.lab.report.drawing import STYLES, in_style
+from fl_lightning.lab.report.fairness import spread
+from fl_lightning.lab.report.files import contents
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.summary import summarise
 
 CLIENTS = 25
 ROUNDS = 7

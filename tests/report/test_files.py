@@ -18,14 +18,14 @@ import yaml
 from folders import make_arm, make_run, report
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.compose import packaged
-from fl_lightning.report import charts
-from fl_lightning.report.budgets import views
-from fl_lightning.report.drawing import GRID, INK
-from fl_lightning.report.published import tables
-from fl_lightning.report.runs import find
-from fl_lightning.report.sections import communication, targets
-from fl_lightning.report.summary import summarise
+from fl_lightning.lab.cli.compose import packaged
+from fl_lightning.lab.report import charts
+from fl_lightning.lab.report.budgets import views
+from fl_lightning.lab.report.drawing import GRID, INK
+from fl_lightning.lab.report.published import tables
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.sections import communication, targets
+from fl_lightning.lab.report.summary import summarise
 
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69}
 

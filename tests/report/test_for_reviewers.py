@@ -14,14 +14,14 @@ from folders import make_arm, make_run
 from scipy import stats
 
 from fl_lightning.__main__ import main
-from fl_lightning.cli.compose import packaged
-from fl_lightning.report import files, sections
-from fl_lightning.report.budgets import views
-from fl_lightning.report.charts import intervals
-from fl_lightning.report.files import contents
-from fl_lightning.report.runs import find
-from fl_lightning.report.summary import Summary, summarise
-from fl_lightning.report.tables import LONG, Table
+from fl_lightning.lab.cli.compose import packaged
+from fl_lightning.lab.report import files, sections
+from fl_lightning.lab.report.budgets import views
+from fl_lightning.lab.report.charts import intervals
+from fl_lightning.lab.report.files import contents
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.summary import Summary, summarise
+from fl_lightning.lab.report.tables import LONG, Table
 
 ALIKE = "- {id: X, kind: equivalence, a: new, b: old, metric: val/acc, margin: 0.01}\n"
 SEEDS = range(6)

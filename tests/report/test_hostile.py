@@ -11,7 +11,7 @@ import pytest
 from folders import make_arm, report
 
 from fl_lightning.errors import UserError
-from fl_lightning.report.runs import find
+from fl_lightning.lab.report.runs import find
 
 
 def run(folder: Path, **record: Any) -> Path:

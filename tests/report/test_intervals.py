@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 
-from fl_lightning.report.intervals import holm, paired
+from fl_lightning.lab.report.intervals import holm, paired
 
 
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=12).filter(lambda d: np.std(d) > 1e-6))

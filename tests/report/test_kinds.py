@@ -13,8 +13,8 @@ import yaml
 from folders import make_arm, make_run, report
 from scipy import stats
 
-from fl_lightning.report.claims import Claim
-from fl_lightning.report.verdicts import Evidence, judge
+from fl_lightning.lab.report.claims import Claim
+from fl_lightning.lab.report.verdicts import Evidence, judge
 
 SEEDS, ROUNDS = range(6), 30
 EFFECTS = {"base": 0.0, "up": 0.03, "same": 0.0004, "other": 0.01}

@@ -11,10 +11,10 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
-from fl_lightning.report.budgets import views
-from fl_lightning.report.runs import find
-from fl_lightning.report.scores import SCORES
-from fl_lightning.report.summary import summarise
+from fl_lightning.lab.report.budgets import views
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.scores import SCORES
+from fl_lightning.lab.report.summary import summarise
 
 NAN = float("nan")
 INF = float("inf")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.report.tables import size
+from fl_lightning.lab.report.tables import size
 from tests.helpers.zygote import Cli
 
 FIT = (
@@ -58,7 +58,7 @@ def git(*argv: str) -> str | None:
     return result.stdout.strip() if result.returncode == 0 else None
 
 
-TRACKED = git("ls-files", "fl_lightning/cli/run_record.py")
+TRACKED = git("ls-files", "fl_lightning/lab/cli/run_record.py")
 COMMIT = (
     f"{git('rev-parse', 'HEAD')}{'-dirty' * bool(git('status', '--porcelain', '-uno'))}"
     if TRACKED

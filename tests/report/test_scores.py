@@ -12,8 +12,8 @@ from folders import make_run
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fl_lightning.report.runs import ReportedRun, read_run
-from fl_lightning.report.scores import reached, scores, smooth, tail
+from fl_lightning.lab.report.runs import ReportedRun, read_run
+from fl_lightning.lab.report.scores import reached, scores, smooth, tail
 
 short = st.lists(st.floats(0, 1), min_size=1, max_size=30)
 # up to where the window is at its widest; some fall, so that their maximum lies before the last 50

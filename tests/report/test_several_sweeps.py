@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.report import sections
-from fl_lightning.report.runs import find
-from fl_lightning.report.summary import Summary, summarise
-from fl_lightning.report.tables import Table
+from fl_lightning.lab.report import sections
+from fl_lightning.lab.report.runs import find
+from fl_lightning.lab.report.summary import Summary, summarise
+from fl_lightning.lab.report.tables import Table
 from tests.report.folders import make_run
 
 BYTES = {"small": {"fedavg": 10, "topk": 5}, "large": {"fedavg": 1000, "topk": 100}}

@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
 from fl_lightning.checkpoint import chosen_read, chosen_written
-from fl_lightning.contracts.federation import (
+from fl_lightning.lab.contracts.federation import (
     Failed,
     Outcome,
     fit,

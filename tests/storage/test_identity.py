@@ -18,7 +18,7 @@ from fl_lightning.callbacks import (
     RobustAggregation,
     SharpnessAwareMinimization,
 )
-from fl_lightning.contracts.federation import fit
+from fl_lightning.lab.contracts.federation import fit
 
 
 class Scaled(FederatedCallback):

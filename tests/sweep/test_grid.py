@@ -8,11 +8,11 @@ import pytest
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import UserError
-from fl_lightning.sweep import command
-from fl_lightning.sweep.grid import arms, runs, seeds
-from fl_lightning.sweep.selection import candidates, unequal
-from fl_lightning.sweep.spec import Spec, read_spec
-from fl_lightning.sweep.workers import places
+from fl_lightning.lab.sweep import command
+from fl_lightning.lab.sweep.grid import arms, runs, seeds
+from fl_lightning.lab.sweep.selection import candidates, unequal
+from fl_lightning.lab.sweep.spec import Spec, read_spec
+from fl_lightning.lab.sweep.workers import places
 
 
 def names(folder: Path, grid: str, *overrides: str) -> list[str]:

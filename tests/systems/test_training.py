@@ -31,7 +31,7 @@ from fl_lightning.callbacks import (
     SignUpdate,
     TopKCompression,
 )
-from fl_lightning.contracts.federation import fit, in_processes, outcome, quiet, require_same
+from fl_lightning.lab.contracts.federation import fit, in_processes, outcome, quiet, require_same
 from fl_lightning.schedules import Steps
 from fl_lightning.systems import (
     Buffered,

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.cli.compose import Command, is_file, prepare
+from fl_lightning.lab.cli.compose import Command, is_file, prepare
 from fl_lightning.errors import UserError, suggest
 
 USAGE = """usage: fl-lightning deploy flower CONFIG [CONFIG ...] [--out DIR] [--key value ...]
@@ -104,8 +104,8 @@ def _of_a_run(prepared: Command) -> None:
 def write(folder: Path, prepared: Command) -> None:
     """Write the app's files, once its config is known to be valid."""
     # These import torch, which the report of a mistyped name should not wait for.
-    from fl_lightning.cli.cli import CommandCLI
-    from fl_lightning.cli.commands import quiet
+    from fl_lightning.lab.cli.cli import CommandCLI
+    from fl_lightning.lab.cli.commands import quiet
     from fl_lightning.deploy.server import refuse_methods
 
     quiet()

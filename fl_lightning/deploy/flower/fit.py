@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fl_lightning.cli import commands
-from fl_lightning.cli.compose import prepare
+from fl_lightning.lab.cli import commands
+from fl_lightning.lab.cli.compose import prepare
 from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.transport import Transport

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fl_lightning.cli.arguments import ArgumentParser
+from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.parent import end_with
 from fl_lightning.deploy.transport import Message, packed, unpacked

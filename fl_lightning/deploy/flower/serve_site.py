@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.cli.cli import CommandCLI
-from fl_lightning.cli.commands import quiet
-from fl_lightning.cli.compose import Command, plain_yaml, prepare
+from fl_lightning.lab.cli.cli import CommandCLI
+from fl_lightning.lab.cli.commands import quiet
+from fl_lightning.lab.cli.compose import Command, plain_yaml, prepare
 from fl_lightning.deploy.site import AtSite, Ended, numbers_of
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post

@@ -1,0 +1,1 @@
+"""Methods that correct the drift of clients."""

@@ -1,0 +1,365 @@
+"""How well each client is served by the model that it would use itself, measured on its own test
+samples.
+
+K. Wang, R. Mathews, C. Kiddon, H. Eichner, F. Beaufays, D. Ramage: Federated Evaluation of
+On-device Personalization (2019), arXiv:1910.10252: before and after some local training. T. Li, M.
+Sanjabi, A. Beirami, V. Smith: Fair Resource Allocation in Federated Learning (ICLR 2020),
+arXiv:1905.10497: deviation and the worst 10 % of clients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.accepted import NonNegativeFloat, PositiveInt
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation import personal
+from fl_lightning.evaluation.averages import evaluated
+from fl_lightning.evaluation.client_figure import draw_clients
+from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading, lines_of
+from fl_lightning.evaluation.domains import by_domain, over_domains, rows_of_domains
+from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.machine.processes import gathered
+from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
+from fl_lightning.sampling import generator
+from fl_lightning.storage.files import written_aside
+
+Values = dict[str, dict[int, float]]  # metric → client → value
+TUNED = "_finetuned"
+
+
+class PerClientEvaluation(Measurement):
+    """Logs ``clients/acc``, ``clients/loss``, …: each client's own model on its own test samples.
+
+    The model is the one that a client would use: the evaluated model with the client's own kept
+    parts, or the result of the method's ``personal``. A client that never finished a round uses the
+    evaluated model. The evaluated model is w, unless a method (FedExP) or Lightning's
+    ``WeightAveraging`` evaluates another one. Each client is measured as ``Trainer.validate`` would
+    measure it on only its test samples: with the learner's validation hooks, in batches of
+    ``data.eval_batch_size``, and with the reductions that ``self.log`` asks for. The metrics are
+    those that the learner logs then, without the prefix (``val/acc`` → ``clients/acc``). If it logs
+    no loss, the loss is that of ``training_step`` in evaluation mode. If ``validation_step``
+    requires ``dataloader_idx``, it gets 0.
+
+    Logged for each metric, over the k clients with test samples and a value (NaN is no value): the
+    mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1),
+    and the mean ``_worst10`` of the ⌈k/10⌉ worst. ``modes`` says which direction is better, else
+    the learner's torchmetrics, else the name; if none of them does, the run asks before round 0.
+    With fine-tuning it logs the same for ``clients/acc_finetuned``, ….
+
+    If clients belong to domains (``client_domains``, as with ``FromFolders``), it also logs
+    ``domains/acc/<domain>`` (the domain's clients, weighted by test samples), ``domains/acc_mean``
+    over domains and ``domains/acc_worst``, and writes ``domains.csv``.
+
+    If a run has a folder (``default_root_dir``, ``RunFolder``, a logger's), it writes
+    ``clients_rounds.csv`` there (round, client, samples, every metric), and at the end
+    ``clients.csv`` and ``clients.png`` of the last round, whose values are in ``table``. The
+    measurement comes after the round, on a copy of the learner, and changes no bit of the training.
+    Sent and kept: nothing that counts as communication. Over sites each site measures its own
+    clients and sends their values. If a site does not answer in time, its clients are left out of
+    that round's numbers.
+
+    Args:
+        every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
+            the last.
+        clients: number of clients, drawn once from the run's seed; or ``"all"``.
+        finetune_epochs: measure once more after so many local epochs from the personal model, with
+            the client optimizer at the rate of the round just finished. Fine-tuning uses no methods
+            and no clipping, and its result is not kept.
+        modes: ``"max"`` or ``"min"``, the better direction of metrics whose name does not show it:
+            ``{"quality": "max"}``.
+
+    Raises:
+        UserError: no client has test samples of its own, or an argument is not accepted.
+
+    Example:
+        Under FedAvg every client has the same model, but the model does not serve all of them
+        equally well.
+
+        >>> from fl_lightning.callbacks import PerClientEvaluation
+        >>> from fl_lightning.lab.contracts.federation import data
+        >>> from fl_lightning.testing import tiny_run
+        >>> federation = data(client_test_fraction=0.5)
+        >>> logged = tiny_run(PerClientEvaluation(), federation=federation).trainer.callback_metrics
+        >>> sorted(name for name in logged if name.startswith("clients/"))
+        ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
+    """
+
+    # If clients have their own models, these values are shown in place of the validation's.
+    of_own_models = True
+
+    def __init__(
+        self,
+        every_n_rounds: int | None = None,
+        clients: PositiveInt | Literal["all"] = "all",
+        finetune_epochs: NonNegativeFloat = 0,
+        modes: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(every_n_rounds)
+        self.clients = clients
+        self.finetune_epochs = finetune_epochs
+        self.modes = dict(modes or {})
+        for name, mode in self.modes.items():
+            check_mode(f"PerClientEvaluation: modes[{name!r}]", mode or "none")
+        self.table: Values = {}
+        self.samples: dict[int, int] = {}
+        self._asked = False  # whether to ask for directions that are not known
+        self._told = set[str]()  # metrics for which some client had no value
+        # The clients' names, if the data have names.
+        self.names: Sequence[str] = ()
+        # The clients' domains, if the data have domains, and the direction of each metric.
+        self.domains: Sequence[str] = ()
+        self._greater: dict[str, bool] = {}
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        data = trainer.datamodule
+        if stage != "fit" or data is None or personal.elsewhere(trainer) is not None:
+            return
+        if not getattr(data, "tests_clients", False):
+            raise UserError(
+                "PerClientEvaluation: no client has test samples of its own: give "
+                "data.client_test_fraction, the share of its samples that each client holds out, "
+                "such as 0.25, or test_clients, each one's own test set."
+            )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_start(trainer, pl_module)
+        self._told.clear()
+        self._asked = False
+        folder = folder_of(trainer)
+        if folder is not None:
+            rounds = ClientRounds(folder / "clients_rounds.csv")
+            rounds.keep(before=trainer.current_epoch)
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Evaluate one client before the first round, to find the names of the metrics."""
+        # Now the run knows whether you must give a metric's direction, so do not wait for the last
+        # round.
+        if self._asked:
+            return
+        away = personal.elsewhere(trainer)
+        if away is None:
+            self._asked = True
+            values = self._of_one_client(trainer, pl_module)
+        else:
+            values = away.one_client(pl_module)
+        if values is not None:
+            self._asked = True
+            self._directions(pl_module, named(values))
+
+    def _of_one_client(self, trainer: Any, module: Any) -> dict[str, float] | None:
+        """Return the model's values on the test samples of the first client that has any."""
+        evaluator = module.evaluator()
+        w, evaluator.buffers = evaluated(module.global_model, trainer)
+        for client in self._drawn(module):
+            indices = trainer.datamodule.client_test_indices(client)
+            if len(indices):
+                values: dict[str, float]
+                values = evaluator.validated(w, client, indices)
+                return values
+        return None
+
+    def _drawn(self, module: Any) -> Sequence[int]:
+        """Return the clients that are evaluated, ascending."""
+        m = int(module.trainer.datamodule.num_clients)
+        wanted = m if self.clients == "all" else min(int(self.clients), m)
+        draw = generator(module.run_seed, "per-client evaluation")
+        if wanted == m:
+            return range(m)
+        return sorted(draw.choice(m, wanted, replace=False, shuffle=False).tolist())
+
+    def _directions(self, module: Any, names: Collection[str]) -> Directions:
+        """Return the better direction of each of these metrics.
+
+        Raises:
+            UserError: the direction of a metric is not known.
+        """
+        by_user: dict[str, str] = {}
+        for name, mode in self.modes.items():
+            by_user[without_prefix(name.removeprefix("clients/"))] = mode
+        directions = Directions("Give modes={name: mode}, a mode", by_user)
+        directions.record(_of_validation(module.logged.modes))
+        unknown = [name for name in names if directions.known(name) is None]
+        if unknown:
+            raise UserError(f"PerClientEvaluation: {directions.question(unknown)}")
+        return directions
+
+    def measure(self, module: Any) -> dict[str, float]:
+        trainer = module.trainer
+        ids = self._drawn(module)
+        away = personal.elsewhere(trainer)
+        if away is None:
+            tests = trainer.datamodule.client_test_indices
+            measured = personal.measured(module.run, trainer, ids, self.finetune_epochs)
+            self.samples = {client: len(tests(client)) for client in ids}
+        else:
+            measured, self.samples = away.measured(module, ids, self.finetune_epochs)
+        data = module.run.loop.cohort.data
+        self.names = tuple(data.client_names)
+        self.domains = () if away is not None else tuple(getattr(data, "client_domains", ()))
+        table: Values = {}
+        for client, kinds in measured.items():
+            for suffix, values in kinds.items():
+                for name, value in named(values).items():
+                    table.setdefault(name + suffix, {})[client] = value
+        self.table = {name: valued(column) for name, column in table.items()}
+        for text in self.remarks():
+            module.note(text)
+        directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
+        modes = _of_validation(module.logged.modes)
+        logged = dict[str, float]()
+        for name, by_client in self.table.items():
+            if not by_client:
+                continue
+            metric = name.removesuffix(TUNED)
+            greater = directions.greater(metric)
+            for suffix, value in summary(by_client, self.samples, greater).items():
+                if not math.isnan(value):
+                    logged[f"clients/{name}{suffix}"] = value
+                # Reports also compare runs by these values and need their direction. A deviation
+                # has none.
+                if metric in modes and suffix != "_std":
+                    module.logged.modes[f"clients/{name}{suffix}"] = modes[metric]
+            self._greater[name] = greater
+            for title, value in self._of_domains(name).items():
+                logged[title] = value
+                module.logged.modes[title] = "max" if greater else "min"
+        return logged
+
+    def _of_domains(self, name: str) -> dict[str, float]:
+        """Return a metric by domain, its mean over domains, and that of the worst domain."""
+        if not self.domains:
+            return {}
+        values = by_domain(self.table[name], self.samples, self.domains)
+        found = {f"domains/{name}/{domain}": value for domain, value in values.items()}
+        for kind, value in over_domains(values, self._greater[name]).items():
+            found[f"domains/{name}{kind}"] = value
+        return found
+
+    def remarks(self) -> Iterator[str]:
+        """Return notes about what the numbers do not show."""
+        without = sum(not number for number in self.samples.values())
+        if without:
+            yield (
+                f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test "
+                "sample, and are left out of its numbers"
+            )
+        tested = [client for client, number in self.samples.items() if number]
+        for name, column in self.table.items():
+            lacking = len(tested) - len(column)
+            # The number of clients without a value may change from round to round.
+            if lacking and name not in self._told:
+                self._told.add(name)
+                yield (
+                    f"PerClientEvaluation: {lacking} of {len(tested)} clients have no value of "
+                    f"{name} (it is NaN, or not logged), and are left out of its numbers"
+                )
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        super().on_train_end(trainer, pl_module)
+        stopped = any(gathered(pl_module.stop_requested))
+        ended = self._measured == self._ended >= 0 and not stopped
+        folder = folder_of(trainer)
+        if not ended or folder is None:
+            return
+        with written_aside(folder / "clients.csv") as file:
+            file.write(self.csv().encode())
+        if self.domains:
+            lines = rows_of_domains(self.table, self.samples, self.domains, self._greater)
+            with written_aside(folder / "domains.csv") as file:
+                file.write(lines_of(lines).encode())
+        names = [name for name in self.table if not name.endswith(TUNED)]
+        others = [name for name in names if name != "loss"]
+        shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
+        # Delete the picture of an earlier round: there is one only for the last round.
+        (folder / "clients.png").unlink(missing_ok=True)
+        if shown in self.table:
+            with written_aside(folder / "clients.png", durable=False) as file:
+                draw_clients(file, shown, self.table[shown], self.table.get(shown + TUNED, {}))
+
+    def csv(self) -> str:
+        """Return the table as text: client, samples, every metric; empty if a client has no value.
+
+        The last column is ``name``, if the data have names of clients.
+        """
+        header = heading(self.table, self.names)
+        return lines_of([header, *client_rows(self.table, self.samples, self.names)])
+
+    def _measure(self, trainer: Any) -> None:
+        super()._measure(trainer)
+        folder = folder_of(trainer)
+        if folder is not None:
+            rounds = ClientRounds(folder / "clients_rounds.csv")
+            rounds.add(self._measured, self.table, self.samples, self.names)
+
+
+def folder_of(trainer: Any) -> Path | None:
+    """Return the folder in which this process writes files of the run; None: it writes none.
+
+    That is the run's own folder, else the folder of its first logger. In the current folder the
+    next run would overwrite them.
+    """
+    keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
+    if not keeps or not trainer.is_global_zero:
+        return None
+    folders = [trainer.default_root_dir]
+    for logger in trainer.loggers:
+        folders.append(getattr(logger, "log_dir", None) or logger.save_dir)
+    own = [Path(folder) for folder in folders if folder]
+    here = Path.cwd().resolve()
+    return next((folder for folder in own if folder.resolve() != here), None)
+
+
+def named(values: dict[str, float]) -> dict[str, float]:
+    """Return metrics without the validation's prefix; the validation's loss replaces that of the
+    training step.
+    """
+    metrics = {"loss": values["loss"]}
+    for name, value in values.items():
+        if name not in ("samples", "loss"):
+            metrics[without_prefix(name)] = value
+    return metrics
+
+
+def _of_validation(modes: Mapping[str, str]) -> dict[str, str]:
+    """Return the modes of the metrics that the learner logs, by the names of clients' values."""
+    return {without_prefix(name): mode for name, mode in modes.items()}
+
+
+def valued(values: dict[int, float]) -> dict[int, float]:
+    """Return the values without NaN, which is not a value: for example the AUROC of samples of one
+    class.
+    """
+    return {client: value for client, value in values.items() if not math.isnan(value)}
+
+
+def summary(values: dict[int, float], samples: dict[int, int], greater: bool) -> dict[str, float]:
+    """Return a metric over k clients: mean, weighted mean, standard deviation, mean of the ⌈k/10⌉
+    worst.
+
+    NaN does not count as a value.
+
+    >>> summary({4: 1.0, 7: 0.5}, {4: 3, 7: 1}, greater=True)
+    {'': 0.75, '_weighted': 0.875, '_std': 0.3535533905932738, '_worst10': 0.5}
+    """
+    values = valued(values)
+    v = torch.tensor(list(values.values()), dtype=torch.float64)
+    weights = torch.tensor([samples[client] for client in values], dtype=torch.float64)
+    worst = v.sort(descending=not greater).values[: -(-len(v) // 10)]
+    weighted = v @ weights / weights.sum()
+    return {
+        "": float(v.mean()),
+        "_weighted": float(weighted),
+        "_std": _std(v),
+        "_worst10": float(worst.mean()),
+    }
+
+
+def _std(v: Tensor) -> float:
+    return float(v.std()) if len(v) > 1 else math.nan

@@ -1,0 +1,1 @@
+"""Methods that change a client's loss."""

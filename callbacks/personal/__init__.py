@@ -1,0 +1,1 @@
+"""Methods that give clients models of their own."""

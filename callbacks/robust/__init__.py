@@ -1,0 +1,1 @@
+"""Attacks, robust averages, and privacy."""

@@ -1,0 +1,1 @@
+"""Methods that choose who takes part and what is sent."""

@@ -1,0 +1,1 @@
+"""Methods that change the server's step."""

@@ -1,0 +1,239 @@
+"""Reading a run's folder in a notebook: ``fl_lightning.load("runs/x")``."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from fl_lightning.checkpoint import held_in
+from fl_lightning.lab.cli.cli import CommandCLI
+from fl_lightning.lab.cli.compose import prepare
+from fl_lightning.lab.cli.compose import read as read_config
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.given import made
+from fl_lightning.lightning import LOGGERS, isolate_rng, pl
+from fl_lightning.metrics import Metrics, read_modes, read_record
+from fl_lightning.storage import site_journal
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.store import ClientStore
+
+
+class Indices(Sequence[Any]):
+    """The sample indices of each client, computed on request."""
+
+    def __init__(self, datamodule: Any) -> None:
+        self._datamodule = datamodule
+
+    def __repr__(self) -> str:
+        return f"Indices({len(self)} clients, {sum(map(len, self))} samples)"
+
+    def __len__(self) -> int:
+        return int(self._datamodule.num_clients)
+
+    def __getitem__(self, client: Any) -> Any:
+        if isinstance(client, slice):
+            return [self[i] for i in range(len(self))[client]]
+        return self._datamodule.client_indices(range(len(self))[client])
+
+
+# A run's folder has at least one of these; the last one is in the folder of a site's run.
+OF_A_RUN = ("run.json", "config.yaml", "metrics.csv", "checkpoints", site_journal.JOURNAL)
+
+
+class Run:
+    """A run's folder; each part is read when it is first used.
+
+    Args:
+        checkpoint: the checkpoint to read; None: the last, or the best if there is no last one.
+        learner: learner that gets the weights, instead of the one that config.yaml describes.
+        data: the data module, likewise.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        checkpoint: Path | None = None,
+        learner: pl.LightningModule | None = None,
+        data: Any = None,
+    ) -> None:
+        self.folder = Path(folder)
+        self._asked_for = checkpoint
+        self._learner = learner
+        self._data = data
+        if not self.folder.is_dir():
+            raise UserError(
+                f"load({str(folder)!r}): there is no such folder. Give that of a run, such as "
+                "runs/x."
+            )
+        if not any((self.folder / name).exists() for name in OF_A_RUN):
+            raise UserError(
+                f"load({str(folder)!r}): this is not a run's folder. fl-lightning fit makes one; "
+                "for a run from Python give the Trainer the callback RunFolder('runs/mine')."
+            )
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    @cached_property
+    def metrics(self) -> Metrics:
+        """Return the metrics that were logged, one row per round."""
+        modes = read_modes(read_record(self.folder).get("modes"))
+        return Metrics.read(self.folder / "metrics.csv", modes)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Return config.yaml, as nested dicts."""
+        return read_config(str(self.folder / "config.yaml"))
+
+    @cached_property
+    def checkpoint(self) -> dict[str, Any]:
+        """Return the last checkpoint, or the best if there is no last one; it is verified."""
+        return AtomicCheckpointIO().load_checkpoint(self.checkpoint_path)
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Return the path of the checkpoint, whether it exists or not."""
+        if self._asked_for is not None:
+            return self._asked_for
+        paths = [self.folder / "checkpoints" / name for name in ("last.ckpt", "best.ckpt")]
+        return next((path for path in paths if path.is_file()), paths[0])
+
+    @cached_property
+    def _store(self) -> ClientStore:
+        if (self.folder / site_journal.JOURNAL).is_file():
+            return site_journal.latest(self.folder)
+        held = held_in(self.checkpoint, "clients", "folders")
+        folders = [self.checkpoint_path.parent / folder for folder in held.get("folders", ())]
+        folders.append(self.folder / "state")
+        store = ClientStore()
+        store.load(held.get("clients", {}), next((f for f in folders if f.is_dir()), folders[0]))
+        return store
+
+    def client_state(self, name: str, client: int) -> Tensor | None:
+        """Return the client's row of ``"ClassName.name"`` at the last checkpoint.
+
+        None if the client has not taken part yet. In a site's folder: the row after the client's
+        last round.
+
+        Raises:
+            UserError: no client has a row of that name, or the run has no such client.
+        """
+        names = [n for n in self._store.names() if not n.startswith(site_journal.STAGED)]
+        if name not in names:
+            raise UserError(
+                f"client_state({name!r}): {self.folder} has no such state.{suggest(name, names)} "
+                f"There are: {', '.join(names) or 'none'}."
+            )
+        row = self._store.read(name, client)
+        if row is None:
+            self._check_client(client)
+            return None
+        return row.clone()
+
+    def _check_client(self, client: int) -> None:
+        """Refuse the number of a client that the run does not have, if the run's data can be
+        built.
+        """
+        try:
+            m = len(self.partition)
+        except UserError:
+            return
+        if not 0 <= client < m:
+            raise UserError(f"client {client}: there are {m} clients, numbered from 0 to {m - 1}.")
+
+    @cached_property
+    def learner(self) -> pl.LightningModule:
+        """Return the learner at the last checkpoint's global weights, on the CPU, in evaluation
+        mode.
+        """
+        learner = self._learner
+        if learner is None:
+            self._check_known("model.learner", "learner")
+            learner = self._made_learner()
+        learner.configure_model()
+        learner.load_state_dict(self.checkpoint["state_dict"])
+        learner.eval()
+        return learner
+
+    @property
+    def partition(self) -> Sequence[Any]:
+        """Return the indices of the training samples of each client."""
+        return Indices(self.data)
+
+    @cached_property
+    def data(self) -> Any:
+        """Return the run's data module, set up and split as in the run."""
+        data = self._data
+        if data is None:
+            self._check_known("data", "data")
+            data = self.built.datamodule
+        held = held_in(self.checkpoint, "seed", "partition")
+        # If the data module had no seed of its own, it split the data by the run's seed.
+        if getattr(data, "seed", None) is None:
+            data.seed = held.get("seed")
+        data.setup("fit")
+        if held.get("partition") and held["partition"] != data.partition_hash:
+            raise UserError(
+                f"load({str(self.folder)!r}): the data give partition {data.partition_hash}, the "
+                f"run had {held['partition']}. Are the files in its --data.root still the same?"
+            )
+        return data
+
+    def _made_learner(self) -> pl.LightningModule:
+        """Return the learner that config.yaml describes; the data may be unknown."""
+        learner: pl.LightningModule
+        if "unknown" in read_record(self.folder):
+            learner = made(self.config["model"]["learner"])
+        else:
+            learner = self.built.model.learner
+        return learner
+
+    def _check_known(self, key: str, argument: str) -> None:
+        """Refuse to read a setting that is missing in config.yaml of a run from Python."""
+        unknown = read_record(self.folder).get("unknown")
+        lacking = [str(path) for path in unknown if str(path).startswith(key)] if unknown else []
+        if lacking:
+            raise UserError(
+                f"load({str(self.folder)!r}): this run was made in Python, and its config.yaml "
+                f"lacks {', '.join(lacking)}. Give the object: "
+                f"load({str(self.folder)!r}, {argument}=…)."
+            )
+
+    @cached_property
+    def built(self) -> CommandCLI:
+        """Return learner and data as config.yaml describes them."""
+        # The command line seeds the process. Restore these variables, so that a notebook keeps its
+        # own.
+        seeds = {key: os.environ.get(key) for key in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
+        # Hide the messages about seeds and devices, which do not matter here.
+        loggers = [logging.getLogger(name) for name in LOGGERS]
+        levels = [logger.level for logger in loggers]
+        with isolate_rng():
+            try:
+                for logger in loggers:
+                    logger.setLevel(logging.WARNING)
+                return CommandCLI("export", prepare("export", [str(self.folder)]))
+            finally:
+                for logger, level in zip(loggers, levels, strict=True):
+                    logger.setLevel(level)
+                for key, value in seeds.items():
+                    os.environ.pop(key, None)
+                    if value is not None:
+                        os.environ[key] = value
+
+
+def load(
+    folder: str | os.PathLike[str], learner: pl.LightningModule | None = None, data: Any = None
+) -> Run:
+    """Return the run in ``folder``, with its learner, metrics, config, partition and client states.
+
+    ``learner`` and ``data``: objects that replace those of config.yaml, for a run from Python whose
+    config lacks them. The learner gets the run's weights.
+    """
+    return Run(folder, learner=learner, data=data)

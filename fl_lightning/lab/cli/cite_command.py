@@ -1,0 +1,136 @@
+"""``fl-lightning cite RUN``: BibTeX of a run's methods and data, from its config."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from importlib.metadata import version
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from yaml import YAMLError
+
+from fl_lightning.lab.cli.arguments import ArgumentParser
+from fl_lightning.lab.cli.compose import as_list, class_name, is_file, parse_yaml
+from fl_lightning.errors import UserError
+from fl_lightning.papers import Paper, declared
+
+DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
+
+# The same text as CITATION.cff, which an installed package does not have.
+_OURS = """\
+@software{{fl_lightning,
+  author = {{{{The fl-lightning developers}}}},
+  title = {{fl-lightning: federated-learning research inside {{PyTorch Lightning}}}},
+  version = {{{version}}},
+}}"""
+
+# Classes that need no reference.
+_PLAIN = ("SGD", "IID")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the references of the run that ``argv`` names.
+
+    Raises:
+        UserError: it is not a run's folder.
+    """
+    parser = ArgumentParser("cite", DESCRIPTION)
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    run: Path = parser.parse_args(list(argv)).run
+    if not is_file(run / "config.yaml"):
+        raise UserError(f"cite {run}: not a run's folder (it has no config.yaml).")
+    try:
+        config = parse_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+        text = cited(config if isinstance(config, dict) else {})
+    # If the file is not a config, it may fail as text, as YAML, or because of its content.
+    except (YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"cite {run}: this config.yaml does not belong to a run ({reason})."
+        ) from None
+    print(text)
+    return 0
+
+
+def cited(config: Mapping[str, Any]) -> str:
+    """Return the BibTeX of a run with this config; a comment names each class without a known
+    reference.
+
+    >>> print(cited({"data": {"class_path": "mine.Data"}}).splitlines()[0])
+    % Data: no reference is known here
+    """
+    unknown = []
+    methods = {class_name(method) for method in as_list(config.get("method"))}
+    keys = ["mcmahan2017fedavg", *_of_server_momentum(config.get("model") or {}, methods)]
+    for part in _parts(config):
+        found = _keys(part, methods)
+        keys += found
+        if not found and class_name(part) not in _PLAIN:
+            unknown.append(f"% {class_name(part)}: no reference is known here")
+    entries = references()
+    blocks = [entries[key] for key in dict.fromkeys(keys)]
+    lines = "\n".join(dict.fromkeys(unknown))
+    return "\n\n".join(
+        filter(None, [lines, *blocks, _OURS.format(version=version("fl-lightning"))])
+    )
+
+
+def references() -> dict[str, str]:
+    """Return every entry of references.bib by its key."""
+    text = files("fl_lightning.lab.cli").joinpath("references.bib").read_text("utf-8")
+    blocks = text.strip().split("\n\n")
+    return {re.sub(r"@\w+\{([^,]+),.*", r"\1", block, flags=re.S): block for block in blocks}
+
+
+def _parts(config: Mapping[str, Any]) -> Iterator[Any]:
+    """Return the classes, with their arguments, that may implement a paper."""
+    model = config.get("model") or {}
+    if asynchronous := model.get("asynchronous"):
+        given = asynchronous.get("init_args") or asynchronous
+        yield {"class_path": "Buffered", "init_args": given}
+    for method in as_list(config.get("method")):
+        if _keys(method, ()) or _is_method(method):
+            yield method
+    data = config.get("data") or {}
+    arguments = data.get("init_args") or {} if isinstance(data, dict) else {}
+    for part in (model.get("server_optimizer"), data, arguments.get("partition")):
+        if part:
+            yield part
+
+
+def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> list[str]:
+    """Return the papers about momentum at the server, for which this package has no class.
+
+    It is FedAvgM's. Nesterov's momentum is DiLoCo if clients use AdamW, and MuLoCo if they use
+    Muon.
+    """
+    optimizer = model.get("server_optimizer") or {}
+    given = optimizer.get("init_args") or {} if isinstance(optimizer, dict) else {}
+    if class_name(optimizer) != "SGD" or not given.get("momentum"):
+        return []
+    if not given.get("nesterov"):
+        return ["hsu2019measuring"]
+    if "MuonDirection" in methods:
+        return ["douillard2023diloco", "therien2025muloco"]
+    of_clients = class_name(model.get("client_optimizer") or {})
+    return ["douillard2023diloco"] if of_clients == "AdamW" else []
+
+
+def _is_method(method: Any) -> bool:
+    """Return whether runs are named after this callback, as its class says."""
+    # This imports torch, so it is used only for methods without a known reference.
+    from fl_lightning.lab.cli.method_options import method_class
+
+    try:
+        return method_class(method).is_method()
+    except UserError:
+        return True
+
+
+def _keys(part: Any, others: Collection[str]) -> list[str]:
+    """Return the papers of a class with its arguments; ``others`` are the run's other classes."""
+    arguments = part.get("init_args") or {} if isinstance(part, dict) else {}
+    paper: Paper = declared("paper").get(class_name(part), Paper())
+    return paper.cited(arguments, others)

@@ -1,0 +1,517 @@
+"""A command's parser, model, data and Trainer, on LightningCLI."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import yaml
+from jsonargparse import Namespace
+from torch.optim import Optimizer
+
+import fl_lightning.callbacks
+import fl_lightning.datamodules
+import fl_lightning.machine.strategies
+import fl_lightning.models
+import fl_lightning.schedules
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.lab.cli.compose import (
+    Command,
+    as_list,
+    as_loggers,
+    class_name,
+    is_file,
+    parse_yaml,
+    plain_yaml,
+)
+from fl_lightning.lab.cli.learner_config import learner_config
+from fl_lightning.lab.cli.method_options import (
+    apply_method_options,
+    full_options,
+    full_paths,
+    method_class,
+)
+from fl_lightning.lab.cli.network_sizes import fit_network_to_data
+from fl_lightning.lab.cli.parsing_errors import Refusal, not_found, why_not_built
+from fl_lightning.lab.cli.run_folder import (
+    RunCheckpoint,
+    RunEvents,
+    RunFolder,
+    check_name,
+    check_writable,
+    checkpoints,
+    holds_run,
+    next_free,
+    numbered,
+)
+from fl_lightning.lab.cli.run_record import RunRecord
+from fl_lightning.lab.cli.same_settings import UNREADABLE, check_same_settings
+from fl_lightning.lab.cli.signals import GracefulStop
+from fl_lightning.lab.cli.trackers import check_goes_on, check_installed, completed, trackers
+from fl_lightning.datamodules import FederatedDataModule, Partition
+from fl_lightning.errors import UserError
+from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
+from fl_lightning.machine.strategies import FederatedStrategy
+from fl_lightning.metrics import check_mode
+from fl_lightning.module import FederatedModule
+from fl_lightning.schedules import Schedule
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.files import named
+
+_BASES: dict[str, type] = {
+    "method": FederatedCallback,
+    "data": FederatedDataModule,
+    "partition": Partition,
+    "learner": pl.LightningModule,
+    "callbacks": pl.Callback,
+    "optimizer": Optimizer,
+    "client_optimizer": Optimizer,
+    "server_optimizer": Optimizer,
+    "network": torch.nn.Module,
+    "lr_decay": Schedule,
+}
+_TRAINER_DEFAULTS = {
+    "log_every_n_steps": 1,
+    "num_sanity_val_steps": 0,
+    "enable_model_summary": False,
+}
+# Options that only `export` has.
+OF_EXPORT = ("client", "pretrained", "merged")
+_STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
+
+
+def as_text(config: dict[str, Any]) -> str:
+    """Return a config as JSON that is also valid YAML, which spells infinity in another way.
+
+    >>> as_text({"epsilon": float("inf"), "name": "Infinity"})
+    '{"epsilon": .inf, "name": "Infinity"}'
+    """
+    text_or_infinity = r'"(?:\\.|[^"\\])*"|Infinity'
+    return re.sub(
+        text_or_infinity,
+        lambda found: ".inf" if found[0] == "Infinity" else found[0],
+        json.dumps(config),
+    )
+
+
+def _name_enums(node: Any) -> None:
+    """Write members of an Enum as the text that is parsed back.
+
+    The defaults of Lightning's callbacks may be such members.
+    """
+    items = vars(node).items() if isinstance(node, Namespace) else enumerate(node)
+    for key, value in list(items):
+        if isinstance(value, Enum):
+            node[key] = str(value.value) if isinstance(value, str) else value.name
+        elif isinstance(value, Namespace | list):
+            _name_enums(value)
+
+
+def _refuse_huge(node: Any, path: str = "") -> None:
+    """Refuse integers of more than 63 bits, for which libraries raise errors of their own."""
+    if isinstance(node, dict | list):
+        for key, value in node.items() if isinstance(node, dict) else enumerate(node):
+            _refuse_huge(value, path if key == "init_args" else f"{path}.{key}".removeprefix("."))
+    elif isinstance(node, int) and not -(2**63) <= node < 2**63:
+        raise UserError(f"--{path} {str(node)[:60]}: an integer here has 63 bits at most.")
+
+
+def _readable(node: Any) -> Any:
+    """Return a config without the arguments that have no text, which then are their classes'
+    defaults.
+    """
+    if isinstance(node, list):
+        return [_readable(item) for item in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: value for key, value in node.items() if not str(value).startswith(UNREADABLE)}
+    return {key: _readable(value) for key, value in kept.items()}
+
+
+class Parser(LightningArgumentParser):
+    """Raises a :class:`UserError` of one paragraph; its base classes would print the usage."""
+
+    command: Command | None = None
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        command = self.command
+        # A parser for a nested class has no command; the outer parser words the message.
+        if command is None:
+            raise ValueError(message) from ex
+        refusal = Refusal(message, self, command.config, command.options, _BASES)
+        raise UserError(refusal.paragraph()) from ex
+
+
+class CommandCLI(LightningCLI):
+    """One command: it parses, and builds ``datamodule``, ``model`` and ``trainer``.
+
+    ``commands`` runs it.
+
+    Args:
+        command: fit, validate, test, predict, export or partition.
+        prepared: its arguments, as sorted by :func:`~fl_lightning.lab.cli.compose.prepare`.
+        added: callbacks of a fit, in addition to those of its config.
+        without: names of callbacks that every other fit has, and this one does not.
+    """
+
+    def __init__(
+        self,
+        command: str,
+        prepared: Command,
+        added: Sequence[pl.Callback] = (),
+        without: Sequence[str] = (),
+    ) -> None:
+        prepared.config = full_paths(prepared.config)
+        prepared.options = full_options(prepared.options)
+        _merge_loggers(prepared)
+        _name_strategy(prepared)
+        apply_method_options(prepared)
+        if command != "partition":
+            fit_network_to_data(prepared)
+        for note in prepared.notes:
+            print(note, file=sys.stderr)
+        self.command = command
+        self.prepared = prepared
+        self.added = added
+        self.without = without
+        self.stop = GracefulStop()
+        # The checkpoint that the run starts from.
+        self.checkpoint: str | None = None
+        super().__init__(
+            model_class=FederatedModule,
+            datamodule_class=FederatedDataModule,
+            subclass_mode_data=True,
+            # RunFolder writes the config after every check has passed.
+            save_config_callback=None,
+            trainer_defaults=_TRAINER_DEFAULTS,
+            parser_class=Parser,
+            parser_kwargs={
+                "prog": f"fl-lightning {command}",
+                "description": (
+                    "Options over those of the configs. Packaged configs: fl-lightning configs."
+                ),
+                "allow_abbrev": False,
+            },
+            args=[],
+            run=False,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+        )
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self.command == "partition":
+            parser.add_lightning_class_args(FederatedDataModule, "data", subclass_mode=True)
+        else:
+            super().add_core_arguments_to_parser(parser)
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        if self.command == "partition":
+            return
+        options: dict[str, tuple[Any, str]] = {
+            "ckpt_path": (
+                str | None,
+                "Checkpoint to start from. last: go on where the run's folder stopped, or start "
+                "it.",
+            ),
+            "weights_only": (
+                bool | None,
+                "false: read objects in the checkpoint too, which can run any code: for files you "
+                "trust.",
+            ),
+            "client": (int | str | None, "Whose personal model to export: number, or name."),
+            "pretrained": (str | None, "Folder to write as peft and transformers read it."),
+            "merged": (bool | None, "With --pretrained: add the adapters to the weights."),
+            "monitor": (str | None, "Metric of best.ckpt (default: val/acc)."),
+            "monitor_mode": (
+                str | None,
+                "Which way is better in --monitor, where neither its name nor a torchmetrics "
+                "metric tells.",
+            ),
+        }
+        methods = (
+            "Callbacks that make the method. --method.beta 0.1 sets an argument of the one that "
+            "has it."
+        )
+        parser.add_argument("--method", type=list[FederatedCallback], default=[], help=methods)
+        for name, (kind, text) in options.items():
+            if name not in OF_EXPORT or self.command == "export":
+                parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
+        assert isinstance(parser, Parser)
+        parser.command = self.prepared
+        config = self.prepared.config
+        if self.command == "partition":
+            keys = ("seed_everything", "data")
+            config = {key: value for key, value in config.items() if key in keys}
+        self.config = parser.parse_args(["--config", as_text(config), *self.prepared.options])
+        seed = self.config.seed_everything
+        if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
+            raise UserError(
+                f"--seed_everything {seed}: give an integer from 0 to 4294967295, or true to draw "
+                "one."
+            )
+        _refuse_huge(self.config.as_dict())
+
+    def before_instantiate_classes(self) -> None:
+        """Decide on folder and checkpoint before anything is built.
+
+        So errors in them are reported at once.
+        """
+        if self.command == "partition":
+            return
+        check_mode("--monitor_mode", self.config.monitor_mode)
+        self._read_numbers()
+        self._choose_folder()
+        found = checkpoints(self.folder)
+        self._choose_checkpoint(found)
+        if self.command == "fit":
+            self._refuse_other_run(found)
+            if self.checkpoint is not None:
+                strict = bool(self.config.model.get("strict_resume", True))
+                now = parse_yaml(self.config_text())
+                check_same_settings(Path(self.checkpoint), now, strict)
+            check_writable(self.folder)
+
+    def _read_numbers(self) -> None:
+        """Convert options' text to numbers if an argument takes both: 0.5 becomes a number,
+        auto stays text.
+        """
+        for key in ("participation", "clients_at_once", "workers", "capture"):
+            value = self.config.model.get(key)
+            if isinstance(value, str):
+                number = plain_yaml(value, f"--model.{key}")
+                if type(number) in ((bool,) if key == "capture" else (int, float)):
+                    self.config.model[key] = number
+
+    def _choose_folder(self) -> None:
+        """Set ``folder``, or ``stem`` if the run has to find a free number."""
+        root = self.config.trainer.default_root_dir
+        going_on = self.config.ckpt_path == "last"
+        self.stem: str | None = None
+        if root:
+            self.folder = named(str(root))
+            self.config.trainer.default_root_dir = str(self.folder)
+        else:
+            stem = f"runs/{self._name()}"
+            existing = numbered(stem)
+            # A resumed run uses the last folder of this name; any other run gets the next number.
+            self.folder = existing[-1][1] if existing and going_on else next_free(stem)
+            self.stem = None if going_on else stem
+        check_name(self.folder)
+
+    def _choose_checkpoint(self, found: list[Path]) -> None:
+        """Set ``checkpoint``; the word ``last`` means one of the checkpoints ``found`` in the
+        folder.
+        """
+        path = self.config.ckpt_path
+        if path == "last":
+            if found and found[0].name == "last.ckpt":
+                self.checkpoint = str(found[0])
+            elif found:
+                last = self.folder / "checkpoints" / "last.ckpt"
+                raise UserError(
+                    f"--ckpt_path last: {last} is missing, but this run has another checkpoint: "
+                    f"--ckpt_path {found[0]}."
+                )
+            elif self.command != "fit":
+                raise UserError(
+                    f"--ckpt_path last: {self.folder} has no checkpoint yet (checkpoints/last.ckpt "
+                    "is missing). Give the folder of a run that completed a round, or "
+                    "--ckpt_path FILE."
+                )
+        elif path is not None:
+            self.checkpoint = path
+            if not is_file(path):
+                raise UserError(
+                    f"--ckpt_path {path[:200]}: there is no such file. Accepted: a checkpoint's "
+                    f"path, or last for the one in {self.folder}."
+                )
+
+    def _refuse_other_run(self, found: list[Path]) -> None:
+        """Refuse a folder that holds a run, unless this run resumes from a checkpoint in it."""
+        own = [path.resolve() for path in found]
+        goes_on = self.checkpoint is not None and Path(self.checkpoint).resolve() in own
+        if holds_run(self.folder) and not goes_on:
+            way_out = "It has no checkpoint to go on from:"
+            if found:
+                way_out = f"Go on with it by fl-lightning fit {self.folder}, or"
+            raise UserError(
+                f"--trainer.default_root_dir {self.folder}: this folder already holds a run, and "
+                f"it was not changed. {way_out} give another folder for a new run with these "
+                "settings: --trainer.default_root_dir DIR."
+            )
+
+    def _name(self) -> str:
+        """Return <data>-<method>, by the configs' names if these are known."""
+        data = class_name(self.config.data.class_path).lower()
+        configs = [name for name in self.prepared.names if name.startswith("method/")]
+        methods = [name.removeprefix("method/") for name in configs]
+        if not methods:
+            paths = [item.class_path for item in self.config.method]
+            # Callbacks that only measure or simulate are not part of the method.
+            whole_paths = [path for path in paths if method_class(path).is_method()]
+            methods = [class_name(path).lower() for path in whole_paths] or ["fedavg"]
+        # The run is named after the last complete method and the additions to it.
+        whole = [place for place, method in enumerate(methods) if method not in ("ri", "sam")]
+        if configs and whole:
+            methods = methods[whole[-1] :]
+        return f"{data}-{'+'.join(methods)}"
+
+    def instantiate_classes(self) -> None:
+        config = self.config
+        ids: dict[str, str] = {}
+        if self.command != "partition":
+            check_installed(config)
+        if self.command == "fit":
+            ids = trackers(self.folder) if self.checkpoint else {}
+            config = completed(config, ids)
+        try:
+            self.config_init = self.parser.instantiate_classes(config)
+        except (ValueError, TypeError, OSError) as error:
+            message = not_found(error, config.as_dict()) or why_not_built(error)
+            if isinstance(error, UserError) or message is None:
+                raise
+            raise UserError(message) from error
+        self.datamodule = self.config_init.data
+        if self.command == "partition":
+            return
+        check_goes_on(self.config_init.trainer.logger, ids, self.folder)
+        self.model = self.config_init.model
+        learner = yaml.safe_load(self.config_text())["model"]["learner"]
+        written = learner_config(learner, self.config.model.learner, type(self.model.learner))
+        self.model.global_model.config = written
+        self.trainer = self._trainer()
+
+    def starts_from(self) -> dict[str, Any]:
+        """Return the checkpoint to start from and how to read it, as arguments of fit, test, …"""
+        return {"ckpt_path": self.checkpoint, "weights_only": self.config.weights_only}
+
+    def config_text(self) -> str:
+        saved = self.config.clone()
+        saved.pop("config", None)
+        saved.pop("weights_only", None)
+        saved.ckpt_path = None
+        # strict_resume holds for one command only: a later resume is compared again.
+        if "model" in saved and "strict_resume" in saved.model:
+            saved.model.strict_resume = True
+        _name_enums(saved)
+        text = str(self.parser.dump(saved, skip_none=False, skip_validation=True))
+        if UNREADABLE in text:
+            text = yaml.safe_dump(_readable(parse_yaml(text)), sort_keys=False)
+        return text
+
+    def _trainer(self) -> pl.Trainer:
+        """Return the Trainer, with the run's folder, the method and the callbacks of every run."""
+        settings: dict[str, Any] = vars(self.config_init.trainer).copy()
+        writes = self.command == "fit" and not settings["fast_dev_run"]
+        logger = settings["logger"]
+        settings["callbacks"] = self._callbacks(settings, writes)
+        if not writes:
+            settings["enable_checkpointing"] = False
+        # RunFolder adds the run's loggers after it has claimed the folder.
+        settings["logger"] = False
+        if self.command == "fit":
+            settings["logger"] = [each for each in _own(logger) if not isinstance(each, RunEvents)]
+        settings["plugins"] = [*as_list(settings["plugins"]), AtomicCheckpointIO()]
+        settings["default_root_dir"] = str(self.folder)
+        return _built(settings)
+
+    def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:
+        """Return the callbacks of the method, the user and the run, in the order of their hooks."""
+        callbacks = [*self.added, *self.config_init.method, *as_list(settings["callbacks"])]
+        names = {type(callback).__name__ for callback in callbacks}
+        for name in _STANDING:
+            wanted = writes and name not in self.without
+            if name == "FederatedProgressBar":
+                wanted = settings["enable_progress_bar"] is not False
+            if name not in names and wanted:
+                callbacks.append(getattr(fl_lightning.callbacks, name)())
+        if writes:
+            own = _own(settings["logger"])
+            tensorboard = settings["logger"] in (None, True)
+            tensorboard = tensorboard or any(isinstance(each, RunEvents) for each in own)
+            config = self.config_text()
+            run = RunFolder(self.folder, self.stem, config, tensorboard)
+            callbacks.insert(0, run)
+            if settings["enable_checkpointing"] is not False:
+                callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))
+            # The record comes last: a run that is refused before training leaves no record.
+            typed = ["fl-lightning", *self.prepared.argv]
+            callbacks.append(RunRecord(config, typed, **self.prepared.record))
+        if self.command == "fit":
+            callbacks.append(self.stop)
+        return callbacks
+
+
+def _merge_loggers(prepared: Command) -> None:
+    """Combine the loggers of configs and options into a value that the parser accepts."""
+    trainer = prepared.config.get("trainer") or {}
+    if not isinstance(trainer, dict):
+        return
+    events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
+    merged = as_loggers(trainer.get("logger"), events)
+    added = any(option.startswith("--trainer.logger+") for option in prepared.options)
+    # The parser can add only to a list. `true`, or no logger at all, stands for TensorBoard's.
+    if added and merged in (None, True):
+        merged = [{"class_path": events}]
+    if merged != trainer.get("logger"):
+        prepared.config["trainer"] = {**trainer, "logger": merged}
+
+
+def _name_strategy(prepared: Command) -> None:
+    """Let a strategy that is given by its registered name take options, by naming its class."""
+    trainer = prepared.config.get("trainer") or {}
+    given = trainer.get("strategy")
+    path = f"{FederatedStrategy.__module__}.{FederatedStrategy.__qualname__}"
+    named = FederatedStrategy.strategy_name
+    flag = "--trainer.strategy"
+    options = prepared.options
+    if isinstance(given, dict) and given.get("class_path") == named:
+        prepared.config["trainer"] = {**trainer, "strategy": {**given, "class_path": path}}
+    if not any(option.startswith(f"{flag}.") for option in options):
+        return
+    if given == named:
+        prepared.config["trainer"] = {**trainer, "strategy": {"class_path": path}}
+    for place, option in enumerate(options):
+        if option == f"{flag}={named}":
+            options[place] = f"{flag}={path}"
+        elif option == named and options[place - 1] == flag:
+            options[place] = path
+
+
+def _own(logger: Any) -> list[Any]:
+    """Return the loggers that ``trainer.logger`` holds, which may also be true or false."""
+    return [] if isinstance(logger, bool) else as_list(logger)
+
+
+def _built(settings: dict[str, Any]) -> pl.Trainer:
+    """Build the Trainer of these settings, or raise a paragraph about why it cannot be built."""
+    # On a CPU Lightning would silently use another precision.
+    if str(settings["precision"]) in ("16", "16-mixed"):
+        raise UserError(
+            f"--trainer.precision {settings['precision']}: gradients in half precision would need "
+            "a loss scale for every client. Accepted: 32-true, 64-true, bf16-mixed."
+        )
+    try:
+        trainer = pl.Trainer(**settings)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise UserError(f"trainer: {' '.join(str(error).split())[:400]}") from error
+    except ImportError as error:
+        # An accelerator, a strategy or a precision needs a package that is not installed.
+        options = ("accelerator", "strategy", "precision")
+        chosen = ", ".join(f"{option} {settings[option]}" for option in options)
+        raise UserError(f"trainer ({chosen}): {' '.join(str(error).split())[:300]}") from error
+    if isinstance(trainer.strategy, DDPStrategy) and trainer.strategy._start_method != "popen":
+        raise UserError(
+            f"--trainer.strategy {settings['strategy']}: this strategy starts its processes from "
+            "within Python, so the command line does not get the model that they train. "
+            "Accepted: auto, federated."
+        )
+    return trainer

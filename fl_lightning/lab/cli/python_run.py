@@ -1,0 +1,203 @@
+"""A folder for a run from Python, like the one that the command line gives to each of its runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.callbacks.loggers.run_card import RunCard
+from fl_lightning.lab.cli import run_folder
+from fl_lightning.lab.cli.python_config import PythonConfig
+from fl_lightning.lab.cli.run_record import RunRecord
+from fl_lightning.errors import UserError
+from fl_lightning.lightning import Checkpoint, pl
+from fl_lightning.metrics import check_mode
+
+
+class RunFolder(Checkpoint):
+    """Gives a run from Python a folder, which ``report``, ``load`` and ``cite`` read.
+
+    The folder holds what ``fl-lightning fit`` writes: ``run.json``, ``metrics.csv``, ``card.md``,
+    ``partition.png``, ``checkpoints/last.ckpt`` and ``best.ckpt``, ``state/`` and ``config.yaml``.
+    The config holds the settings that can be read from the objects. Tensors, lambdas and classes of
+    a script cannot be in it: ``config.yaml`` and ``run.json`` (``unknown``) name the missing
+    settings.
+
+    Args:
+        folder: the run's folder, such as ``"runs/mine"``; it may not hold another run.
+        arm: the name of this setting in reports; None: the run's title. Two runs of one arm may
+            differ only in their seeds.
+        monitor: the metric of ``best.ckpt``; None: ``val/acc``, if the learner logs it.
+        mode: the better direction, ``"max"`` or ``"min"``; None: the metric decides.
+
+    Raises:
+        UserError: when a fit begins, if the folder holds a run that this fit does not resume.
+
+    Example:
+        >>> from fl_lightning import RunFolder
+        >>> RunFolder("runs/mine").last is None  # nothing is there to go on from
+        True
+    """
+
+    # The module reads this attribute, and then does not claim a folder itself.
+    claims_folder = True
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        arm: str | None = None,
+        monitor: str | None = None,
+        mode: str | None = None,
+    ) -> None:
+        check_mode("RunFolder: mode", mode)
+        self.folder = Path(folder)
+        self.arm = arm
+        self._run = run_folder.RunFolder(self.folder, None, "", tensorboard=False)
+        self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
+        self._card: RunCard | None = None
+        self._record: RunRecord | None = None
+        self._in_run = False  # whether a Trainer has begun a fit with this object
+        self._begun: tuple[object, object] = (None, None)  # the Trainer and module of a fit here
+
+    @property
+    def last(self) -> str | None:
+        """Return the checkpoint to resume from: ``trainer.fit(…, ckpt_path=folder.last)``;
+        None: the folder has no checkpoint.
+        """
+        path = self.folder / "checkpoints" / "last.ckpt"
+        return str(path) if path.is_file() else None
+
+    # Use the checkpoint callback's key: other code looks it up under that name.
+    @property
+    def state_key(self) -> str:
+        # Lightning refuses two equal keys when the Trainer is built. `setup` gives the better
+        # message for two folders.
+        return self._checkpoint.state_key if self._in_run else f"RunFolder {id(self)}"
+
+    @property
+    def dirpath(self) -> str:
+        return self._checkpoint.dirpath
+
+    @property
+    def monitor(self) -> str:
+        return self._checkpoint.monitor
+
+    @property
+    def mode(self) -> str | None:
+        return self._checkpoint.directions.given.get(self.monitor)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._checkpoint.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._checkpoint.load_state_dict(state_dict)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._in_run = True
+        _refuse_another(trainer)
+        if stage != "fit" or not _writes(trainer):
+            return
+        run_folder.check_name(self.folder)
+        run_folder.check_writable(self.folder, "RunFolder")
+        # Every later reader of the Trainer's root directory gets this folder.
+        vars(trainer)["_default_root_dir"] = str(self.folder)
+        self._run.setup(trainer, pl_module, stage)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._run.teardown(trainer, pl_module, stage)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if _writes(trainer):
+            self._refuse_other_run(trainer, pl_module)
+            self._checkpoint.on_fit_start(trainer, pl_module)
+
+    def _refuse_other_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        given = trainer.ckpt_path
+        own = [path.resolve() for path in run_folder.checkpoints(self.folder)]
+        begun, module = self._begun
+        goes_on = begun is trainer and module is pl_module
+        goes_on = goes_on or (given is not None and Path(given).resolve() in own)
+        if run_folder.holds_run(self.folder) and not goes_on:
+            # an error in another run must not be recorded in this folder
+            self._card = self._record = None
+            where = repr(str(self.folder))
+            raise UserError(
+                f"RunFolder({where}): this folder already holds a run, and it was not changed. Go "
+                f"on with it by trainer.fit(…, ckpt_path=RunFolder({where}).last), or give another "
+                "folder."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _writes(trainer):
+            return
+        config = PythonConfig(trainer, pl_module, str(self.folder))
+        self._run.config = config.text()
+        # Remove the logger of an earlier fit by the same Trainer.
+        path = self.folder / "metrics.csv"
+        trainer.loggers = [each for each in trainer.loggers if getattr(each, "path", 0) != path]
+        self._run.on_train_start(trainer, pl_module)
+        self._begun = (trainer, pl_module)
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
+        if not any(isinstance(callback, RunCard) for callback in callbacks):
+            self._card = RunCard()
+            self._card.on_train_start(trainer, pl_module)
+        # The arguments of a notebook's process were not typed by the user.
+        typed = ["python", *sys.argv] if sys.argv[0].endswith(".py") else []
+        self._record = RunRecord(self._run.config, typed, self.arm, unknown=config.unknown)
+        self._record.on_train_start(trainer, pl_module)
+        self._checkpoint.on_train_start(trainer, pl_module)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._card is not None:
+            self._card.on_train_epoch_start(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _writes(trainer):
+            return
+        if self._card is not None:
+            self._card.on_train_epoch_end(trainer, pl_module)
+        if self._record is not None:
+            self._record.on_train_epoch_end(trainer, pl_module)
+        self._checkpoint.on_train_epoch_end(trainer, pl_module)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _writes(trainer):
+            return
+        if self._card is not None:
+            self._card.on_fit_end(trainer, pl_module)
+        if self._record is not None:
+            self._record.on_fit_end(trainer, pl_module)
+        self._checkpoint.on_fit_end(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._run.on_exception(trainer, pl_module, exception)
+        if self._record is not None:
+            self._record.on_exception(trainer, pl_module, exception)
+        if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self.last:
+            # Lightning ends the program, and reports only that it was interrupted.
+            print(
+                f"stopped after {trainer.current_epoch} of {trainer.max_epochs} rounds; this goes "
+                "on: trainer.fit(module, data, "
+                f"ckpt_path=RunFolder({str(self.folder)!r}).last)",
+                flush=True,
+            )
+
+
+def _writes(trainer: pl.Trainer) -> bool:
+    """Return whether this is more than a trial run."""
+    return not vars(trainer).get("fast_dev_run")
+
+
+def _refuse_another(trainer: Any) -> None:
+    """Refuse two folders for one run."""
+    folders = [each.folder for each in trainer.callbacks if isinstance(each, RunFolder)]
+    if len(folders) > 1:
+        given = ", ".join(f"RunFolder({str(folder)!r})" for folder in folders)
+        raise UserError(
+            f"callbacks=[{given}]: a run has one folder, and this Trainer has {len(folders)} of "
+            f"them. Keep one: pl.Trainer(callbacks=[RunFolder({str(folders[0])!r})])."
+        )

@@ -1,0 +1,367 @@
+"""A federation small enough to run forty times in seconds, and comparisons of the results of
+runs.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fl_lightning.callback import FederatedCallback, Refusal
+from fl_lightning.lab.contracts.verdict import Failed
+from fl_lightning.datamodules.memory import InMemoryDataModule
+from fl_lightning.evaluation import personal
+from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
+from fl_lightning.machine.processes import place
+from fl_lightning.module import FederatedModule
+from fl_lightning.round.settings import SEQUENTIAL
+
+# With batches of 4 these sizes give a client with one sample, short last batches, and different
+# K_i.
+SIZES = [1, 5, 9, 4, 12, 7]
+ROUNDS = 3
+Outcome = dict[str, Tensor]
+
+
+class LowRank(nn.Linear):
+    """A linear layer with an adapter: ``(W + scaling B A) x + bias``, W frozen, B 0 at first."""
+
+    def __init__(self, d_in: int, out: int, rank: int, scaling: float) -> None:
+        super().__init__(d_in, out)
+        self.lora_A = nn.Parameter(torch.zeros(rank, d_in))
+        self.lora_B = nn.Parameter(torch.zeros(out, rank))
+        self.scaling = scaling
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.scaling * (x @ self.lora_A.T) @ self.lora_B.T
+
+
+class Learner(pl.LightningModule):
+    """Two layers in float64, and a buffer that follows the inputs, not the weights.
+
+    One class serves all checks.
+
+    Args:
+        frozen: whether the first bias is frozen.
+        dead: whether the loss is constant, so that all gradients are zero.
+        embedding: None, or whether the gradient of an embedding before the layers is sparse. The
+            embedding's second row and an extra parameter get no gradient at all.
+        adapters: whether the two layers' weights are frozen and have adapters, of rank 2.
+    """
+
+    running_mean: Tensor
+    batches: Tensor
+
+    def __init__(
+        self,
+        frozen: bool = False,
+        dead: bool = False,
+        embedding: bool | None = None,
+        adapters: bool = False,
+    ) -> None:
+        super().__init__()
+        self.dead = dead
+        self.has_buffers = embedding is None
+        if embedding is not None:
+            self.table = nn.Embedding(3, 3, sparse=embedding)
+            self.unused = nn.Parameter(torch.zeros(2))
+        self.first: nn.Linear = LowRank(3, 4, 2, 0.5) if adapters else nn.Linear(3, 4)
+        self.head: nn.Linear = LowRank(4, 3, 2, 1.5) if adapters else nn.Linear(4, 3)
+        self.double()
+        generator = torch.Generator().manual_seed(5)
+        for parameter in self.parameters():
+            parameter.data = 0.5 * torch.randn(
+                parameter.shape, generator=generator, dtype=torch.float64
+            )
+        for layer in (self.first, self.head) if adapters else ():
+            layer.weight.requires_grad_(False)
+            assert isinstance(layer, LowRank)
+            layer.lora_B.data.zero_()
+        if frozen:
+            self.first.bias.requires_grad_(False)
+        if self.has_buffers:
+            # Both buffers depend only on the batches, so every method must leave them as FedAvg
+            # does.
+            self.register_buffer("running_mean", torch.zeros(3, dtype=torch.float64))
+            self.register_buffer("batches", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        if self.has_buffers:
+            self.running_mean += 0.1 * (x.mean(0) - self.running_mean)
+            self.batches += 1
+        else:
+            x = x + self.table((x[:, 0] > 0).long())
+        loss = nn.functional.cross_entropy(self.head(torch.tanh(self.first(x))), y)
+        return loss * 0.0 if self.dead else loss
+
+
+def data(
+    order: Sequence[int] | None = None,
+    batch_size: int | None = 4,
+    client_test_fraction: float = 0.0,
+) -> InMemoryDataModule:
+    """Return heterogeneous clients; ``order`` registers them in another order."""
+    rng = np.random.default_rng(3)
+    # Draw all inputs first, and then all labels.
+    inputs = [rng.normal(size=(size, 3)) + rng.normal(size=3) for size in SIZES]
+    labels = []
+    for client, size in enumerate(SIZES):
+        own = rng.random(size) < 0.6
+        labels.append(np.where(own, client % 3, rng.integers(0, 3, size)))
+    x = np.concatenate(inputs)
+    y = np.concatenate(labels)
+    ends = np.cumsum(SIZES)
+    clients = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    if order is not None:
+        clients = [clients[i] for i in order]
+    return InMemoryDataModule(
+        (torch.from_numpy(x), torch.from_numpy(y)),
+        clients=clients,
+        batch_size=batch_size,
+        client_test_fraction=client_test_fraction,
+    )
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Use one thread, without warnings and messages.
+
+    Afterwards the caller's settings and random state are restored.
+    """
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    levels = [logger.level for logger in loggers]
+    threads = torch.get_num_threads()
+    # The compared bits depend on the number of threads.
+    torch.set_num_threads(1)
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+class Watch(pl.Callback):
+    """Calls ``started(module)`` before the first round and ``ended(module)`` after each."""
+
+    def __init__(
+        self, started: Callable[[Any], object] | None, ended: Callable[[Any], object] | None
+    ) -> None:
+        self.started = started
+        self.ended = ended
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.started is not None:
+            self.started(pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.ended is not None:
+            self.ended(pl_module)
+
+
+def required_by(method: type[FederatedCallback]) -> dict[str, Any]:
+    """Return the arguments of FederatedModule without which a method refuses to run."""
+    required: dict[str, Any] = dict(getattr(method, "requires", {}))  # an old name
+    for note in method.notes:
+        required |= note.settings if isinstance(note, Refusal) else {}
+    return required
+
+
+def fit(
+    callbacks: Sequence[FederatedCallback],
+    rounds: int = ROUNDS,
+    learner: Learner | None = None,
+    federation: InMemoryDataModule | None = None,
+    started: Callable[[Any], object] | None = None,
+    ended: Callable[[Any], object] | None = None,
+    folder: str | None = None,
+    resume: bool = False,
+    trainer: dict[str, Any] | None = None,
+    adapters: bool = False,
+    **arguments: Any,
+) -> FederatedModule:
+    """Run on the CPU.
+
+    ``folder``: where to keep its checkpoint; ``resume``: resume from that one. ``adapters``:
+    whether the learner has adapters, as it has if a method needs them.
+    """
+    required: dict[str, Any] = {}
+    for callback in callbacks:
+        required |= required_by(type(callback))
+    # Start with the defaults, apply the settings that the methods need, and then those that a check
+    # varies.
+    arguments = {
+        "participation": 3,
+        "local_epochs": 2,
+        "seed": 1,
+        "lr_decay": 0.9,
+        "engine": SEQUENTIAL,
+        "client_optimizer": lambda p: torch.optim.SGD(p, lr=0.2, weight_decay=0.01),
+        **required,
+        **arguments,
+    }
+    adapters |= any(callback.needs_adapters for callback in callbacks)
+    module = FederatedModule(learner or Learner(adapters=adapters), **arguments)
+    watchers: list[pl.Callback] = [Watch(started, ended)]
+    if folder is not None:
+        watchers.append(
+            ModelCheckpoint(f"{folder}/checkpoints", filename="last", enable_version_counter=False)
+        )
+    fitted = pl.Trainer(
+        max_epochs=rounds,
+        callbacks=[*callbacks, *watchers],
+        default_root_dir=folder or tempfile.gettempdir(),
+        accelerator="cpu",
+        logger=False,
+        enable_checkpointing=folder is not None,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        log_every_n_steps=1,
+        **(trainer or {}),
+    )
+    fitted.fit(
+        module,
+        federation or data(),
+        ckpt_path=f"{folder}/checkpoints/last.ckpt" if resume else None,
+    )
+    return module
+
+
+def outcome(module: FederatedModule) -> Outcome:
+    """Return all results of a run.
+
+    The results are models, buffers, server states, this process's client rows, and logged values.
+    """
+    # A failed check shows these names to the reader.
+    left = {
+        "the server's model": module.global_vector,
+        "the evaluated model": module.evaluated_vector,
+    }
+    left |= {f"buffer {name}": buffer for name, buffer in module.learner.named_buffers()}
+    left |= {f"server state {name}": value for name, value in module.server_states.items()}
+    store = module.client_rows.store
+    for name in store.names():
+        for i in map(int, store.clients(name)):
+            row = store.read(name, i)
+            assert row is not None
+            left[f"{name} of client {i}"] = row
+    if module.run.methods.owner("personal") is not None:
+        models = personal.of_run(module.run, module.trainer)
+        world, rank = place()
+        # The process that owns a client also keeps its model, like its rows of state.
+        for i in range(rank, len(SIZES), world):
+            left[f"personal model of client {i}"] = models.of(i)[0]
+    for name, value in module.trainer.callback_metrics.items():
+        # Times differ from run to run.
+        if not name.startswith("time/"):
+            left[f"log {name}"] = value
+    return {name: value.detach().cpu().clone() for name, value in left.items()}
+
+
+def require_same(ours: Outcome, theirs: Outcome, tolerance: float, what: str, hint: str) -> None:
+    """Compare by the largest relative difference (:func:`distance`); 0 requires equal bits.
+
+    Raises:
+        Failed: the results differ; the error has ``what``, the quantities that differ and by how
+            much, and ``hint``.
+    """
+    one_sided = sorted(set(ours) ^ set(theirs))
+    differing = [f"{name} exists in only one of the runs" for name in one_sided]
+    for name in ours:
+        if name in theirs:
+            away = distance(ours[name], theirs[name])
+            # Written with `not`, so that NaN counts as a difference.
+            if not away <= tolerance:
+                differing.append(f"{name} by {away:.1e}")
+    if differing:
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        raise Failed(f"{what}: {', '.join(differing[:3])}{more}", hint)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Return the largest |a - b| over max(1, |a|); 0 for equal bits, infinite for other shapes."""
+    if a.shape != b.shape:
+        return float("inf")
+    a = a.double()
+    b = b.double()
+    if torch.equal(a, b) or not a.numel():
+        return 0.0
+    return float(((a - b).abs() / a.abs().clamp(min=1)).max())
+
+
+def require_finite(left: Outcome, what: str, hint: str) -> None:
+    for name, value in left.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise Failed(f"{what}: {name} is not finite", hint)
+
+
+def in_processes(world: int, job: Callable[[], Outcome]) -> Outcome:
+    """Run ``job`` in forked processes joined by gloo, and return their results together.
+
+    Raises:
+        Failed: one of the runs did not finish.
+    """
+    # Another process may take the port after it is closed here, but that is unlikely.
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_forked(job, rank, world, port, Path(folder)) for rank in range(world)]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(codes):
+            texts = [path.read_text("utf-8") for path in sorted(Path(folder).glob("*.txt"))]
+            seen = texts[0] if texts else f"exit status {codes}"
+            raise Failed(
+                f"a run in {world} processes failed: {seen}",
+                "server hooks run in every process and must do the same there: read values of all "
+                "clients only through Upload or staged()",
+            )
+        together: Outcome = {}
+        # If several processes have an entry, use that of the first process.
+        for rank in reversed(range(world)):
+            together |= torch.load(Path(folder) / f"{rank}.pt", weights_only=True)
+    return together
+
+
+def _forked(job: Callable[[], Outcome], rank: int, world: int, port: int, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        torch.set_num_threads(1)
+        variables = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "WORLD_SIZE": world,
+            "LOCAL_WORLD_SIZE": world,
+            "GROUP_RANK": 0,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            # This variable makes Lightning believe that its processes exist already.
+            "TORCHELASTIC_RUN_ID": "contracts",
+        }
+        os.environ.update({name: str(value) for name, value in variables.items()})
+        torch.save(job(), folder / f"{rank}.pt")
+        status = 0
+    except BaseException as error:
+        (folder / f"{rank}.txt").write_text(f"{type(error).__name__}: {error}", "utf-8")
+    finally:
+        # The fork must not run the parent's exit hooks.
+        os._exit(status)

@@ -1,0 +1,64 @@
+"""The choices of sweeps on held-out data, from their select.csv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from fl_lightning.lab.report.runs import ReportedSweep, read_table
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice of an arm among so many candidates; ``tried``: option → values, in their order."""
+
+    arm: str
+    taken: Mapping[str, str]
+    tried: Mapping[str, list[str]]
+    candidates: int
+
+    @property
+    def at_end(self) -> list[str]:
+        """Return the options whose value is the first or last of several that were tried."""
+        several = {option: values for option, values in self.tried.items() if len(values) > 1}
+        return [option for option, values in several.items() if self._ends(option, values)]
+
+    def _ends(self, option: str, values: list[str]) -> bool:
+        return self.taken[option] in (values[0], values[-1])
+
+
+def choices(sweep: ReportedSweep) -> Iterator[Choice]:
+    """Return the choice of each arm that had one; empty if nothing was selected."""
+    rows = read_table(sweep.folder / "select.csv")
+    for arm in dict.fromkeys(row.get("arm") or "" for row in rows):
+        own = [row for row in rows if row.get("arm") == arm]
+        best = next((row for row in own if row.get("chosen")), None)
+        if best is None or "runs" not in best:
+            continue
+        columns = list(best)
+        # The options are the columns between the arm and the score; after the score comes the
+        # number of runs.
+        options = [key for key in columns[1 : columns.index("runs") - 1] if best[key]]
+        tried = {}
+        for option in options:
+            tried[option] = sorted({row[option] for row in own}, key=_place)
+        taken = {option: best[option] for option in options}
+        yield Choice(sweep.names.get(arm, arm), taken, tried, len(own))
+
+
+def _place(value: str) -> tuple[float, str]:
+    """Sort numbers by their size, before everything else."""
+    try:
+        return float(value), ""
+    except ValueError:
+        return float("inf"), value
+
+
+def short(option: str) -> str:
+    """Return the last two words of an option.
+
+    >>> short("model.server_optimizer.init_args.lr"), short("method.beta")
+    ('server_optimizer lr', 'method beta')
+    """
+    words = [word for word in option.split(".") if word != "init_args"]
+    return " ".join(words[-2:])

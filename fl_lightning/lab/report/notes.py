@@ -1,0 +1,182 @@
+"""What a reader has to know to read the numbers correctly, before any pair is compared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence, Set
+
+from fl_lightning.lab.report.claims import ClaimsFile
+from fl_lightning.lab.report.evidence import absent, logged
+from fl_lightning.lab.report.fairness import after_last_round, measured_nobody, over_rounds
+from fl_lightning.lab.report.runs import Found, ReportedRun, ReportedSweep, read_table
+from fl_lightning.lab.report.scores import SCORES, has_lost
+
+
+def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str]:
+    """Return the notes; those about all runs come first."""
+    notes = [] if logged(found, metric) else [absent(found, metric)]
+    notes += _on_claims(found, files)
+    scored = {metric: None}
+    for file in files:
+        scored |= dict.fromkeys(claim.metric for claim in file.claims)
+    for name, runs in found.arms.items():
+        notes += _on_arm(name, runs)
+        for each in scored:
+            notes += _on_infinite(name, runs, each)
+        notes += _on_clients(runs, metric)
+    # Scores of runs with unequal numbers of rounds are allowed, but do not compare only the
+    # methods.
+    if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
+        notes.append("Runs differ in their number of rounds: compare them at equal cost below.")
+    if waiting := Counter(status for _, _, status in found.waiting):
+        counts = ", ".join(f"{number} {status}" for status, number in waiting.items())
+        notes.append(f"Runs of the sweep that left no run.json: {counts}.")
+    commits = dict.fromkeys(
+        str(commit)[:12] for run in found.runs if (commit := run.record.get("commit"))
+    )
+    notes += _on_test(found)
+    if len(commits) > 1:
+        notes.append(f"Runs were made at several commits: {', '.join(commits)}.")
+    on_sweeps = [_on_candidates(sweep) for sweep in found.sweeps]
+    return notes + [note for note in on_sweeps if note]
+
+
+def on_test(found: Found) -> set[bool]:
+    """Return whether arms were validated on their test set; both values if they differ."""
+    return {runs[0].on_test for runs in found.arms.values()}
+
+
+def _on_test(found: Found) -> list[str]:
+    if not any(name.startswith("val") for name in found.metrics):
+        return []
+    answers = on_test(found)
+    if len(answers) > 1:
+        return [
+            "Some arms validated on the test set and others did not: do not compare their val/…."
+        ]
+    if True in answers:
+        return ["Validation was on the test set: columns val/… are called test here."]
+    return []
+
+
+def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
+    notes = []
+    for file in files:
+        runs = [run for run in found.runs if not file.folders or run.folder in file.folders]
+        if file.stated and (without := len(runs) - len(file.stated)) > 0:
+            notes.append(
+                f"{without} of {len(runs)} runs recorded no claims, beside others that recorded "
+                "theirs."
+            )
+        # If a claim was changed after its runs began, it was not made before them.
+        if file.changed:
+            notes.append(
+                f"{file.path} was edited after the runs started: its hash is none that a run "
+                "recorded."
+            )
+        elif others := sum(stated != file.hash for stated in file.stated):
+            notes.append(
+                f"{others} of {len(file.stated)} runs recorded other claims than those in "
+                f"{file.path}."
+            )
+    for stated, runs in _unread(found, {file.hash for file in files}).items():
+        notes.append(
+            f"{len(runs)} runs, such as {runs[0].folder}, recorded claims (SHA-256 "
+            f"{stated[:12]}…) that are not here: claims.yaml was removed, so what was claimed "
+            "before the runs is not judged."
+        )
+    return notes
+
+
+def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
+    """Return hash of claims that runs recorded, and that the report has not read → these runs."""
+    unread: dict[str, list[ReportedRun]] = {}
+    if not read:
+        for run in found.runs:
+            if stated := run.record.get("claims_hash"):
+                unread.setdefault(str(stated), []).append(run)
+        return unread
+    # If some claims were read, other sweeps may have lost theirs.
+    for sweep in found.sweeps:
+        runs = [run for run in found.runs if run.folder in sweep.runs]
+        stating = [run for run in runs if run.record.get("claims_hash")]
+        known = any(run.record["claims_hash"] in read for run in stating)
+        if sweep.claims is None and stating and not known:
+            unread.setdefault(str(stating[0].record["claims_hash"]), []).extend(stating)
+    return unread
+
+
+def _warnings(run: ReportedRun) -> list[str]:
+    """Return the warnings of a run from its run.json; empty for an older run."""
+    given = run.record.get("notes")
+    return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
+
+
+def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
+    notes = []
+    if len({run.record.get("config_hash") for run in runs}) > 1:
+        notes.append(f"Runs of {name} differ in their config by more than the seed.")
+    for run in runs:
+        table = run.folder / "metrics.csv"
+        notes += [f"{table} of a run that is {run.status} {fault}." for fault in run.faults]
+    # The card of a run has the warnings that only this run gave, such as a drawn seed.
+    common = _warnings(runs[0])
+    for run in runs[1:]:
+        also = _warnings(run)
+        common = [text for text in common if text in also]
+    notes += [f"{name}: {text.rstrip('.')}." for text in common]
+    if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
+        notes.append(
+            f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped."
+        )
+    # A diverged run is a result; these runs may still become one.
+    for status in ("running", "stopped", "failed"):
+        if seeds := [str(run.seed) for run in runs if run.status == status]:
+            notes.append(
+                f"{name}, seed {', '.join(seeds)}: {status}. Shown in the curves, kept out of "
+                "every score."
+            )
+    return notes
+
+
+def _on_infinite(name: str, runs: Sequence[ReportedRun], metric: str) -> list[str]:
+    """Note which done runs have nevertheless lost, and in which scores."""
+    seeds: dict[str, list[str]] = {}
+    for run in runs:
+        scores = [score for score in SCORES if has_lost(run, metric, score)]
+        if run.status == "done" and scores:
+            seeds.setdefault(", ".join(scores), []).append(str(run.seed))
+    return [
+        f"{name}, seed {', '.join(which)}: {metric} is not finite where it counts: lost in "
+        f"{scores}, as a run that diverged."
+        for scores, which in seeds.items()
+    ]
+
+
+def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
+    notes = []
+    for run in runs:
+        _, fault = after_last_round(run, metric)
+        path = run.folder / "clients.csv"
+        if fault and run.status == "done":
+            notes.append(f"{path} {fault}. It was damaged, so that its fairness is left out.")
+        elif run.status == "done" and measured_nobody(run):
+            notes.append(f"{path} has no client: none was measured after the last round.")
+        _, changed = over_rounds(run, metric)
+        if changed:
+            path = run.folder / "clients_rounds.csv"
+            notes.append(
+                f"{path} has other means than the run logged in {len(changed)} rounds, the first "
+                f"{changed[0]}. It was damaged, so that these are not drawn."
+            )
+    return notes
+
+
+def _on_candidates(sweep: ReportedSweep) -> str | None:
+    """Note if the arms of a sweep chose from unequal numbers of candidates."""
+    arms = [row.get("arm") or "" for row in read_table(sweep.folder / "select.csv")]
+    counts = Counter(sweep.names.get(arm, arm) for arm in arms)
+    if len(set(counts.values())) < 2:
+        return None
+    unequal = ", ".join(f"{arm} {number}" for arm, number in counts.items())
+    return f"The arms of {sweep.folder} chose from unequal numbers of candidates: {unequal}."

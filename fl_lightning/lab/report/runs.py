@@ -1,0 +1,414 @@
+"""The folders of a report: runs, and sweeps with many runs."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+
+from fl_lightning.lab.cli.compose import parse_yaml
+from fl_lightning.errors import UserError
+from fl_lightning.metrics import Directions, metrics_hash, read_rows
+from fl_lightning.papers import declared
+
+Column = np.ndarray[Any, np.dtype[np.float64]]
+
+STATUSES = ("running", "done", "diverged", "stopped", "failed")
+# Runs with other statuses are shown, but do not count in scores.
+FINISHED = ("done", "diverged")
+# A larger number counts as infinite, because the sum of two such numbers would be infinite.
+HUGE = 1e300
+ASK = "Give report --mode (of --metric), or mode in the claim"
+
+
+@dataclass(frozen=True, eq=False)
+class ReportedRun:
+    """One run, read from its folder.
+
+    ``columns`` are the metrics by name, NaN if nothing was measured, infinite if the measured value
+    is not a finite number. ``record`` is run.json.
+    """
+
+    folder: Path
+    status: str
+    seed: int
+    arm: str
+    record: Mapping[str, Any]
+    columns: Mapping[str, Column]
+    # All runs of a report share this object: what one run knows about a metric holds for the
+    # others.
+    directions: Directions = field(default_factory=lambda: Directions(ASK))
+    # Errors in metrics.csv that do not prevent reading it.
+    faults: tuple[str, ...] = ()
+    # The label of the run's sweep, if that sweep is reported separately.
+    group: str = ""
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Return key of its sweep's grid → value as named; empty if no sweep made the run."""
+        axes = self.record.get("axes")
+        items = axes.items() if isinstance(axes, dict) else ()
+        return {str(key): str(value) for key, value in items}
+
+    @property
+    def machine(self) -> dict[str, Any]:
+        """Return the machine of the run; empty if it was not recorded."""
+        machine = self.record.get("machine")
+        return machine if isinstance(machine, dict) else {}
+
+    @property
+    def on_test(self) -> bool:
+        """Return whether its columns ``val/…`` are measured on the test set."""
+        if "validated_on" in self.record:
+            return bool(self.record["validated_on"] == "test")
+        # Older runs have only their config. Runs with these data sets have a test set and no
+        # validation set.
+        data = self.config.get("data")
+        data = data if isinstance(data, dict) else {}
+        options = data.get("init_args")
+        options = options if isinstance(options, dict) else {}
+        packaged = str(data.get("class_path")).rpartition("fl_lightning.datamodules.")[2]
+        return packaged in declared("has_test_set") and not options.get("val_fraction")
+
+    @property
+    def finished(self) -> bool:
+        """Return whether scores include it: it ended by itself, well or badly."""
+        return self.status in FINISHED
+
+    @property
+    def rounds_done(self) -> int:
+        """Return the rounds in which something was logged."""
+        return _ended(self.columns["round"])
+
+    def column(self, name: str) -> Column:
+        """Return the metric ``name``; all NaN if it was never logged."""
+        return self.columns.get(name, np.full(len(self.columns["round"]), math.nan))
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Return config.yaml; empty if it is missing or cannot be read, because a report does
+        not need it.
+        """
+        return _mapping(self.folder / "config.yaml")
+
+
+@dataclass(frozen=True)
+class ReportedSweep:
+    """A folder of runs with the files that belong to all of them.
+
+    ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``kin``: the same text for sweeps
+    that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not begun.
+    ``names`` maps an arm to its name in the report, if that differs from the sweep's.
+    """
+
+    folder: Path
+    claims: Path | None
+    spec: Mapping[str, Any]
+    runs: tuple[Path, ...]
+    kin: str
+    waiting: tuple[tuple[str, str, str], ...]
+    names: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass
+class Found:
+    """The content of a command line's folders, in its order and the grid's."""
+
+    runs: list[ReportedRun] = field(default_factory=list)
+    sweeps: list[ReportedSweep] = field(default_factory=list)
+    directions: Directions = field(default_factory=lambda: Directions(ASK))
+
+    @property
+    def waiting(self) -> list[tuple[str, str, str]]:
+        """Return (arm, seed, status) of runs that have not begun."""
+        waiting: list[tuple[str, str, str]] = []
+        for sweep in self.sweeps:
+            for arm, seed, status in sweep.waiting:
+                waiting.append((sweep.names.get(arm, arm), seed, status))
+        return waiting
+
+    @property
+    def arms(self) -> dict[str, list[ReportedRun]]:
+        """Return runs by arm, with arms in the order in which they first occur."""
+        arms: dict[str, list[ReportedRun]] = {}
+        for run in self.runs:
+            arms.setdefault(run.arm, []).append(run)
+        return arms
+
+    @property
+    def metrics(self) -> list[str]:
+        """Return the metrics that any run logged, in the order in which they first occur."""
+        names: dict[str, None] = {}
+        for run in self.runs:
+            names |= dict.fromkeys(run.columns)
+        return [name for name in names if name != "round"]
+
+    def within(self, folders: Collection[Path]) -> Found:
+        """Return only the runs in ``folders``, which are resolved, and their sweeps."""
+
+        def touches(sweep: ReportedSweep) -> bool:
+            return any(path.resolve() in folders for path in sweep.runs)
+
+        runs = [run for run in self.runs if run.folder.resolve() in folders]
+        return replace(self, runs=runs, sweeps=[sweep for sweep in self.sweeps if touches(sweep)])
+
+
+def find(folders: Sequence[Path]) -> Found:
+    """Find the runs in ``folders``: runs' own folders, sweeps, or any folder of runs.
+
+    Raises:
+        UserError: there is no run in a folder, a file cannot be read, or two runs have one arm and
+            seed.
+    """
+    found = Found()
+    paths: list[Path] = []
+    for folder in folders:
+        if (folder / "run.json").is_file():
+            paths.append(folder)
+        else:
+            found.sweeps.append(_sweep(folder))
+            paths += found.sweeps[-1].runs
+    # You may name a run twice, or name it together with its sweep.
+    named: dict[Path, Path] = {}
+    for path in paths:
+        named.setdefault(path.resolve(), path)
+    found.runs = [read_run(path, found.directions) for path in named.values()]
+    _keep_apart(found)
+    first: dict[tuple[str, int], ReportedRun] = {}
+    for run in found.runs:
+        other = first.setdefault((run.arm, run.seed), run)
+        if other is not run:
+            raise UserError(
+                f"report: {other.folder} and {run.folder} are both {run.arm!r} with seed "
+                f"{run.seed}. An arm has one run per seed. Leave out one of them, or compare two "
+                "settings in a sweep, which names its arms."
+            )
+    return found
+
+
+def _keep_apart(found: Found) -> None:
+    """Call arms ``<sweep>/<arm>`` if sweeps with other claims have an arm of the same name.
+
+    Sweeps with the same claims are reported as one: their arms of one name are one arm. A sweep's
+    name is its folder's name, with its parent's if several have the same name.
+    """
+    kin_of_run: dict[Path, str] = {}
+    folders: dict[str, Path] = {}
+    # In reverse order, so that of several sweeps the first named one gives the folder's name.
+    for sweep in reversed(found.sweeps):
+        folders[sweep.kin] = sweep.folder.resolve()
+        kin_of_run |= dict.fromkeys(sweep.runs, sweep.kin)
+    kins_of_arm: dict[str, set[str]] = {}
+    for run in found.runs:
+        kins_of_arm.setdefault(run.arm, set()).add(kin_of_run.get(run.folder, ""))
+    shared = {arm for arm, kins in kins_of_arm.items() if len(kins) > 1}
+    parted = set[str]().union(*(kins_of_arm[arm] for arm in shared)) - {""}
+    names = Counter(folder.name for folder in folders.values())
+    labels: dict[str, str] = {}
+    for kin in parted:
+        folder = folders[kin]
+        above = f"{folder.parent.name}/" if names[folder.name] > 1 else ""
+        labels[kin] = above + folder.name
+    for place, sweep in enumerate(found.sweeps):
+        if label := labels.get(sweep.kin):
+            apart = {arm: f"{label}/{arm}" for arm in shared}
+            found.sweeps[place] = replace(sweep, names=apart)
+    for place, run in enumerate(found.runs):
+        if label := labels.get(kin_of_run.get(run.folder, "")):
+            arm = f"{label}/{run.arm}" if run.arm in shared else run.arm
+            found.runs[place] = replace(run, arm=arm, group=label)
+
+
+# ---------------------------------------------------------------------------- one run
+
+
+def read_run(folder: Path, directions: Directions | None = None) -> ReportedRun:
+    """Read the run in ``folder``.
+
+    ``directions`` also learn the modes that the run recorded.
+
+    Raises:
+        UserError: run.json is invalid, or metrics.csv of a finished run is missing or broken.
+    """
+    path = folder / "run.json"
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"report {folder}: cannot read {path} ({error}). `fl-lightning fit` writes this file."
+        ) from None
+    # A JSON document need not be an object, and a bool would pass for an integer seed.
+    record = record if isinstance(record, dict) else {}
+    status = record.get("status")
+    seed = record.get("seed")
+    if status not in STATUSES or type(seed) is not int:
+        raise UserError(
+            f"report {folder}: {path} has status {status!r} and seed {seed!r}. "
+            f"Accepted: a status of {', '.join(STATUSES)}, and an integer as seed."
+        )
+    _check_kinds(folder, record)
+    arm = record.get("arm") or record.get("title") or folder.name
+    directions = directions or Directions(ASK)
+    # Older runs recorded no modes.
+    directions.record(record.get("modes"))
+    columns = _columns(folder, status)
+    directions.below_zero |= {name for name, column in columns.items() if (column < 0).any()}
+    faults = _faults(folder, status, record, columns["round"])
+    return ReportedRun(folder, status, seed, str(arm), record, columns, directions, tuple(faults))
+
+
+def _check_kinds(folder: Path, record: Mapping[str, Any]) -> None:
+    """Refuse entries of run.json that no run writes."""
+    where = f"report {folder}: {folder / 'run.json'}"
+    for name in ("arm", "title", "partition_hash", "config_hash", "claims_hash"):
+        value = "" if record.get(name) is None else record[name]
+        if not (isinstance(value, str) and len(value) <= 500 and value.isprintable()):
+            raise UserError(f"{where} has {name} {str(value)[:80]!a}. Accepted: a line of text.")
+    # JSON can write half of a surrogate pair, which could not be encoded in a report.
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{where} holds text that cannot be written to a file (a lone surrogate)."
+        ) from None
+    if not isinstance(record.get("command") or [], list):
+        raise UserError(f"{where} has command {record['command']!r}. Accepted: a list of words.")
+
+
+def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column) -> Iterator[str]:
+    """Return how metrics.csv of a finished run shows that something was lost."""
+    if status not in FINISHED:
+        return
+    asked = record.get("rounds")
+    ended = _ended(rounds)
+    if absent := ended - len(rounds):
+        yield f"lacks {absent} of the rounds 0 to {ended - 1}"
+    if status == "done" and isinstance(asked, int) and ended < asked:
+        yield f"ends after {ended} of {asked} rounds"
+    path = folder / "metrics.csv"
+    if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
+        yield "has a last line without an end, which may have been cut"
+    written = record.get("metrics_hash")  # Older runs recorded none.
+    if written is not None and written != metrics_hash(folder):
+        yield "is not the file that the run wrote: its SHA-256 is not the one in run.json"
+
+
+def _ended(rounds: Column) -> int:
+    return int(rounds[-1]) + 1 if len(rounds) else 0
+
+
+def _columns(folder: Path, status: str) -> dict[str, Column]:
+    path = folder / "metrics.csv"
+    # A run that was stopped or failed before its first round ended has no metrics.
+    if status != "done" and not path.is_file() and not path.with_suffix(".csv.gz").is_file():
+        return {"round": np.empty(0)}
+    names, rows = read_rows(path, complete=status in FINISHED)
+    if twice := [name for name, times in Counter(names).items() if times > 1]:
+        raise UserError(f"report {folder}: {path} has two columns {twice[0]!r}. Remove one.")
+    columns = {"round": np.empty(0)}
+    for name in names:
+        try:
+            column = np.array([float(row[name] or "nan") for row in rows], dtype=float)
+        except ValueError as error:
+            raise UserError(
+                f"report {folder}: {path} holds a value that is not a number ({error}). Mend or "
+                "remove the "
+                "file."
+            ) from None
+        # An empty cell means that nothing was measured; "nan" was measured, and is as bad as
+        # infinite.
+        measured = np.array([bool(row[name]) for row in rows], dtype=bool)
+        column[measured & ~(np.abs(column) <= HUGE)] = math.inf
+        columns[name] = column
+    # Sums over rounds and look-ups of a round rely on the order of rounds.
+    if (np.diff(columns["round"]) <= 0).any() or np.isinf(columns["round"]).any():
+        raise UserError(
+            f"report {folder}: the rounds in {path} do not ascend with one row per round. "
+            "Mend or remove the file."
+        )
+    return columns
+
+
+# -------------------------------------------------------------------------- one sweep
+
+
+def _sweep(folder: Path) -> ReportedSweep:
+    """Return the runs of a sweep in the grid's order (the order of runs.csv), or the runs of
+    another folder by name.
+    """
+    if not folder.is_dir():
+        raise UserError(
+            f"report {folder}: there is no such folder. "
+            "Give folders of runs or of sweeps, such as runs/x."
+        )
+    states = read_states(folder)
+    # Arms are in order of first appearance, and so are their seeds.
+    arms = list(dict.fromkeys(arm for arm, _ in states))
+    listed = [f"{a}/seed-{s}" for a, s in sorted(states, key=lambda key: arms.index(key[0]))]
+    order = {place: rank for rank, place in enumerate(listed)}
+    paths: dict[str, Path] = {}
+    for path in {*folder.glob("*/run.json"), *folder.glob("*/seed-*/run.json")}:
+        paths[path.parent.relative_to(folder).as_posix()] = path.parent
+    if not paths:
+        reason = "neither it nor its subfolders have a run.json"
+        if states:
+            reason = f"none of its {len(states)} runs has begun"
+        raise UserError(
+            f"report {folder}: there is no run here: {reason}. Give the folder of a run that "
+            "`fl-lightning fit` made, or of a sweep."
+        )
+    places = sorted(paths, key=lambda place: (order.get(place, len(order)), _natural(place)))
+    waiting = []
+    for (arm, seed), status in states.items():
+        if f"{arm}/seed-{seed}" not in paths:
+            waiting.append((arm, seed, status))
+    claims: Path | None = folder / "claims.yaml"
+    # Sweeps with the same claims belong together, and so do folders of runs without a sweep.
+    kin = str(folder.resolve()) if (folder / "sweep.yaml").is_file() else ""
+    if claims is not None and claims.is_file():
+        kin = hashlib.sha256(claims.read_bytes()).hexdigest()
+    else:
+        claims = None
+    runs = tuple(paths[place] for place in places)
+    return ReportedSweep(folder, claims, _mapping(folder / "sweep.yaml"), runs, kin, tuple(waiting))
+
+
+def _natural(place: str) -> tuple[str, str, int, str]:
+    """Sort seed-2 before seed-10."""
+    above, _, name = place.rpartition("/")
+    stem, _, number = name.rpartition("-")
+    return (above, stem, int(number), name) if number.isdecimal() else (above, name, -1, name)
+
+
+def read_states(folder: Path) -> dict[tuple[str, str], str]:
+    """Return (arm, seed) → status, from a sweep's runs.csv; empty if it cannot be read."""
+    rows = read_table(folder / "runs.csv")
+    return {(row.get("arm") or "", row.get("seed") or ""): row.get("status") or "" for row in rows}
+
+
+def read_table(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a CSV file; empty if it cannot be read."""
+    try:
+        return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+    except (OSError, UnicodeDecodeError, csv.Error):
+        return []
+
+
+def _mapping(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        document = parse_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return document if isinstance(document, dict) else {}

@@ -1,0 +1,295 @@
+"""All numbers of a report: the content of report.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from fl_lightning.metrics import without_prefix
+from fl_lightning.lab.report.claims import Claim, ClaimsFile, gather
+from fl_lightning.lab.report.evidence import evidence, logged, named
+from fl_lightning.lab.report.fairness import fairness
+from fl_lightning.lab.report.intervals import mean_sd
+from fl_lightning.lab.report.notes import notes_on, on_test
+from fl_lightning.lab.report.published import Beside, Gain, gains, published
+from fl_lightning.lab.report.runs import Found, ReportedRun
+from fl_lightning.lab.report.scores import SCORES, has_lost, lost, reached, score_of
+from fl_lightning.lab.report.settings import settings
+from fl_lightning.lab.report.verdicts import Comparison, judge
+
+BySeed = dict[int, float | None]
+COSTS = ("rounds", "bytes", "seconds")
+
+
+def _known(values: BySeed) -> list[float]:
+    return [value for value in values.values() if value is not None]
+
+
+def _spread(values: BySeed) -> dict[str, Any]:
+    """Return values of seeds in the form of report.json."""
+    mean, sd = mean_sd(_known(values))
+    return {"mean": mean, "sd": sd, "values": values}
+
+
+@dataclass
+class Arm:
+    """One arm: its runs, and the scores and costs of its finished runs by seed.
+
+    ``reached``: target → seed → rounds, bytes and seconds until it. ``key``: its name in the sweep,
+    if ``name`` is a label. ``fairness``: measure → seed → value, if clients were measured.
+    """
+
+    name: str
+    runs: list[ReportedRun]
+    scores: dict[str, BySeed]
+    reached: dict[str, dict[int, dict[str, Any]]]
+    key: str
+    fairness: dict[str, BySeed] = field(default_factory=dict)
+
+    @property
+    def own(self) -> str:
+        """Return the arm's key without the label of its sweep."""
+        return self.key.removeprefix(f"{self.runs[0].group}/")
+
+    @property
+    def finished(self) -> list[ReportedRun]:
+        return [run for run in self.runs if run.finished]
+
+    @property
+    def diverged(self) -> int:
+        return sum(run.status == "diverged" for run in self.runs)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self.runs) - len(self.finished)
+
+    def mean_sd(self, score: str) -> tuple[float | None, float | None]:
+        """Return mean and deviation over the seeds that have this score."""
+        return mean_sd(_known(self.scores[score]))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the arm in the form of report.json."""
+        scores = {score: _spread(values) for score, values in self.scores.items()}
+        spreads = {measure: _spread(values) for measure, values in self.fairness.items()}
+        return {
+            "n": len(self.finished),
+            "diverged": self.diverged,
+            "unfinished": self.unfinished,
+            "runs": [str(run.folder) for run in self.runs],
+            "scores": scores,
+            **{f"{what}_to": self.until(what) for what in COSTS},
+            **({"fairness": spreads} if spreads else {}),
+        }
+
+    def until(self, what: str) -> dict[str, BySeed]:
+        """Return target → seed → the rounds, bytes or seconds until it."""
+        spent: dict[str, BySeed] = {}
+        for target, seeds in self.reached.items():
+            spent[target] = {seed: cost[what] for seed, cost in seeds.items()}
+        return spent
+
+    def mean_until(self, target: str, what: str) -> float | None:
+        """Return the mean over the seeds that reached it."""
+        return mean_sd(_known(self.until(what)[target]))[0]
+
+
+@dataclass
+class Summary:
+    """A report as numbers.
+
+    ``targets`` are as typed. ``notes`` are remarks that a reader needs to read the numbers
+    correctly. ``settings``: setting → method → arm. ``published``: columns of papers next to the
+    arms; ``gains``: id of a claim → the printed numbers for its arms. ``timed``: whether seconds
+    are shown. ``on_test``: whether validation was on the test set.
+    """
+
+    metric: str
+    targets: tuple[str, ...]
+    arms: dict[str, Arm]
+    pairs: list[Comparison]
+    verdicts: list[Comparison]
+    notes: list[str]
+    found: Found
+    settings: dict[str, dict[str, str]]
+    published: list[Beside] = field(default_factory=list)
+    gains: dict[str, list[Gain]] = field(default_factory=dict)
+    timed: bool = True
+    on_test: bool = False
+
+    @property
+    def greater(self) -> bool:
+        """Return whether greater is better for the metric; if that is needed and not known,
+        raise an error.
+        """
+        return self.found.directions.greater(self.metric)
+
+    def called(self, metric: str) -> str:
+        """Return the metric's name for readers: ``test acc`` if validation was on the test set."""
+        bare = without_prefix(metric)
+        return f"test {bare}" if self.on_test and bare != metric else metric
+
+    @property
+    def by_sweep(self) -> dict[str, Summary]:
+        """Return the name of each sweep → the summary of its arms; one entry if there is one
+        sweep.
+        """
+        kins = list(dict.fromkeys(sweep.kin for sweep in self.found.sweeps))
+        parts: dict[str, Summary] = {}
+        for kin in kins:
+            sweeps = [sweep for sweep in self.found.sweeps if sweep.kin == kin]
+            folders = set[Path]()
+            for sweep in sweeps:
+                folders.update(path.resolve() for path in sweep.runs)
+            found = self.found.within(folders)
+            names = {run.arm for run in found.runs}
+            arms = {name: arm for name, arm in self.arms.items() if arm.runs[0].arm in names}
+            parts[sweeps[0].folder.name] = replace(self, arms=arms, found=found)
+        # Runs outside of all sweeps, or of two sweeps with one name, are drawn together.
+        whole = sum(len(part.found.runs) for part in parts.values()) == len(self.found.runs)
+        return parts if whole and len(parts) == len(kins) else {"": self}
+
+    @property
+    def scored(self) -> bool:
+        """Return whether any run logs the metric."""
+        return logged(self.found, self.metric)
+
+    @property
+    def losing(self) -> str:
+        """Return the score of a run that has lost, as a sentence; empty if no run has lost."""
+        finished = [run for run in self.found.runs if run.finished] if self.scored else []
+        for run in finished:
+            if any(has_lost(run, self.metric, score) for score in SCORES):
+                none = lost(run, self.metric) is None
+                return f"A lost run {'has no score' if none else 'scores 0'}. "
+        return ""
+
+    def to_json(self) -> dict[str, Any]:
+        """report.json."""
+        return {
+            "metric": self.metric,
+            "arms": {name: arm.to_json() for name, arm in self.arms.items()},
+            "pairs": [pair.to_pair() for pair in self.pairs],
+            "claims": [self._claim(verdict) for verdict in self.verdicts],
+            "settings": self.settings,
+        }
+
+    def _claim(self, verdict: Comparison) -> dict[str, Any]:
+        """Return a claim for report.json, with published differences if there are any."""
+        printed = self.gains.get(verdict.claim.id, [])
+        theirs = [{"source": gain.source, "mean": gain.mean} for gain in printed]
+        return {**verdict.to_claim(), **({"published": theirs} if theirs else {})}
+
+
+def summarise(
+    found: Found, metric: str = "val/acc", targets: Sequence[str] = (), claims: Path | None = None
+) -> Summary:
+    """Return scores, costs, intervals and verdicts of the runs that were ``found``.
+
+    Args:
+        found: runs and sweeps.
+        metric: the metric to score; claims name their own.
+        targets: numbers as typed.
+        claims: a file of claims, instead of the sweeps' own.
+
+    Raises:
+        UserError: a file does not hold claims, or runs cannot be paired because their partitions
+            differ.
+    """
+    files = gather(found, claims)
+    any_logged = logged(found, metric)
+    arms = {}
+    for name, runs in found.arms.items():
+        arms[name] = _arm(name, runs, metric, targets, any_logged)
+    # Notes about the runs come before notes about a claim.
+    notes = notes_on(found, metric, files)
+    by_setting = settings(found)
+    verdicts: list[Comparison] = []
+    for file in files:
+        verdicts += _judged(file, found, notes)
+    pairs = [each for each in verdicts if each.claim.kind in ("difference", "equivalence")]
+    beside = published(found)
+    theirs = {}
+    for claim in (each.claim for each in pairs):
+        if claim.a in arms and claim.b in arms:
+            sides = [(arms[name].own, arms[name].runs[0].folder) for name in (claim.a, claim.b)]
+            theirs[claim.id] = gains(claim.metric, claim.scale, sides, beside)
+    if not files:
+        pairs = _within_settings(by_setting, metric, found, notes)
+    notes = list(dict.fromkeys(notes))
+    made = Summary(metric, tuple(targets), arms, pairs, verdicts, notes, found, by_setting)
+    made.published = beside
+    made.gains = theirs
+    made.on_test = on_test(found) == {True}
+    return made
+
+
+def _judged(file: ClaimsFile, found: Found, notes: list[str]) -> list[Comparison]:
+    """Return the verdicts on a file's claims, corrected within each family.
+
+    The claims are about the runs of the file's own sweeps.
+    """
+    # Sweeps that are reported together keep their own claims.
+    if file.folders:
+        found = found.within({folder.resolve() for folder in file.folders})
+    claims = [named(claim, file.names) for claim in file.claims]
+    measured = [(claim, evidence(claim, found, notes)) for claim in claims]
+    verdicts: dict[str, Comparison] = {}
+    for family in dict.fromkeys(claim.family for claim in claims):
+        members = [(claim, values) for claim, values in measured if claim.family == family]
+        for compared in judge(members):
+            compared.changed = file.changed
+            # A run that is still missing may change the p of the whole family.
+            compared.provisional = any(values.incomplete for _, values in members)
+            verdicts[compared.claim.id] = compared
+    return [verdicts[claim.id] for claim in claims]
+
+
+def _within_settings(
+    by_setting: Mapping[str, Mapping[str, str]], metric: str, found: Found, notes: list[str]
+) -> list[Comparison]:
+    """Without claims: pair every arm with its setting's first arm, corrected over all pairs."""
+    members = []
+    for arms in by_setting.values():
+        first, *others = arms.values()
+        for name in others:
+            # This is not a claim: the object only names the arms that are compared.
+            claim = Claim("", name, first, metric, "greater", 0.0)
+            members.append((claim, evidence(claim, found, notes)))
+    # Each comparison is another chance of a false positive, so all pairs form one family.
+    return judge(members)
+
+
+def _arm(
+    name: str, runs: list[ReportedRun], metric: str, targets: Sequence[str], any_logged: bool
+) -> Arm:
+    scores: dict[str, BySeed] = {score: {} for score in SCORES}
+    costs: dict[str, dict[int, dict[str, Any]]] = {target: {} for target in targets}
+    for run in filter(lambda run: run.finished, runs):
+        # If no run logs the metric, no run has lost in it, not even one that diverged.
+        for score in SCORES:
+            scores[score][run.seed] = score_of(run, metric, score) if any_logged else None
+        for target in targets:
+            costs[target][run.seed] = reached(run, metric, float(target))
+    measured: dict[str, BySeed] = {}
+    for run in filter(lambda run: run.status == "done", runs):
+        if (run.folder / "clients.csv").is_file():
+            for measure, value in fairness(run, metric).items():
+                measured.setdefault(measure, {})[run.seed] = value
+    return Arm(name, runs, scores, costs, name, measured)
+
+
+def kin(summary: Summary) -> dict[str, str]:
+    """Return arm → the sweep's common setting, because arms of other sweeps have other settings."""
+    of_run: dict[Path, str] = {}
+    for sweep in summary.found.sweeps:
+        of_run |= dict.fromkeys(sweep.runs, sweep.kin)
+    return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
+
+
+def first_arms(summary: Summary) -> dict[str, str]:
+    """Return arm → the first one of its sweep, relative to which its costs are measured."""
+    groups = kin(summary)
+    first: dict[str, str] = {}
+    return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}

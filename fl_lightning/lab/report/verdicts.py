@@ -1,0 +1,192 @@
+"""From the measurements of a claim, one number per seed, to its interval, its p and its verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from fl_lightning.lab.report.claims import Claim
+from fl_lightning.lab.report.intervals import Interval, equivalent, holm, mean_sd, paired
+
+# Pairs needed for a verdict, and seeds needed for one about divergence.
+MIN_PAIRS = 5
+MIN_SEEDS_DIVERGING = 3
+LEVEL = 0.05
+
+
+@dataclass
+class Evidence:
+    """The evidence about a claim; ``values`` has one value for each seed that counts.
+
+    ``lost``: a seed is left out in a way that would help the claim, so nothing can be reproduced.
+    ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.
+    """
+
+    values: dict[int, float] = field(default_factory=dict)
+    lost: bool = False
+    left_out: int = 0
+    incomplete: bool = False
+
+    def take(self, seed: int, value: float | None, lost: bool = False) -> None:
+        """Count a seed; ``lost``: leaving it out would help the claim."""
+        if value is None:
+            self.left_out += 1
+            self.lost |= lost
+        else:
+            self.values[seed] = value
+
+
+@dataclass
+class Comparison:
+    """A claim with its evidence, interval and verdict.
+
+    ``p_holm`` is corrected over its family; ``changed``: whether the claims were edited after the
+    runs began; ``provisional`` while runs of its family are missing.
+    """
+
+    claim: Claim
+    evidence: Evidence
+    interval: Interval
+    p_holm: float | None
+    verdict: str
+    changed: bool | None = None
+    provisional: bool = False
+
+    @property
+    def percent(self) -> int:
+        """Return the coverage of its test's interval in percent.
+
+        Two one-sided tests at 5 % correspond to the question whether the 90 % interval lies within
+        the margin.
+        """
+        return 90 if self.claim.kind == "equivalence" else 95
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Return the interval that belongs to its test; None if there is none."""
+        return None if self.interval.low is None else self.interval.ends(self.percent)
+
+    @property
+    def printed(self) -> str:
+        """Return the verdict as text for readers."""
+        return f"{self.verdict}{', provisional' * self.provisional}"
+
+    def to_pair(self) -> dict[str, Any]:
+        """Return the comparison as one of report.json's pairs."""
+        head = {key: getattr(self.claim, key) for key in ("a", "b", "metric", "score")}
+        return {**head, **vars(self.interval), "p_holm": self.p_holm}
+
+    def to_claim(self) -> dict[str, Any]:
+        """Return the comparison as one of report.json's claims."""
+        tested = {}
+        if self.claim.kind == "equivalence":
+            low, high = self.ends or (None, None)
+            tested = {"low_90": low, "high_90": high}
+        return {
+            "id": self.claim.id,
+            "verdict": self.verdict,
+            "mean": self.interval.mean,
+            "low": self.interval.low,
+            "high": self.interval.high,
+            **tested,
+            "margin": self.claim.margin,
+            "n": self.interval.n,
+            "changed": self.changed,
+            "kind": self.claim.kind,
+            "family": self.claim.family,
+            "primary": self.claim.primary,
+            "p": self.interval.p,
+            "p_holm": self.p_holm,
+            "values": self.evidence.values,
+            "left_out": self.evidence.left_out,
+            "provisional": self.provisional,
+        }
+
+
+def judge(family: Sequence[tuple[Claim, Evidence]]) -> list[Comparison]:
+    """Return the verdicts on all claims of one family, which are corrected together."""
+    intervals = [interval(claim, evidence) for claim, evidence in family]
+    corrected = holm([measured.p for measured in intervals])
+    judged = []
+    for (claim, evidence), measured, p_holm in zip(family, intervals, corrected, strict=True):
+        outcome = _by_kind(claim, evidence, measured, p_holm)
+        judged.append(Comparison(claim, evidence, measured, p_holm, outcome))
+    return judged
+
+
+def interval(claim: Claim, evidence: Evidence) -> Interval:
+    """Return mean, 95 % interval and p of a claim; an equivalence has the p of its two
+    one-sided tests.
+    """
+    values = list(evidence.values.values())
+    if claim.kind == "diverges":
+        return Interval(len(values), mean_sd(values)[0])
+    measured = paired(values)
+    if claim.kind == "equivalence":
+        return replace(measured, p=equivalent(measured, claim.margin))
+    return measured
+
+
+def _by_kind(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float | None) -> str:
+    if claim.kind == "diverges":
+        outcome = _on_divergence(claim.direction, list(evidence.values.values()))
+    elif claim.kind == "equivalence":
+        outcome = _on_equivalence(claim.margin, measured, p_holm)
+    else:
+        outcome = verdict(claim.direction, claim.margin, measured, p_holm)
+    # A seed was left out because an arm diverged or never reached the target. The seed that was
+    # left out would have counted against the claim.
+    return "inconclusive" if outcome == "reproduced" and evidence.lost else outcome
+
+
+def verdict(direction: str, margin: float, measured: Interval, p_holm: float | None) -> str:
+    """Return the verdict on a claim ``greater``, or mirrored ``less``, from its paired interval.
+
+    >>> clear = Interval(5, 0.02, 0.01, 0.01, 0.03, 0.01)
+    >>> verdict("greater", 0.005, clear, 0.02), verdict("less", 0.005, clear, 0.02)
+    ('reproduced', 'contradicted')
+    >>> verdict("greater", 0.005, clear, 0.06)
+    'inconclusive'
+    >>> small = Interval(5, 0.001, 0.001, -0.001, 0.003, 0.3)
+    >>> verdict("greater", 0.005, small, 0.3), verdict("greater", 0.002, small, 0.3)
+    ('not reproduced', 'inconclusive')
+    """
+    mean = measured.mean
+    low = measured.low
+    high = measured.high
+    if mean is None or low is None or high is None or measured.n < MIN_PAIRS:
+        return "inconclusive"
+    # Judge "less" as "greater" of the negated interval, whose ends change places.
+    if direction == "less":
+        mean = -mean
+        low, high = -high, -low
+    # The interval is for one claim, and p is corrected for the whole family, so both have to agree.
+    sure = p_holm is not None and p_holm < LEVEL
+    if sure and low > 0 and mean >= margin:
+        return "reproduced"
+    if sure and high < 0:
+        return "contradicted"
+    return "not reproduced" if high < margin else "inconclusive"
+
+
+def _on_equivalence(margin: float, measured: Interval, p_holm: float | None) -> str:
+    if measured.low is None or measured.high is None or measured.n < MIN_PAIRS:
+        return "inconclusive"
+    # Both one-sided tests reject: the mean lies within the margin.
+    if p_holm is not None and p_holm < LEVEL:
+        return "reproduced"
+    outside = measured.low > margin or measured.high < -margin
+    return "contradicted" if outside else "inconclusive"
+
+
+def _on_divergence(direction: str, values: Sequence[float]) -> str:
+    if len(values) < MIN_SEEDS_DIVERGING:
+        return "inconclusive"
+    # With "less" the claim is that the arm does not diverge.
+    if direction == "less":
+        values = [1 - value for value in values]
+    # Every seed counts: a method that only sometimes diverges does not reproduce the claim.
+    if all(values):
+        return "reproduced"
+    return "not reproduced" if any(values) else "contradicted"
