@@ -6,7 +6,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fl_lightning.lab.analysis.results import load
     from fl_lightning.callback import (
         Base,
         ClientState,
@@ -16,10 +15,11 @@ if TYPE_CHECKING:
         ServerState,
         Upload,
     )
-    from fl_lightning.lab.cli.drop_in import FederatedCLI
-    from fl_lightning.lab.cli.python_run import RunFolder
     from fl_lightning.datamodules import InMemoryDataModule
     from fl_lightning.errors import Diverged, UserError
+    from fl_lightning.lab.analysis.results import load
+    from fl_lightning.lab.cli.drop_in import FederatedCLI
+    from fl_lightning.lab.cli.python_run import RunFolder
     from fl_lightning.machine.strategies import FederatedStrategy
     from fl_lightning.module import FederatedModule
     from fl_lightning.record.metrics_csv import MetricsCSV
@@ -42,13 +42,13 @@ _HOME = {
     ),
     **dict.fromkeys(("Cosine", "Exponential", "Linear", "Schedule", "Steps"), "schedules"),
     **dict.fromkeys(("Diverged", "UserError"), "errors"),
-    "FederatedCLI": "cli.drop_in",
+    "FederatedCLI": "lab.cli.drop_in",
     "FederatedModule": "module",
     "FederatedStrategy": "machine.strategies",
     "InMemoryDataModule": "datamodules",
     "MetricsCSV": "record.metrics_csv",
-    "RunFolder": "cli.python_run",
-    "load": "analysis.results",
+    "RunFolder": "lab.cli.python_run",
+    "load": "lab.analysis.results",
 }
 
 __all__ = [

@@ -54,14 +54,14 @@ module
 PARTS = """
 configs record
 models datamodules callbacks
-contracts
-testing
 """
 WORKBENCH = """
-cli
-check_command
-report
-sweep analysis
+lab
+lab.contracts
+testing
+lab.cli
+lab.report
+lab.sweep lab.analysis
 deploy
 __main__ __init__
 """
@@ -229,7 +229,9 @@ def graph() -> dict[str, set[str]]:
 
 
 def top(name: str) -> str:
-    return name.split(".")[0]
+    """The part of the package that a module belongs to; ``lab`` has several."""
+    parts = name.split(".")
+    return ".".join(parts[: 2 if parts[0] == "lab" else 1])
 
 
 def breaches_of_place() -> Iterator[str]:

@@ -14,10 +14,10 @@ from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 from fl_lightning import callbacks as c
 from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolder
 from fl_lightning.lab.cli.run_record import RunRecord
-from fl_lightning.lightning import pl
 from fl_lightning.lab.sweep.folder import DONE, RUNNING
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.table import ProgressTable
+from fl_lightning.lightning import pl
 from tests.callbacks.test_per_client_evaluation import data
 from tests.helpers.learners import Lit, federated, trainer
 from tests.report.folders import make_run

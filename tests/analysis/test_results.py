@@ -22,11 +22,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.__main__ import main
-from fl_lightning.lab.analysis import results
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.loggers.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.loggers.run_card import RunCard
 from fl_lightning.errors import UserError
+from fl_lightning.lab.analysis import results
 from fl_lightning.lightning import LOGGERS
 from fl_lightning.metrics import Metrics
 from fl_lightning.record.metrics_csv import MetricsCSV

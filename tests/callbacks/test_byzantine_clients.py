@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning.callbacks import ByzantineClients, ControlVariates, RunCard
 from fl_lightning.callbacks.robust.byzantine_clients import hiding
+from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.lab.contracts.federation import (
     Outcome,
     fit,
@@ -24,7 +25,6 @@ from fl_lightning.lab.contracts.federation import (
     quiet,
     require_same,
 )
-from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.lab.contracts.federation import Learner, fit, quiet
 from fl_lightning.errors import Diverged
+from fl_lightning.lab.contracts.federation import Learner, fit, quiet
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ from PIL import Image
 
 import fl_lightning.datamodules
 import fl_lightning.models
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import packaged, prepare, read
 from fl_lightning.lab.cli.method_options import full_options, full_paths
 from fl_lightning.lab.cli.network_sizes import fit_network_to_data
-from fl_lightning.errors import UserError
 from tests.helpers.zygote import Cli
 
 SAMPLES = {  # what each data set is, from its publication

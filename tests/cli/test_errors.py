@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.lab.cli.method_options import method_class
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.method_options import method_class
 from tests.helpers.zygote import Cli, Result
 
 FIT = (

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
-from fl_lightning.lab.cli.compose import Command, parse_yaml
 from fl_lightning.deploy.flower.client import Resident
 from fl_lightning.deploy.flower.serve_site import own_data, serve
 from fl_lightning.deploy.flower.settings import NodeSettings, Settings
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.compose import Command, parse_yaml
 
 
 def test_an_app_has_the_composed_config_and_two_files_of_five_lines(

@@ -52,7 +52,13 @@ ADAPTER_FAULTS = [
     ),
     Fault(
         "LoRA-FAIR: λ is left out",
-        [("callbacks/adapters/corrected_factor.py", "a @ a.T + self.penalty * ", "a @ a.T + 0.0 * ")],
+        [
+            (
+                "callbacks/adapters/corrected_factor.py",
+                "a @ a.T + self.penalty * ",
+                "a @ a.T + 0.0 * ",
+            )
+        ],
     ),
     Fault(
         "an adapter's scale is left out of what the base gets",

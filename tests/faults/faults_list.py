@@ -244,7 +244,13 @@ FAULTS = [
     ),
     Fault(
         "mixing leaves an update itself out",
-        [("callbacks/robust/robust_aggregation.py", "fill_diagonal_(-1)", "fill_diagonal_(torch.inf)")],
+        [
+            (
+                "callbacks/robust/robust_aggregation.py",
+                "fill_diagonal_(-1)",
+                "fill_diagonal_(torch.inf)",
+            )
+        ],
     ),
     Fault(
         "the trimmed mean trims one side",

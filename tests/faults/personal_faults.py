@@ -8,7 +8,10 @@ FEDREP, DITTO, PFEDME = (
     f"callbacks/{name}.py"
     for name in ("alternating_head", "proximal_personal_model", "moreau_envelope")
 )
-EVALUATION, MODELS = "callbacks/loggers/per_client_evaluation.py", "fl_lightning/evaluation/personal.py"
+EVALUATION, MODELS = (
+    "callbacks/loggers/per_client_evaluation.py",
+    "fl_lightning/evaluation/personal.py",
+)
 
 PERSONAL_FAULTS = [
     Fault(

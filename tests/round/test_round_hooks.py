@@ -21,8 +21,8 @@ from fl_lightning.callbacks import (
     ExtrapolatedStep,
     PartialAveraging,
 )
-from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.errors import Diverged
+from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import Steps
 from fl_lightning.testing import check_method, tiny_run

@@ -14,8 +14,8 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 
 from fl_lightning import load
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
-from fl_lightning.lab.cli.run_folder import checkpoints
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.run_folder import checkpoints
 from tests.helpers.learners import blobs, federated, trainer
 
 

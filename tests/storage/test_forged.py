@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
-from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.errors import UserError
+from fl_lightning.lab.contracts.federation import fit, quiet
 
 GONE = object()
 FORMS = {

@@ -9,8 +9,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.lab.cli.compose import Command, is_file, prepare
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lab.cli.compose import Command, is_file, prepare
 
 USAGE = """usage: fl-lightning deploy flower CONFIG [CONFIG ...] [--out DIR] [--key value ...]
 
@@ -104,9 +104,9 @@ def _of_a_run(prepared: Command) -> None:
 def write(folder: Path, prepared: Command) -> None:
     """Write the app's files, once its config is known to be valid."""
     # These import torch, which the report of a mistyped name should not wait for.
+    from fl_lightning.deploy.server import refuse_methods
     from fl_lightning.lab.cli.cli import CommandCLI
     from fl_lightning.lab.cli.commands import quiet
-    from fl_lightning.deploy.server import refuse_methods
 
     quiet()
     cli = CommandCLI("deploy", prepared)

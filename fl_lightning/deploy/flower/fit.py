@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fl_lightning.lab.cli import commands
-from fl_lightning.lab.cli.compose import prepare
 from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.server import AtServer
 from fl_lightning.deploy.transport import Transport
+from fl_lightning.lab.cli import commands
+from fl_lightning.lab.cli.compose import prepare
 
 # A callback that every other run has. At sites it would send more numbers than the run itself.
 STAYS_AWAY = ("DivergenceLogger",)

@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.parent import end_with
 from fl_lightning.deploy.transport import Message, packed, unpacked
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.arguments import ArgumentParser
 
 DESCRIPTION = """Train a site's clients as messages of a server ask for it.
 

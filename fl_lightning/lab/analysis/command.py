@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.metrics import comma_separated
 from fl_lightning.storage.files import named, written_aside
 
@@ -110,10 +110,10 @@ Result = tuple[dict[str, Any], list[list[Any]], bytes, list[str]]
 def _hessian(options: Namespace, samples: int | None) -> Result:
     tolerance = _number(options, "tolerance", 0, whole=False)
     probes = _number(options, "probes", 2)
+    from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
     from fl_lightning.lab.analysis import pictures
     from fl_lightning.lab.analysis.opened import opened
     from fl_lightning.lab.analysis.slices import along_top
-    from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
 
     run = opened(options.runs[0])
     # Second derivatives in half precision would be mostly rounding error.

@@ -9,9 +9,9 @@ import numpy as np
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
+from fl_lightning.evaluation.curvature import Curvature
 from fl_lightning.lab.analysis.landscape import Grid, Landscape
 from fl_lightning.lab.analysis.opened import Opened
-from fl_lightning.evaluation.curvature import Curvature
 from fl_lightning.lab.report.drawing import COLOURS, figure, plain, png, styled
 
 COLOURMAP = "viridis"

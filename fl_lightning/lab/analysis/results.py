@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.checkpoint import held_in
+from fl_lightning.errors import UserError, suggest
+from fl_lightning.given import made
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import prepare
 from fl_lightning.lab.cli.compose import read as read_config
-from fl_lightning.errors import UserError, suggest
-from fl_lightning.given import made
 from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
 from fl_lightning.storage import site_journal

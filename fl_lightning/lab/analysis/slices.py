@@ -7,10 +7,10 @@ import math
 import numpy as np
 import torch
 
-from fl_lightning.lab.analysis.opened import Opened
 from fl_lightning.evaluation.curvature import Vector
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.samples import Samples
+from fl_lightning.lab.analysis.opened import Opened
 
 POINTS = 41
 

@@ -21,6 +21,8 @@ import fl_lightning.machine.strategies
 import fl_lightning.models
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.datamodules import FederatedDataModule, Partition
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import (
     Command,
     as_list,
@@ -54,8 +56,6 @@ from fl_lightning.lab.cli.run_record import RunRecord
 from fl_lightning.lab.cli.same_settings import UNREADABLE, check_same_settings
 from fl_lightning.lab.cli.signals import GracefulStop
 from fl_lightning.lab.cli.trackers import check_goes_on, check_installed, completed, trackers
-from fl_lightning.datamodules import FederatedDataModule, Partition
-from fl_lightning.errors import UserError
 from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
 from fl_lightning.machine.strategies import FederatedStrategy
 from fl_lightning.metrics import check_mode

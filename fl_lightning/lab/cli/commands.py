@@ -14,13 +14,13 @@ import torch
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.loggers.run_card import LABELS
+from fl_lightning.errors import Diverged, UserError, suggest
+from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import Command
 from fl_lightning.lab.cli.parsing_errors import not_an_optimizer
 from fl_lightning.lab.cli.run_folder import check_writable
 from fl_lightning.lab.cli.run_record import end_killed, killed_before, was_killed
-from fl_lightning.errors import Diverged, UserError, suggest
-from fl_lightning.evaluation.personal import check_client, of_checkpoint
 from fl_lightning.learner import pretrained
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from fl_lightning.lab.cli.plugins import config_folders
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lab.cli.plugins import config_folders
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable

@@ -12,10 +12,10 @@ import fl_lightning.models
 import fl_lightning.optim
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import Command, class_name, packaged, plain_yaml
 from fl_lightning.lab.cli.parsing_errors import listed, parameters, subclasses
 from fl_lightning.lab.cli.plugins import classes
-from fl_lightning.errors import UserError, suggest
 
 
 @cache

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from fl_lightning.datamodules import FederatedDataModule
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, merge, plain_yaml
 from fl_lightning.lab.cli.method_options import full_paths, names_of_ours
 from fl_lightning.lab.cli.parsing_errors import parameters
-from fl_lightning.datamodules import FederatedDataModule
-from fl_lightning.errors import UserError
 from fl_lightning.models import MLP, ImageClassifier
 from fl_lightning.models.text import TextLearner
 

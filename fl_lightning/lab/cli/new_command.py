@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.lab.cli.compose import packaged
-from fl_lightning.errors import UserError
 
 DESCRIPTION = """Write a package with a method of your own: callback, config, test and README.
 

@@ -16,7 +16,6 @@ from jsonargparse import ArgumentParser
 from fl_lightning.accepted import PLAIN, declared, suggested
 from fl_lightning.lab.cli.compose import class_name, plain_yaml
 from fl_lightning.lab.cli.dataset_errors import fault_of_datasets
-from fl_lightning.errors import UserError, suggest
 
 _INTERNAL = (
     "fl_lightning.callback",

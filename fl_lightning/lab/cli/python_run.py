@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.callbacks.loggers.run_card import RunCard
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli import run_folder
 from fl_lightning.lab.cli.python_config import PythonConfig
 from fl_lightning.lab.cli.run_record import RunRecord
-from fl_lightning.errors import UserError
 from fl_lightning.lightning import Checkpoint, pl
 from fl_lightning.metrics import check_mode
 

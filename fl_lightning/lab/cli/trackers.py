@@ -13,8 +13,8 @@ from typing import Any
 
 from jsonargparse import Namespace
 
-from fl_lightning.lab.cli.compose import class_name
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.compose import class_name
 from fl_lightning.metrics import read_record
 
 # Logger → the argument that takes the id of the run to continue.

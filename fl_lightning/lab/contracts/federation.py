@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.callback import FederatedCallback, Refusal
-from fl_lightning.lab.contracts.verdict import Failed
 from fl_lightning.datamodules.memory import InMemoryDataModule
 from fl_lightning.evaluation import personal
+from fl_lightning.lab.contracts.verdict import Failed
 from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.machine.processes import place
 from fl_lightning.module import FederatedModule

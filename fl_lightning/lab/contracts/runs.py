@@ -13,6 +13,7 @@ import torch
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
+from fl_lightning.errors import Diverged, UserError
 from fl_lightning.lab.contracts import snapshots
 from fl_lightning.lab.contracts.federation import (
     SIZES,

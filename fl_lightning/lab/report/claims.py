@@ -11,11 +11,11 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.metrics import MODES
+from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORES
+from fl_lightning.metrics import MODES
 
 # Kind → the keys that it needs, besides id and metric.
 KINDS: dict[str, tuple[str, ...]] = {

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.storage.files import named
 
 if TYPE_CHECKING:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.lab.cli.compose import as_list, class_name
-from fl_lightning.papers import Paper, declared
 from fl_lightning.lab.report.intervals import mean_sd
 from fl_lightning.lab.report.runs import ReportedRun
 from fl_lightning.lab.report.summary import Arm
+from fl_lightning.papers import Paper, declared
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable
 
 import numpy as np
 
-from fl_lightning.metrics import without_prefix
 from fl_lightning.lab.report.runs import Column, ReportedRun, read_table
+from fl_lightning.metrics import without_prefix
 
 # Measure → its name in tables.
 MEASURES = {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from fl_lightning.metrics import is_accuracy
 from fl_lightning.lab.report.budgets import CPU, BudgetView, views
 from fl_lightning.lab.report.chosen import choices, short
 from fl_lightning.lab.report.claims import Claim
@@ -40,6 +39,7 @@ from fl_lightning.lab.report.tables import (
     times,
 )
 from fl_lightning.lab.report.verdicts import Comparison
+from fl_lightning.metrics import is_accuracy
 
 MAIN = SCORES[0]
 SIGNS = {"greater": ">", "less": "<"}

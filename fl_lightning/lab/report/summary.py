@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.metrics import without_prefix
 from fl_lightning.lab.report.claims import Claim, ClaimsFile, gather
 from fl_lightning.lab.report.evidence import evidence, logged, named
 from fl_lightning.lab.report.fairness import fairness
@@ -18,6 +17,7 @@ from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import SCORES, has_lost, lost, reached, score_of
 from fl_lightning.lab.report.settings import settings
 from fl_lightning.lab.report.verdicts import Comparison, judge
+from fl_lightning.metrics import without_prefix
 
 BySeed = dict[int, float | None]
 COSTS = ("rounds", "bytes", "seconds")

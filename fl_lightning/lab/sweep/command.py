@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.errors import UserError
-from fl_lightning.storage.files import named
+from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.lab.sweep.folder import (
     DIVERGED,
     DONE,
@@ -27,6 +26,7 @@ from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.spec import read_spec
 from fl_lightning.lab.sweep.sweep import Sweep
 from fl_lightning.lab.sweep.table import counts
+from fl_lightning.storage.files import named
 
 DESCRIPTION = """Run a grid of settings and seeds, several runs at once.
 

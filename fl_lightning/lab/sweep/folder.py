@@ -11,11 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import comma_separated, read_record, read_rows, write_record
 from fl_lightning.lab.report import runs as reading
-from fl_lightning.storage.files import written_aside
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun
 from fl_lightning.lab.sweep.spec import Spec
+from fl_lightning.metrics import comma_separated, read_record, read_rows, write_record
+from fl_lightning.storage.files import written_aside
 
 WAITING = "waiting"
 RUNNING = "running"

@@ -13,12 +13,12 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from types import FrameType
 
-from fl_lightning.metrics import read_record
 from fl_lightning.lab.sweep import folder as files
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.table import ProgressTable
 from fl_lightning.lab.sweep.workers import STOPPING, Place, start
+from fl_lightning.metrics import read_record
 
 # Seconds between two checks of the workers.
 _LOOK = 0.05

@@ -14,15 +14,15 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.lab.cli.compose import plain_yaml, prepare
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.metrics import Directions, comma_separated
+from fl_lightning.lab.cli.compose import plain_yaml, prepare
 from fl_lightning.lab.report import runs as reading
 from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
-from fl_lightning.storage.files import written_aside
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
 from fl_lightning.lab.sweep.spec import ROUNDS, Selection, as_list
+from fl_lightning.metrics import Directions, comma_separated
+from fl_lightning.storage.files import written_aside
 
 # Score a candidate as a report compares arms.
 SCORE = SCORES[0]

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.lab.cli.compose import is_file, packaged, plain_yaml
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lab.cli.compose import is_file, packaged, plain_yaml
 from fl_lightning.metrics import check_mode
 
 KEYS = ("configs", "fixed", "grid", "select", "claims")

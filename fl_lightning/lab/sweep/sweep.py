@@ -12,9 +12,8 @@ from typing import Any
 
 import yaml
 
-from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.metrics import read_record
+from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.sweep import folder as files
 from fl_lightning.lab.sweep import workers
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
@@ -32,6 +31,7 @@ from fl_lightning.lab.sweep.selection import (
 )
 from fl_lightning.lab.sweep.spec import Spec
 from fl_lightning.lab.sweep.table import ProgressTable
+from fl_lightning.metrics import read_record
 
 # Settings that may differ in one folder: names of a run, and places of files. A higher number of
 # rounds is allowed, and the rounds are added.

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING, Any
 
-from fl_lightning.lab.cli.compose import parse_yaml, prepare
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import read_record
+from fl_lightning.lab.cli.compose import parse_yaml, prepare
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE, make
 from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.metrics import read_record
 
 if TYPE_CHECKING:
     from fl_lightning.lab.cli.cli import CommandCLI
