@@ -67,10 +67,8 @@ def declared(attribute: str) -> Mapping[str, Any]:
 
 def _sources(attribute: str) -> Iterator[ast.Module]:
     package = files("fl_lightning")
-    folders = [
-        package,
-        *(package.joinpath(name) for name in ("callbacks", "datamodules", "virtual")),
-    ]
+    kinds = [entry for entry in package.joinpath("callbacks").iterdir() if entry.is_dir()]
+    folders = [package, package.joinpath("datamodules"), package.joinpath("virtual"), *kinds]
     for folder in folders:
         for file in folder.iterdir():
             text = file.read_text("utf-8") if file.name.endswith(".py") else ""

@@ -76,7 +76,7 @@ def test_every_method_and_data_set_of_ours_has_a_reference_that_its_file_names()
     entries = references()
     assert all(entry.endswith("\n}") for entry in entries.values())
     # The number of each preprint stands in the file of its method, where it has one.
-    sources = " ".join(path.read_text() for path in (ROOT / "callbacks").glob("*.py"))
+    sources = " ".join(path.read_text() for path in (ROOT / "callbacks").rglob("*.py"))
     for name, paper in known.items():
         assert {*paper.keys, *paper.beside.values()} <= entries.keys(), name
         if name in fl_lightning.callbacks.__all__:

@@ -51,7 +51,9 @@ from tests.faults.survivors import SURVIVORS
 # what is drawn for a reader; no method's arithmetic
 SHOWN = {"progress_bar.py", "run_card.py", "__init__.py"}
 METHOD_FILES = [
-    f"callbacks/{p.name}" for p in sorted((ROOT / "callbacks").glob("*.py")) if p.name not in SHOWN
+    p.relative_to(ROOT).as_posix()
+    for p in sorted((ROOT / "callbacks").rglob("*.py"))
+    if p.name not in SHOWN
 ]
 ENOUGH = 0.97
 NAMED = "--named"

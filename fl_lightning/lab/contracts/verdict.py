@@ -98,7 +98,7 @@ def where(error: BaseException) -> str:
 
     For example ``RuntimeError: … (anchor.py, line 12, on_local_gradient)``.
     """
-    ours = Path(__file__).parents[1]
+    ours = Path(__file__).parents[2]
     # Stack frames of the frameworks do not help the author of a method.
     theirs = [Path(str(module.__file__)).parent for module in (torch, pl, FABRIC)]
     place = ""
