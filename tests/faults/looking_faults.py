@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.faults.faults_list import Fault
 
 MOON, FEDNTD, FEDLC = (
-    f"callbacks/{name}.py"
+    f"callbacks/losses/{name}.py"
     for name in ("model_contrast", "not_true_distillation", "logit_calibration")
 )
 TAPS = "fl_lightning/learner/taps.py"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tests.faults.faults_list import Fault
 
 FEDREP, DITTO, PFEDME = (
-    f"callbacks/{name}.py"
+    f"callbacks/personal/{name}.py"
     for name in ("alternating_head", "proximal_personal_model", "moreau_envelope")
 )
 EVALUATION, MODELS = (

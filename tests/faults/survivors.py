@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
 
 def _equal(file: str, line: str, reason: str, *mutations: str) -> dict[tuple[str, str, str], str]:
-    path = file if file.endswith(".py") else f"callbacks/{file}.py"
+    path = file
+    if not file.endswith(".py"):
+        (found,) = ROOT.glob(f"callbacks/*/{file}.py")
+        path = found.relative_to(ROOT).as_posix()
     return {(path, line, mutation): reason for mutation in mutations}
 
 
