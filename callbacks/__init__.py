@@ -1,6 +1,9 @@
-"""Methods and loggers of a federated run, one per file; import them from
-``fl_lightning.callbacks``.
+"""Methods and loggers of a federated run, one per file, in a folder per kind.
+
+Import them from here: ``from fl_lightning.callbacks import ControlVariates``.
 """
+
+import sys
 
 if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")

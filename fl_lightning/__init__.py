@@ -85,7 +85,7 @@ def __getattr__(name: str) -> object:
     if name == "FederatedModule":
         # A run from Python also shows our progress bar. The module does not import this submodule:
         # set it here.
-        bar = importlib.import_module(f"{__name__}.callbacks.progress_bar")
+        bar = importlib.import_module(f"{__name__}.callbacks.loggers.progress_bar")
         value.own_bar = bar.FederatedProgressBar
     return value
 

@@ -18,7 +18,7 @@ class Paper:
     """The references of a class, and how its paper counts communication.
 
     Args:
-        keys: keys in ``cli/references.bib``.
+        keys: keys in ``lab/cli/references.bib``.
         by: the class's arguments in a config → further keys, or None for no key. The function may
             use no names but builtins.
         beside: class name → the key of a paper about both classes together.

@@ -14,6 +14,7 @@ import torch
 from jsonargparse import ArgumentParser
 
 from fl_lightning.accepted import PLAIN, declared, suggested
+from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import class_name, plain_yaml
 from fl_lightning.lab.cli.dataset_errors import fault_of_datasets
 

@@ -25,11 +25,11 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.callback import Clients, Declaration, FederatedCallback
+from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.lab.contracts import snapshots
 from fl_lightning.lab.contracts.federation import Outcome, fit, require_same
 from fl_lightning.lab.contracts.runs import Method
 from fl_lightning.lab.contracts.verdict import Failed, where
-from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.learner.layout import Layout
 from fl_lightning.methods import LOOKING, Methods, checked_rows
 from fl_lightning.round.context import ClientRates, Round

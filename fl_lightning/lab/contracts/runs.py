@@ -28,7 +28,6 @@ from fl_lightning.lab.contracts.federation import (
     required_by,
 )
 from fl_lightning.lab.contracts.verdict import Failed, NotApplicable, where
-from fl_lightning.errors import Diverged, UserError
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL, STACKED
 from fl_lightning.schedules import Steps
 

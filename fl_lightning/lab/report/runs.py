@@ -17,6 +17,7 @@ import numpy as np
 import yaml
 
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.metrics import Directions, metrics_hash, read_rows
 from fl_lightning.papers import declared
 
