@@ -116,6 +116,9 @@ class Mixed(Partition):
     def bound(self, data: Any) -> Partition:
         return Mixed(self.iid, self.partition.bound(data))
 
+    def check_size(self, samples: int) -> None:
+        self.partition.check_size(samples)
+
     def restrict(self, kept: Indices) -> Partition:
         return Mixed(self.iid, self.partition.restrict(kept))
 
@@ -167,6 +170,11 @@ class Imported(Partition):
     @property
     def names(self) -> Sequence[str]:
         return [] if all(name.isdecimal() for name in self._names) else self._names
+
+    def check_size(self, samples: int) -> None:
+        for name, own, test in zip(self._names, self._lists, self._tests, strict=True):
+            self._checked(name, own, samples, None)
+            self._checked(name, test or [], samples, None)
 
     def restrict(self, kept: Indices) -> Partition:
         restricted = Imported(self.path)

@@ -110,6 +110,13 @@ class Partition:
         """Return the partition with what it reads from a data module that has been loaded."""
         return self
 
+    def check_size(self, samples: int) -> None:
+        """Refuse a number of training samples that does not fit, before any of them are held out.
+
+        Raises:
+            UserError: naming what does not fit.
+        """
+
     def restrict(self, kept: Indices) -> Partition:
         """Return the partition of only the samples ``kept``; the others are held out for
         validation.
@@ -236,7 +243,7 @@ class ByGroup(Partition):
                 "The partition ByGroup has groups=None, but this data set brings no groups: "
                 "give one group per training sample, or another partition such as IID."
             )
-        self.check_number(len(labels))
+        self.check_size(len(labels))
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         if num_clients != len(sizes):
             raise UserError(
@@ -247,8 +254,7 @@ class ByGroup(Partition):
         order = np.argsort(group, kind="stable")
         return LazyClients(sizes, partial(_part, order, np.cumsum(sizes), sizes), "", order)
 
-    def check_number(self, samples: int) -> None:
-        """Refuse a number of groups that differs from the number of samples."""
+    def check_size(self, samples: int) -> None:
         if self.groups is not None and self.groups.shape != (samples,):
             raise UserError(
                 f"ByGroup's groups have the shape {self.groups.shape}: give one for each of the "

@@ -166,8 +166,8 @@ def split_samples(
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
     # Check before samples are left out: afterwards nothing shows to whom the other groups belong.
-    if isinstance(partition, ByGroup) and clients is None:
-        partition.check_number(total)
+    if clients is None:
+        partition.check_size(total)
     kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)
     if kept is not None:
         whole = partition

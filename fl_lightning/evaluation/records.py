@@ -69,12 +69,12 @@ def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str
         place: place of the record, for the message.
 
     Raises:
-        UserError: it has no instruction or no output.
+        UserError: it has no instruction or no output, or two of one kind that differ.
     """
     instruction = record.get("instruction")
     # A table has None where a record lacks one of its columns.
-    output = next((record[name] for name in OUTPUT if record.get(name) is not None), None)
-    given = next((record[name] for name in INPUT if record.get(name)), "")
+    output = _only({name: record[name] for name in OUTPUT if record.get(name) is not None}, place)
+    given = _only({name: record[name] for name in INPUT if record.get(name)}, place) or ""
     texts = (instruction, output, given)
     if not all(isinstance(text, str) for text in texts):
         raise UserError(
@@ -88,3 +88,14 @@ def prompt_of(record: Mapping[str, Any], template: str, place: str) -> tuple[str
     before, _, after = template.partition("{instruction}")
     before, after = before.replace("{input}", given), after.replace("{input}", given)
     return f"{before}{instruction}{after}", str(output)
+
+
+def _only(texts: Mapping[str, Any], place: str) -> Any:
+    """Return the text that a record has under one or several names; None if it has none."""
+    first, *others = texts or [""]
+    if any(texts[name] != texts[first] for name in others):
+        raise UserError(
+            f"{place} has {' and '.join(texts)}, which differ; they are names for one text. Leave "
+            "the one out that is not to be used."
+        )
+    return texts.get(first)

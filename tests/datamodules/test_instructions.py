@@ -84,6 +84,11 @@ def test_a_field_names_the_client(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("records", "given", "says"),
     [
+        (
+            [{"instruction": "x", "output": "a", "response": "b"}],
+            {},
+            "record 1, has output and response, which differ",
+        ),
         ([{"instruction": "x"}], {}, "record 1, has instruction; accepted are"),
         ([{"messages": "x"}], {}, "messages that are not a list"),
         (["x"], {}, "has no records"),

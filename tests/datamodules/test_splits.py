@@ -259,11 +259,15 @@ def test_two_files_of_one_client_are_refused(tmp_path: Path) -> None:
         Imported(tmp_path)
 
 
-def test_a_position_below_0_is_refused_beside_held_out_samples(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", [-1, 240])
+def test_a_position_without_a_sample_is_refused_beside_held_out_samples(
+    place: int, tmp_path: Path
+) -> None:
     path = tmp_path / "lists.json"
-    path.write_text(json.dumps([[0, 1, 2, -1], list(range(3, 240))]))
-    with pytest.raises(UserError, match="client 0 has position -1"):
-        data(Imported(path), val_fraction=0.25).setup()
+    path.write_text(json.dumps([[0, 1, 2, place], list(range(3, 240))]))
+    for partition in (Imported(path), Mixed(0.5, Imported(path))):
+        with pytest.raises(UserError, match=f"client 0 has position {place}"):
+            data(partition, val_fraction=0.25).setup()
 
 
 def test_files_that_hold_no_lists_are_refused(tmp_path: Path) -> None:
