@@ -35,7 +35,7 @@ from fl_lightning.lab.cli.cite_command import cited, references
 from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
 from fl_lightning.lab.cli.method_options import method_class, names_of_ours
 from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
-from fl_lightning.lab.report.tables import PERCENT
+from fl_lightning.lab.report.text_tables import PERCENT
 from fl_lightning.lightning import pl
 from fl_lightning.methods import Methods
 from fl_lightning.systems import Buffered

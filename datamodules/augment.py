@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 from fl_lightning.accepted import NonNegativeInt, UnitInterval, check, checked, declared
 from fl_lightning.datamodules.samples import Change
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.machine.devices import to_device
+from fl_lightning.machine.device_memory import to_device
 
 
 @dataclass(frozen=True)

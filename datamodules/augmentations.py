@@ -24,7 +24,7 @@ from fl_lightning.accepted import (
 from fl_lightning.datamodules.rand_augment import changed
 from fl_lightning.datamodules.samples import Batch
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.machine.devices import to_device
+from fl_lightning.machine.device_memory import to_device
 
 
 @dataclass(frozen=True)

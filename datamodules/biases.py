@@ -14,7 +14,7 @@ from torch import Tensor
 from fl_lightning.accepted import NonNegativeFloat, checked
 from fl_lightning.datamodules.samples import Change, TensorSamples
 from fl_lightning.errors import UserError
-from fl_lightning.machine.devices import to_device
+from fl_lightning.machine.device_memory import to_device
 from fl_lightning.sampling import generator
 
 

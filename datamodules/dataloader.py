@@ -19,7 +19,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from fl_lightning.datamodules.reading import Workers
+from fl_lightning.datamodules.read_ahead import Workers
 from fl_lightning.errors import UserError
 
 KNOWN = (

@@ -17,7 +17,7 @@ from fl_lightning.datamodules.dataloader import check_map_style, loader_facts
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.names import by_name
 from fl_lightning.datamodules.partitions import check_sequence
-from fl_lightning.datamodules.reading import Workers, check_workers, own_generator
+from fl_lightning.datamodules.read_ahead import Workers, check_workers, own_generator
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.datamodules.transfer import overridden
 from fl_lightning.errors import UserError

@@ -21,7 +21,7 @@ from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup
-from fl_lightning.datamodules.reading import Workers
+from fl_lightning.datamodules.read_ahead import Workers
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.errors import UserError
 

@@ -21,10 +21,10 @@ from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, defa
 
 from fl_lightning.datamodules.frames import as_tensor
 from fl_lightning.datamodules.own_generators import ONE_AT_A_TIME, generators_of, seed_all
-from fl_lightning.datamodules.reading import AheadReader, Reading, Workers
+from fl_lightning.datamodules.read_ahead import AheadReader, Reading, Workers
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.errors import UserError
-from fl_lightning.machine.devices import to_device
+from fl_lightning.machine.device_memory import to_device
 
 Batch = Any
 CPU = torch.device("cpu")

@@ -29,7 +29,7 @@ from fl_lightning.datamodules.table_columns import (
     without_missing,
 )
 from fl_lightning.datamodules.tables import (
-    Table,
+    FileTable,
     all_but,
     coded,
     codes,
@@ -236,7 +236,7 @@ class FromTable(FederatedDataModule):
     def _tell(self, text: str) -> None:
         say(self.trainer, text)
 
-    def _read_training(self) -> Table:
+    def _read_training(self) -> FileTable:
         """Return the training file, or all clients' files, as one table."""
         if not self._per_client:
             return read_table(self.path, self.separator, self.columns)
@@ -247,11 +247,11 @@ class FromTable(FederatedDataModule):
         }
         return joined_tables(tables, self.client)
 
-    def _without_missing(self, table: Table, used: list[str]) -> Table:
+    def _without_missing(self, table: FileTable, used: list[str]) -> FileTable:
         drop = self.missing == "drop"
         return without_missing(table, used, self.missing_marks, drop, self._tell)
 
-    def _targets(self, table: Table) -> tuple[NDArray[Any], dict[str, int] | None]:
+    def _targets(self, table: FileTable) -> tuple[NDArray[Any], dict[str, int] | None]:
         """Return y ``(N,)``, and its classes by value."""
         if self.above is not None:
             numbers = table.target_numbers(self.target)
@@ -286,7 +286,7 @@ class FromTable(FederatedDataModule):
 
     def _with_file(
         self,
-        table: Table,
+        table: FileTable,
         features: list[str],
         x: NDArray[Any],
         y: NDArray[Any],
@@ -342,7 +342,7 @@ class FromTable(FederatedDataModule):
                 "are classes, data.classes names them",
             )
 
-    def _say_of_nobodys_rows(self, table: Table, of_tests: NDArray[np.int64]) -> None:
+    def _say_of_nobodys_rows(self, table: FileTable, of_tests: NDArray[np.int64]) -> None:
         """Report how many test rows belong to no client that trains."""
         assert self.client is not None
         nobodys = np.flatnonzero(of_tests < 0).tolist()

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices
-from fl_lightning.datamodules.tables import Table, is_missing, is_number, ordered, truths
+from fl_lightning.datamodules.tables import FileTable, is_missing, is_number, ordered, truths
 from fl_lightning.errors import UserError
 
 SMALL = 1e-9
 Kind = Literal["one-hot", "codes"]
 
 
-def joined_tables(tables: Mapping[str, Table], column: str) -> Table:
+def joined_tables(tables: Mapping[str, FileTable], column: str) -> FileTable:
     """Return several tables as one, with a column of their names.
 
     Raises:
@@ -42,12 +42,16 @@ def joined_tables(tables: Mapping[str, Table], column: str) -> Table:
         for of in first.columns:
             rows[of] += list(table.columns[of])
         rows[column] += [name] * (len(rows[next(iter(first.columns))]) - len(rows[column]))
-    return Table(first.path, rows, first.first)
+    return FileTable(first.path, rows, first.first)
 
 
 def without_missing(
-    table: Table, used: Iterable[str], marks: Sequence[str], drop: bool, tell: Callable[[str], None]
-) -> Table:
+    table: FileTable,
+    used: Iterable[str],
+    marks: Sequence[str],
+    drop: bool,
+    tell: Callable[[str], None],
+) -> FileTable:
     """Return a table in which ``marks`` are missing values; if ``drop``, without the rows that
     lack a value.
     """
@@ -59,18 +63,18 @@ def without_missing(
             values = [None if one else value for value, one in zip(values, gone, strict=True)]
         columns[name] = values
     if not drop:
-        return Table(table.path, columns, table.first)
+        return FileTable(table.path, columns, table.first)
     count = len(next(iter(columns.values()), ()))
     kept = np.ones(count, bool)
     for name in dict.fromkeys(used):
         kept &= ~np.array([is_missing(value) for value in columns[name]], bool)
     if kept.all():
-        return Table(table.path, columns, table.first)
+        return FileTable(table.path, columns, table.first)
     tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
     rows = np.flatnonzero(kept).tolist()
     for name, values in columns.items():
         columns[name] = [values[row] for row in rows]
-    return Table(table.path, columns, table.first)
+    return FileTable(table.path, columns, table.first)
 
 
 @dataclass
@@ -93,7 +97,7 @@ class Encoding:
             return self.given.get(column)
         return self.given if column in self.categories else None
 
-    def learn(self, table: Table, features: Sequence[str], rows: Indices) -> None:
+    def learn(self, table: FileTable, features: Sequence[str], rows: Indices) -> None:
         """Note the categories of the training rows."""
         for name in features:
             values = list(truths(table.present(name)))
@@ -117,7 +121,7 @@ class Encoding:
         return self.categories[name][1 if self.drop_first else 0 :]
 
     def numbers(
-        self, table: Table, features: Sequence[str], tell: Callable[[str], None]
+        self, table: FileTable, features: Sequence[str], tell: Callable[[str], None]
     ) -> NDArray[np.float32]:
         """x ``(N, columns)``."""
         parts = []

@@ -25,7 +25,7 @@ ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
 
 
 @dataclass(frozen=True)
-class Table:
+class FileTable:
     """A file's columns as text or numbers, by name; ``first`` is the first row's line number."""
 
     path: Path
@@ -178,7 +178,7 @@ def ordered(values: Sequence[Any]) -> list[Any]:
     return sorted(distinct, key=str)
 
 
-def told_apart(table: Table, column: str) -> list[Any]:
+def told_apart(table: FileTable, column: str) -> list[Any]:
     """Return the values of a column whose values are names.
 
     Raises:
@@ -209,7 +209,7 @@ def exactly(value: Any) -> int | float:
         return float(value)
 
 
-def whose(table: Table, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
+def whose(table: FileTable, column: str, clients: Sequence[str]) -> NDArray[np.int64]:
     """Return the client of each row ``(N,)``, by name; -1: no client.
 
     Raises:
@@ -246,7 +246,7 @@ def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
     return np.array([places[value] for value in values], np.int64), [str(name) for name in names]
 
 
-def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
+def labels(table: FileTable, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
     """Return y ``(N,)``, and its classes by value; None if the target is a number with
     fractions.
     """
@@ -258,7 +258,7 @@ def labels(table: Table, target: str) -> tuple[NDArray[Any], dict[str, int] | No
 
 
 def coded(
-    table: Table,
+    table: FileTable,
     target: str,
     classes: dict[str, int] | None,
     of: str = "the training data",
@@ -290,7 +290,7 @@ def columns_of(path: Path, separator: str) -> list[str]:
         return next(csv.reader(file, delimiter=separator), [])
 
 
-def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = None) -> Table:
+def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = None) -> FileTable:
     """Read a whole table, from a file or a frame.
 
     Args:
@@ -304,14 +304,14 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
         path = Path(f"<{type(path).__name__}>")
         refuse_two_of_a_name(path, [name for name, _ in read])
         return _checked(
-            Table(path, dict(read), 1), max((len(values) for _, values in read), default=0)
+            FileTable(path, dict(read), 1), max((len(values) for _, values in read), default=0)
         )
     if path.suffix == ".parquet":
         with reading(path):
             refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
             read = parquet().read_table(path)
         columns = {name: read.column(name).to_pylist() for name in read.column_names}
-        return _checked(Table(path, columns, 1), read.num_rows)
+        return _checked(FileTable(path, columns, 1), read.num_rows)
     with reading(path), opened(path) as file:
         # A quote that is never closed would put the rest of the file into one value.
         lines = list(csv.reader(file, delimiter=separator, strict=True))
@@ -333,7 +333,7 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
                 "another separator."
             )
     by_name = zip(*rows, strict=True) if rows else ([] for _ in names)
-    return _checked(Table(path, dict(zip(names, by_name, strict=True)), first), len(rows))
+    return _checked(FileTable(path, dict(zip(names, by_name, strict=True)), first), len(rows))
 
 
 def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
@@ -343,7 +343,7 @@ def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
         raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
 
 
-def _checked(table: Table, rows: int) -> Table:
+def _checked(table: FileTable, rows: int) -> FileTable:
     if not rows:
         raise UserError(f"{table.where} has no rows: give at least one.")
     return table

@@ -39,10 +39,10 @@ _MODULES = {
     "check": "fl_lightning.lab.cli.check_command",
     "new": "fl_lightning.lab.cli.new_command",
     "cite": "fl_lightning.lab.cli.cite_command",
-    "report": "fl_lightning.lab.report.command",
-    "analyse": "fl_lightning.lab.analysis.command",
-    "sweep": "fl_lightning.lab.sweep.command",
-    "deploy": "fl_lightning.deploy.flower.command",
+    "report": "fl_lightning.lab.report.report_command",
+    "analyse": "fl_lightning.lab.analysis.analyse_command",
+    "sweep": "fl_lightning.lab.sweep.sweep_command",
+    "deploy": "fl_lightning.deploy.flower.deploy_command",
     "site": "fl_lightning.deploy.flower.resident",
 }
 

@@ -37,7 +37,7 @@ from fl_lightning.lightning import pl
 from fl_lightning.notes import CLASS_LABELS, UNIFORM_OPTIMUM, Note, Refusal, RunFacts
 from fl_lightning.papers import Paper
 from fl_lightning.round import low_rank
-from fl_lightning.round.base import Base
+from fl_lightning.round.base_weights import Base
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.coding import (
     Blocks,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fl_lightning.engines import configured_optimizer
-from fl_lightning.engines.plan import EnginePlan
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.methods import Methods

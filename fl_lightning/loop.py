@@ -32,7 +32,7 @@ from fl_lightning.round.settings import Settings
 from fl_lightning.round.totals import Total
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.run_state import BaseAfter, RunState, Versions
-from fl_lightning.virtual.plan import Plan
+from fl_lightning.virtual.planned_round import Plan
 
 RoundMetrics = dict[str, float]
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending

@@ -20,7 +20,7 @@ from fl_lightning.engines.random_state import seed_round
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.learner import pretrained
+from fl_lightning.learner import saved_network
 from fl_lightning.learner.buffers import BufferWord
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
@@ -267,7 +267,7 @@ class FederatedModule(LearnerHooks):
         Raises:
             UserError: the learner has not exactly one network of peft or transformers.
         """
-        pretrained.save(self.export(), folder, merged, bool(self.base))
+        saved_network.save(self.export(), folder, merged, bool(self.base))
 
     def evaluator(self) -> Evaluator:
         """Return an evaluator of losses and gradients at any vector, on a copy of the learner."""

@@ -21,9 +21,9 @@ from fl_lightning.engines.accumulation import accumulation_notes
 from fl_lightning.engines.build import choose
 from fl_lightning.engines.configured_optimizer import Optimizers
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.kinds import NOT_CAPTURED
 from fl_lightning.engines.local_step import Work
-from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
@@ -35,10 +35,10 @@ from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
-from fl_lightning.machine.devices import prepare_process
+from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.methods import Methods
-from fl_lightning.round.base import BaseWeights
+from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel

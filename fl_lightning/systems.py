@@ -31,7 +31,7 @@ from fl_lightning.virtual.devices import (
     Tiers,
     Trace,
 )
-from fl_lightning.virtual.plan import Asynchronous, Plan, ScheduledJob, Synchronous
+from fl_lightning.virtual.planned_round import Asynchronous, Plan, ScheduledJob, Synchronous
 
 __all__ = [
     "Buffered",

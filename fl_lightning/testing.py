@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.lab.contracts import rehearsal, runs
+from fl_lightning.lab.contracts import rehearsal, small_runs
 from fl_lightning.lab.contracts.federation import ROUNDS, fit, quiet
 from fl_lightning.lab.contracts.verdict import Check, CheckReport, Failed, NotApplicable, where
 from fl_lightning.module import FederatedModule
@@ -20,25 +20,25 @@ from fl_lightning.module import FederatedModule
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]
 
 # Every invariant by name; its function raises if the invariant does not hold.
-INVARIANTS: dict[str, Callable[[runs.Method], None]] = {
-    "neutral setting is FedAvg": runs.neutral,
-    "order of clients": runs.order_of_clients,
-    "order of training": runs.order_of_training,
-    "engines agree": runs.engines,
-    "two processes": runs.processes,
-    "frozen parameters stay": runs.frozen,
-    "resume is exact": runs.resume,
-    "state is declared": runs.declared,
+INVARIANTS: dict[str, Callable[[small_runs.Method], None]] = {
+    "neutral setting is FedAvg": small_runs.neutral,
+    "order of clients": small_runs.order_of_clients,
+    "order of training": small_runs.order_of_training,
+    "engines agree": small_runs.engines,
+    "two processes": small_runs.processes,
+    "frozen parameters stay": small_runs.frozen,
+    "resume is exact": small_runs.resume,
+    "state is declared": small_runs.declared,
     "client hooks set nothing on self": rehearsal.untouched_self,
     "groups of 1, 3 and D clients": rehearsal.groups,
     "local steps can be captured": rehearsal.traceable,
-    "small clients, short batches": runs.small_clients,
-    "rounds with learning rate 0": runs.zero_rate,
-    "finite at zero gradients": runs.zero_gradient,
-    "unequal learning rates": runs.unequal_rates,
-    "sparse and unused gradients": runs.lazy_gradients,
-    "buffers untouched": runs.buffers,
-    "another callback, either order": runs.beside_another,
+    "small clients, short batches": small_runs.small_clients,
+    "rounds with learning rate 0": small_runs.zero_rate,
+    "finite at zero gradients": small_runs.zero_gradient,
+    "unequal learning rates": small_runs.unequal_rates,
+    "sparse and unused gradients": small_runs.lazy_gradients,
+    "buffers untouched": small_runs.buffers,
+    "another callback, either order": small_runs.beside_another,
 }
 
 
@@ -61,7 +61,7 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
     (False, 'on_local_end set or changed self.last')
     """
     with quiet():
-        method = runs.Method(factory)
+        method = small_runs.Method(factory)
         checks = [_checked(name, check, method) for name, check in INVARIANTS.items()]
         return CheckReport(method.cls.__name__, checks)
 
@@ -92,7 +92,9 @@ def tiny_run(
         return fit(callbacks, rounds, **arguments)
 
 
-def _checked(name: str, check: Callable[[runs.Method], None], method: runs.Method) -> Check:
+def _checked(
+    name: str, check: Callable[[small_runs.Method], None], method: small_runs.Method
+) -> Check:
     try:
         check(method)
     except Failed as failed:

@@ -19,7 +19,7 @@ import torchmetrics
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import PerClientEvaluation
-from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolder
+from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolderWriter
 from fl_lightning.lab.cli.run_record import RunRecord
 from fl_lightning.lab.report.claims import read_claims
 from fl_lightning.lab.report.runs import find
@@ -211,7 +211,7 @@ def fit(root: Path, learner: Any, *callbacks: Any) -> Any:
 
 def keeping(folder: Path, name: str, mode: str | None = None) -> Named:
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    return Named(RunFolder(folder, None, "", False), name, mode)
+    return Named(RunFolderWriter(folder, None, "", False), name, mode)
 
 
 def test_the_worst_clients_and_the_best_checkpoint_go_by_it(tmp_path: Path) -> None:

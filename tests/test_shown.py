@@ -12,11 +12,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 from fl_lightning import callbacks as c
-from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolder
+from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolderWriter
 from fl_lightning.lab.cli.run_record import RunRecord
 from fl_lightning.lab.sweep.folder import DONE, RUNNING
 from fl_lightning.lab.sweep.grid import PlannedRun
-from fl_lightning.lab.sweep.table import ProgressTable
+from fl_lightning.lab.sweep.progress_table import ProgressTable
 from fl_lightning.lightning import pl
 from tests.callbacks.test_per_client_evaluation import data
 from tests.helpers.learners import Lit, federated, trainer
@@ -44,7 +44,7 @@ class Accurate(Lit):
 
 def ran(folder: Path, learner: Any, *callbacks: Any, rounds: int = 2, folders: bool = True) -> Any:
     """A run in ``folder`` as the command line makes it."""
-    run = RunFolder(folder, None, "{}", True)
+    run = RunFolderWriter(folder, None, "{}", True)
     every: list[Any] = [c.FederatedProgressBar(), c.RunCard()]
     if folders:
         every = [run, *every, RunCheckpoint(run), RunRecord("{}", ["fl-lightning", "fit"])]

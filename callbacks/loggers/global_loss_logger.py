@@ -11,8 +11,8 @@ from typing import Any
 
 from fl_lightning.accepted import PositiveInt
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.measured_samples import drawn
 from fl_lightning.evaluation.measurement import Measurement
-from fl_lightning.evaluation.samples import drawn
 from fl_lightning.metrics import is_accuracy
 from fl_lightning.round.sums import ordered_norm
 

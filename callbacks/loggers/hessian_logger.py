@@ -11,8 +11,8 @@ from typing import Annotated, Any
 from fl_lightning.accepted import AtLeast, PositiveFloat, PositiveInt
 from fl_lightning.evaluation import curvature
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.measured_samples import drawn
 from fl_lightning.evaluation.measurement import Measurement
-from fl_lightning.evaluation.samples import drawn
 
 NAMES = ("top_eigenvalue", "top_residual", "trace", "trace_stderr", "norm")
 

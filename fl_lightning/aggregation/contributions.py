@@ -16,7 +16,7 @@ from fl_lightning.aggregation.tree_sum import TreeSum, sum_over_processes
 from fl_lightning.errors import UserError
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import all_finite, same_bits
-from fl_lightning.machine.devices import to_host
+from fl_lightning.machine.device_memory import to_host
 from fl_lightning.machine.processes import gathered
 from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round.clients import Clients

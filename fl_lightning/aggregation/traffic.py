@@ -11,7 +11,7 @@ from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.ledger import Ledger
-from fl_lightning.virtual.plan import Planned
+from fl_lightning.virtual.planned_round import Planned
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS, BASE = range(
     8

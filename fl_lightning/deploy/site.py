@@ -15,10 +15,10 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
-from fl_lightning.deploy.frozen import BaseAtSite
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.resent import completed
-from fl_lightning.deploy.rows import SiteRows
+from fl_lightning.deploy.sent_base import BaseAtSite
+from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
@@ -239,7 +239,7 @@ class Site(FederatedLoop):
         read = self.rows.reading(counted)
         self._take_model(message)
         round = self.round_at(max(int(numbers["round"]), 0))
-        round = replace(round, read=read, sizes=personal.Sizes(data))
+        round = replace(round, read=read, sizes=personal.SampleCounts(data))
         if travel.has(message.arrays, "evaluated"):
             vector = travel.got(message.arrays, "evaluated").to(round.w)
             round = replace(round, evaluated=vector)

@@ -18,9 +18,9 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import AT_SITES, Brought
 from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import evaluation, travel
-from fl_lightning.deploy.frozen import SentBase
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.resent import SentModel
+from fl_lightning.deploy.sent_base import SentBase
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Array, Message, Number, Transport, said, words
 from fl_lightning.description import version_of

@@ -15,9 +15,9 @@ import torch
 
 from fl_lightning.engines.door import fast_ways, why_closed
 from fl_lightning.engines.dry_run import step_seconds
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.forked import why_not_forked
 from fl_lightning.engines.kinds import ENGINES
-from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
 from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL

@@ -11,9 +11,9 @@ from fl_lightning.engines.batch_check import check_batch_sizes, first_line
 from fl_lightning.engines.door import refusal
 from fl_lightning.engines.dry_run import DryRun, tried_apart
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.kinds import ENGINES, Draft, Tell
 from fl_lightning.engines.looks import FirstLook, Looks
-from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.errors import UserError

@@ -38,7 +38,7 @@ from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import Situation
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker
-from fl_lightning.machine.devices import end_with_parent
+from fl_lightning.machine.device_memory import end_with_parent
 from fl_lightning.machine.processes import opened_in_each
 from fl_lightning.round.context import Round
 
@@ -194,10 +194,10 @@ class Forked:
                     try:
                         answer = collect.brought(self.worker.train(round, client))
                     except Exception as error:
-                        answer = Failed(f"{type(error).__name__}: {error}")
+                        answer = WorkerFailed(f"{type(error).__name__}: {error}")
                 after = attributes_of(methods)
                 changed = [name for name in after if after[name] != before.get(name)]
-                if changed and not isinstance(answer, Failed):
+                if changed and not isinstance(answer, WorkerFailed):
                     answer = Keeps(changed[0])
                 texts = [(str(w.message), w.category, w.filename, w.lineno) for w in told]
                 sys.stdout.flush()
@@ -280,7 +280,7 @@ class Forked:
         for text, category, file, line in told:
             registry = sys.modules[__name__].__dict__.setdefault("__warningregistry__", {})
             warnings.warn_explicit(text, category, file, line, registry=registry)
-        if isinstance(answer, Failed):
+        if isinstance(answer, WorkerFailed):
             # If the learner itself is at fault, its error is met here, whole.
             self.one_after_the_other().train(round, [(leaf, client)], collect, lambda: None)
             # The client trained well in this process, so the learner or the data hold something
@@ -380,7 +380,7 @@ def attributes_of(methods: Iterable[object]) -> dict[str, tuple[int, int]]:
 
 
 @dataclass(frozen=True)
-class Failed:
+class WorkerFailed:
     """A worker's client raised an exception."""
 
     text: str

@@ -15,8 +15,8 @@ from fl_lightning.engines.debug import Debug
 from fl_lightning.engines.door import fast_ways, refusal, why_closed
 from fl_lightning.engines.dry_run import tried_apart
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.forked import Forked, why_not_forked
-from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.proof import Reason, compare_two_copies
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import LearnerCopies, Situation

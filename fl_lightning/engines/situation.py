@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_map
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.client_optimizer import ClientOptimizer, can_be_fused, unheld
 from fl_lightning.engines.configured_optimizer import Optimizers
+from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.learner_copy import Convert, LearnerCopy
 from fl_lightning.engines.local_step import Work
-from fl_lightning.engines.plan import EnginePlan
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable

@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from fl_lightning.engines.step_hooks import Gradients, dense, differentiated
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator, OverSamples
-from fl_lightning.evaluation.samples import Samples
+from fl_lightning.evaluation.measured_samples import Samples
 from fl_lightning.learner.layout import flatten
 from fl_lightning.sampling import generator
 

@@ -30,7 +30,7 @@ from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.engines.step_hooks import dense, differentiated
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.evaluation.averages import evaluated
-from fl_lightning.evaluation.samples import Counted, Samples, copies, pieces, together
+from fl_lightning.evaluation.measured_samples import Counted, Samples, copies, pieces, together
 from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
 from fl_lightning.learner.layout import Layout, flatten
 from fl_lightning.learner.modules import called_with, keeps_frozen, modes, overrides
@@ -98,7 +98,7 @@ class Evaluator:
             batch``, None: batches stay as they are.
 
     Example:
-        >>> from fl_lightning.evaluation.samples import samples_of
+        >>> from fl_lightning.evaluation.measured_samples import samples_of
         >>> from fl_lightning.testing import tiny_run
         >>> module = tiny_run()
         >>> everyone = samples_of(module.trainer.datamodule)

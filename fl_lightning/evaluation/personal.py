@@ -36,7 +36,7 @@ from fl_lightning.storage.store import ClientStore
 PersonalModel = tuple[Tensor, Mapping[str, Tensor]]  # weights (D,), and buffers by name
 
 
-class Sizes(dict[int, int]):
+class SampleCounts(dict[int, int]):
     """N_i of a client, computed on request, because only a few of a million clients are read."""
 
     def __init__(self, data: Any) -> None:
@@ -110,7 +110,7 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
         )
     facts = run.loop.round_at(max(run.state.rounds - 1, 0))
     vector, buffers = evaluated(run.model, trainer)
-    sizes = Sizes(run.loop.cohort.data)
+    sizes = SampleCounts(run.loop.cohort.data)
     facts = replace(facts, sizes=sizes, evaluated=vector, buffers=buffers)
     return PersonalModels(facts, run.methods, run.evaluate)
 
@@ -140,7 +140,7 @@ def of_checkpoint(
         t=max(state.rounds - 1, 0),
         ids=[],
         steps={},
-        sizes=Sizes(data),
+        sizes=SampleCounts(data),
         weights={},
         num_clients=int(data.num_clients),
         w=w,

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.models.frozen import freeze_linears
+from fl_lightning.models.frozen_linear import freeze_linears
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 TASKS = {"CausalLM": "CAUSAL_LM", "SequenceClassification": "SEQ_CLS"}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
-from fl_lightning.machine.devices import to_device
+from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.context import InStep
 from fl_lightning.round.group import LOSS, ClientGroup
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.machine.devices import to_device
+from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.context import Evaluate, InStep, Round
 from fl_lightning.round.partial import COPY, ELAPSED, ORIGIN, WRITTEN
 from fl_lightning.round.state import PerClient, Upload

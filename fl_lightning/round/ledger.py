@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from fl_lightning.learner.layout import Layout
-from fl_lightning.round.base import Addition, BaseWeights
+from fl_lightning.round.base_weights import Addition, BaseWeights
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
 from fl_lightning.round.state import Declaration, Upload
 from fl_lightning.round.totals import Total
 from fl_lightning.storage.rows import Rows
-from fl_lightning.virtual.plan import Planned
+from fl_lightning.virtual.planned_round import Planned
 
 
 class Ledger:

@@ -57,7 +57,7 @@ class Owner(Protocol):
     def declarations(self) -> dict[str, Declaration]: ...
 
 
-class Group(Protocol):
+class GroupLike(Protocol):
     """Clients that train together."""
 
     def read(self, key: str, declaration: PerClient) -> Tensor: ...
@@ -65,11 +65,11 @@ class Group(Protocol):
     def upload(self, key: str, declaration: Upload, value: Tensor) -> None: ...
 
 
-class Clients(Protocol):
+class ClientsLike(Protocol):
     """A group of clients, in the form that hooks see."""
 
     @property
-    def _group(self) -> Group: ...
+    def _group(self) -> GroupLike: ...
 
 
 class Staged(Protocol):
@@ -399,10 +399,10 @@ class StateRows:
         self._callback = callback
         self._declaration = declaration
 
-    def __getitem__(self, clients: Clients) -> Tensor:
+    def __getitem__(self, clients: ClientsLike) -> Tensor:
         return clients._group.read(self._declaration.key(self._callback), self._declaration)
 
-    def __setitem__(self, clients: Clients, value: Tensor) -> None:
+    def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:
         key = self._declaration.key(self._callback)
         clients._group.write(key, self._declaration, value)
 
@@ -436,7 +436,7 @@ class UploadSums:
         self._callback = callback
         self._declaration = declaration
 
-    def __setitem__(self, clients: Clients, value: Tensor) -> None:
+    def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:
         key = self._declaration.key(self._callback)
         clients._group.upload(key, self._declaration, value)
 

@@ -53,7 +53,7 @@ RANKS = 1 << 16
 
 
 @dataclass(frozen=True)
-class Group:
+class SegmentGroup:
     """Rows of one name, dtype and shape: ``clients`` ascending, ``checksums``, the first byte."""
 
     clients: np.ndarray[Any, np.dtype[np.int64]]
@@ -65,7 +65,7 @@ class Group:
 
 # name -> {"clients": ids ascending, "segments": segment numbers}
 Index = dict[str, dict[str, Tensor]]
-Header = dict[str, list[Group]]  # name -> its groups
+Header = dict[str, list[SegmentGroup]]  # name -> its groups
 
 
 def storable(dtype: torch.dtype) -> bool:
@@ -156,7 +156,7 @@ def read_header(path: Path) -> Header:
                 raise ValueError("it is shorter than its header says")
             shape = tuple(int(d) for d in entry["shape"][1:])
             first = 8 + length + entry["data_offsets"][0]
-            group = Group(clients, rows["crc32"], entry["dtype"], shape, first)
+            group = SegmentGroup(clients, rows["crc32"], entry["dtype"], shape, first)
             header.setdefault(rows["name"], []).append(group)
         return header
     except FileNotFoundError:

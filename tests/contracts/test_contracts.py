@@ -14,7 +14,7 @@ import torch
 from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps
 from fl_lightning import callbacks as c
 from fl_lightning.callback import CLASS_LABELS
-from fl_lightning.lab.contracts import runs
+from fl_lightning.lab.contracts import small_runs
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.lab.contracts.verdict import Check, CheckReport
 from fl_lightning.testing import INVARIANTS, _checked, check_method
@@ -140,7 +140,7 @@ def test_divergence_of_all_clients_is_logged_unless_it_is_turned_off() -> None:
 
 def verdict(cls: type[FederatedCallback], invariant: str) -> Check:
     with quiet():
-        return _checked(invariant, INVARIANTS[invariant], runs.Method(cls))
+        return _checked(invariant, INVARIANTS[invariant], small_runs.Method(cls))
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import yaml
 from torch import Tensor
 
 from fl_lightning.__main__ import main
-from fl_lightning.deploy.rows import SiteRows
+from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.storage import lock

@@ -14,7 +14,7 @@ import torch
 
 from fl_lightning import Base, FederatedCallback, FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.transport import InMemoryTransport, Post
 from tests.deploy.test_in_memory import Broken, Restarted, check_same, over_sites, site, trained
 from tests.helpers.low_rank import Adapted, LowRank

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
+from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.flower.client import Resident
 from fl_lightning.deploy.flower.serve_site import own_data, serve
-from fl_lightning.deploy.flower.settings import NodeSettings, Settings
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, parse_yaml
@@ -93,7 +93,7 @@ def test_settings_of_a_node_are_checked(given: dict[str, object], said: str) -> 
 )
 def test_settings_of_a_run_are_checked(given: dict[str, object], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        Settings(given)
+        AppSettings(given)
 
 
 OWN = "client: 1\ndata:\n  class_path: Digits\n  init_args: {num_clients: 3, batch_size: 4}\n"

@@ -23,7 +23,7 @@ from fl_lightning.callbacks import (
     ProximalPersonalModel,
     RelaxedInitialization,
 )
-from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post

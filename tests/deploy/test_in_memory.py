@@ -37,9 +37,9 @@ from fl_lightning.callbacks import (
     TopKCompression,
 )
 from fl_lightning.deploy import site as at_site
-from fl_lightning.deploy.rows import SiteRows
-from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
+from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import InMemoryTransport, Killed, Message, Post
 from fl_lightning.storage.store import ClientStore
 

@@ -14,7 +14,7 @@ import pytest
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import PerClientEvaluation, ProximalPersonalModel
 from fl_lightning.deploy import evaluation
-from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
 from tests.deploy.test_evaluation import CASES, OPTIONS, Methods, measured_by, same_files
 from tests.deploy.test_in_memory import Restarted, check_same, over_sites, site, trained

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
-from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.told import Everything
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post

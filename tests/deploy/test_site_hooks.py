@@ -10,7 +10,7 @@ from torch import Tensor
 from fl_lightning import UserError
 from fl_lightning import callbacks as packaged
 from fl_lightning.callback import FederatedCallback, ServerState
-from fl_lightning.deploy.server import refuse_methods
+from fl_lightning.deploy.at_server import refuse_methods
 
 
 class Unsent(FederatedCallback):

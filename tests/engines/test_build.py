@@ -19,8 +19,8 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.engines import build, fast, kinds
 from fl_lightning.engines.build import Decision
 from fl_lightning.engines.dry_run import tried_apart
+from fl_lightning.engines.engine_plan import AS_BEFORE, EnginePlan
 from fl_lightning.engines.fast.stacked import Stacked
-from fl_lightning.engines.plan import AS_BEFORE, EnginePlan
 from fl_lightning.engines.proof import FirstSteps, Reason
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import Situation

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.engines.plan import AS_BEFORE, EnginePlan
+from fl_lightning.engines.engine_plan import AS_BEFORE, EnginePlan
 
 
 def test_a_plan_comes_back_from_a_checkpoint() -> None:

@@ -19,7 +19,7 @@ from fl_lightning import InMemoryDataModule
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.curvature import Curvature, Hessian, measure, top, trace
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.samples import samples_of
+from fl_lightning.evaluation.measured_samples import samples_of
 from fl_lightning.learner.layout import Layout
 from tests.helpers.processes import grouped
 

@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning import InMemoryDataModule
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.samples import drawn, samples_of
+from fl_lightning.evaluation.measured_samples import drawn, samples_of
 from fl_lightning.learner.layout import Layout
 from tests.helpers.learners import Dropping, InPlace, Lit, Normed, blobs, federated, trainer
 from tests.helpers.processes import grouped

@@ -89,7 +89,7 @@ CORE: dict[str, list[str]] = {
         HOOKS,
         THREADS,
     ],
-    "fl_lightning/engines/plan.py": ["tests/engines/test_plan.py"],
+    "fl_lightning/engines/engine_plan.py": ["tests/engines/test_plan.py"],
     "fl_lightning/engines/auto.py": [
         "tests/engines/test_auto.py",
         "tests/engines/test_auto_runs.py",
@@ -123,7 +123,7 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/virtual/buffered.py": ["tests/systems"],
     "fl_lightning/virtual/conditions.py": ["tests/systems"],
     "fl_lightning/virtual/devices.py": ["tests/systems"],
-    "fl_lightning/virtual/plan.py": ["tests/systems"],
+    "fl_lightning/virtual/planned_round.py": ["tests/systems"],
     "fl_lightning/loop.py": [
         "tests/systems/test_training.py",
         "tests/test_loop_round.py",
@@ -229,10 +229,10 @@ def of_method(file: str) -> list[str]:
 
 OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/learner/adapters.py": [BASES],
-    "fl_lightning/round/base.py": [BASES],
+    "fl_lightning/round/base_weights.py": [BASES],
     "fl_lightning/round/low_rank.py": [ADAPTERS],
     "fl_lightning/round/resting.py": [ADAPTERS],
-    "fl_lightning/deploy/frozen.py": [AT_SITES],
+    "fl_lightning/deploy/sent_base.py": [AT_SITES],
     "fl_lightning/callback.py": [ENDS],
     "fl_lightning/round/state.py": ["tests/round/test_ledger.py", ROWS],
     "fl_lightning/module.py": [TAKEN],

@@ -14,7 +14,7 @@ import pytest
 
 FAULTS = """
 import os, resource, threading, torch
-from fl_lightning.machine.devices import keep_memory
+from fl_lightning.machine.device_memory import keep_memory
 
 def steps():
     torch.set_num_threads(1)

@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.models import CausalLanguageModel, TextClassifier, frozen
+from fl_lightning.models import CausalLanguageModel, TextClassifier, frozen_linear
 from tests.helpers.learners import trainer
 from tests.helpers.texts import opt
 
@@ -177,10 +177,10 @@ def test_a_product_in_float32_is_that_of_the_weights(
     bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In blocks of rows, where the processor has no instructions for bfloat16."""
-    monkeypatch.setattr(frozen, "WIDENED", 24)
-    monkeypatch.setattr(frozen, "computes_in_bfloat16", lambda: False)
+    monkeypatch.setattr(frozen_linear, "WIDENED", 24)
+    monkeypatch.setattr(frozen_linear, "computes_in_bfloat16", lambda: False)
     layer = torch.nn.Linear(8, 10, bias=bias).requires_grad_(False).to(torch.bfloat16)
-    frozen.freeze_linears(layer)
+    frozen_linear.freeze_linears(layer)
     x = torch.randn(3, 5, 8, requires_grad=True)
     y = layer(x)
     wide = torch.nn.functional.linear(x, layer.weight.float(), layer.bias.float() if bias else None)

@@ -17,7 +17,7 @@ from folders import make_arm, make_run, report
 from scipy import stats
 
 from fl_lightning.errors import UserError
-from fl_lightning.lab.report.command import main
+from fl_lightning.lab.report.report_command import main
 
 BASE = {0: 0.70, 1: 0.71, 2: 0.69, 3: 0.72, 4: 0.70}
 EFFECTS = {  # differences to the base by seed

@@ -21,7 +21,7 @@ from fl_lightning.datamodules import InMemoryDataModule
 from fl_lightning.lab.report import charts, curves, sections
 from fl_lightning.lab.report.drawing import STYLES, in_style
 from fl_lightning.lab.report.fairness import spread
-from fl_lightning.lab.report.files import contents
+from fl_lightning.lab.report.report_files import contents
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import summarise
 

@@ -22,7 +22,7 @@ from fl_lightning.lab.cli.compose import packaged
 from fl_lightning.lab.report import charts
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.drawing import GRID, INK
-from fl_lightning.lab.report.published import tables
+from fl_lightning.lab.report.printed_results import tables
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.sections import communication, targets
 from fl_lightning.lab.report.summary import summarise

@@ -15,13 +15,13 @@ from scipy import stats
 
 from fl_lightning.__main__ import main
 from fl_lightning.lab.cli.compose import packaged
-from fl_lightning.lab.report import files, sections
+from fl_lightning.lab.report import report_files, sections
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.charts import intervals
-from fl_lightning.lab.report.files import contents
+from fl_lightning.lab.report.report_files import contents
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import Summary, summarise
-from fl_lightning.lab.report.tables import LONG, Table
+from fl_lightning.lab.report.text_tables import LONG, Table
 
 ALIKE = "- {id: X, kind: equivalence, a: new, b: old, metric: val/acc, margin: 0.01}\n"
 SEEDS = range(6)
@@ -102,7 +102,7 @@ def test_long_tables_are_folded_and_none_is_lost(tmp_path: Path) -> None:
     summary = summarise(find([tmp_path / "s"]))
     tables = {table.key: table for table in sections.tables(summary)}
     assert tables["scores"].folded and tables["runs"].folded
-    page = files._sections(list(tables.values()), [])
+    page = report_files._sections(list(tables.values()), [])
     assert {table.key for section in page for table in section.tables} == set(tables)
     text = contents(summary, "s")["report.md"].decode()
     assert text.count("<details>") == text.count("</details>") == 3

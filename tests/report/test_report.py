@@ -16,7 +16,7 @@ from folders import make_arm, make_run, report
 from scipy import stats
 
 from fl_lightning.errors import UserError
-from fl_lightning.lab.report.command import main
+from fl_lightning.lab.report.report_command import main
 
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69, 3: 0.75}
 

@@ -12,7 +12,7 @@ from folders import make_arm, make_run, report
 from test_claims import write as written
 
 from fl_lightning.errors import UserError
-from fl_lightning.lab.report.command import main
+from fl_lightning.lab.report.report_command import main
 
 
 def refused(*argv: object) -> str:

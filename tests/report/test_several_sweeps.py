@@ -9,7 +9,7 @@ import pytest
 from fl_lightning.lab.report import sections
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import Summary, summarise
-from fl_lightning.lab.report.tables import Table
+from fl_lightning.lab.report.text_tables import Table
 from tests.report.folders import make_run
 
 BYTES = {"small": {"fedavg": 10, "topk": 5}, "large": {"fedavg": 1000, "topk": 100}}

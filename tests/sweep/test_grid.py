@@ -8,7 +8,7 @@ import pytest
 
 from fl_lightning.__main__ import main
 from fl_lightning.errors import UserError
-from fl_lightning.lab.sweep import command
+from fl_lightning.lab.sweep import sweep_command
 from fl_lightning.lab.sweep.grid import arms, runs, seeds
 from fl_lightning.lab.sweep.selection import candidates, unequal
 from fl_lightning.lab.sweep.spec import Spec, read_spec
@@ -275,7 +275,7 @@ def test_what_was_chosen_elsewhere_is_taken(
     )
     argv = ["sweep", str(path), "select.from=other", "--dry_run", "--out", str(tmp_path / "out")]
     with pytest.raises(UserError, match="has no choice of fedinit-15_IID"):
-        command.main(argv[1:])
+        sweep_command.main(argv[1:])
     stored.write_text(stored.read_text() + "fedinit-15_IID: {}\n")
     assert main(argv) == 0
     listed = capsys.readouterr().out

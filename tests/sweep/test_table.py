@@ -7,7 +7,7 @@ from pathlib import Path
 
 from fl_lightning.lab.sweep.folder import DONE, WAITING
 from fl_lightning.lab.sweep.grid import PlannedRun
-from fl_lightning.lab.sweep.table import ProgressTable
+from fl_lightning.lab.sweep.progress_table import ProgressTable
 
 
 def ended(folder: Path, arm: str, shown: list[str]) -> PlannedRun:

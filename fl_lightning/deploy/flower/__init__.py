@@ -6,6 +6,6 @@ Flower starts a process for each message of a site, so nothing here imports torc
 from __future__ import annotations
 
 from fl_lightning.deploy.flower.client import answer
-from fl_lightning.deploy.flower.grid import serve
+from fl_lightning.deploy.flower.grid_server import serve
 
 __all__ = ["answer", "serve"]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.deploy.flower import envelope, link
-from fl_lightning.deploy.flower.settings import NodeSettings
+from fl_lightning.deploy.flower.app_settings import NodeSettings
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from fl_lightning.deploy.flower.settings import Settings
-from fl_lightning.deploy.server import AtServer
+from fl_lightning.deploy.at_server import AtServer
+from fl_lightning.deploy.flower.app_settings import AppSettings
 from fl_lightning.deploy.transport import Transport
 from fl_lightning.lab.cli import commands
 from fl_lightning.lab.cli.compose import prepare
@@ -15,7 +15,7 @@ from fl_lightning.lab.cli.compose import prepare
 STAYS_AWAY = ("DivergenceLogger",)
 
 
-def fit(app: Path, transport: Transport, settings: Settings) -> int:
+def fit(app: Path, transport: Transport, settings: AppSettings) -> int:
     """Fit the app in this folder, and return the exit status of ``fl-lightning fit``.
 
     Raises:

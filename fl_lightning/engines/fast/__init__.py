@@ -5,7 +5,7 @@ rounding if clients would be stacked), and takes longer.
 """
 
 from fl_lightning.engines.fast.capture import Capture, own_stream, why_not_captured
+from fl_lightning.engines.fast.gpu_streams import Streams
 from fl_lightning.engines.fast.stacked import Stacked, why_not_stacked
-from fl_lightning.engines.fast.streams import Streams
 
 __all__ = ["Capture", "Stacked", "Streams", "own_stream", "why_not_captured", "why_not_stacked"]

@@ -14,7 +14,7 @@ from fl_lightning.checkpoint import held_in
 from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.samples import Samples, drawn
+from fl_lightning.evaluation.measured_samples import Samples, drawn
 from fl_lightning.lab.analysis.results import Run
 from fl_lightning.learner.layout import Layout, flatten, trainable
 from fl_lightning.learner.modules import lightning_modules

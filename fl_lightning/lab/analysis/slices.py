@@ -9,7 +9,7 @@ import torch
 
 from fl_lightning.evaluation.curvature import Vector
 from fl_lightning.evaluation.evaluator import Evaluator
-from fl_lightning.evaluation.samples import Samples
+from fl_lightning.evaluation.measured_samples import Samples
 from fl_lightning.lab.analysis.opened import Opened
 
 POINTS = 41

@@ -40,11 +40,11 @@ from fl_lightning.lab.cli.method_options import (
     method_class,
 )
 from fl_lightning.lab.cli.network_sizes import fit_network_to_data
-from fl_lightning.lab.cli.parsing_errors import Refusal, not_found, why_not_built
+from fl_lightning.lab.cli.parsing_errors import ParserRefusal, not_found, why_not_built
 from fl_lightning.lab.cli.run_folder import (
     RunCheckpoint,
     RunEvents,
-    RunFolder,
+    RunFolderWriter,
     check_name,
     check_writable,
     checkpoints,
@@ -144,7 +144,7 @@ class Parser(LightningArgumentParser):
         # A parser for a nested class has no command; the outer parser words the message.
         if command is None:
             raise ValueError(message) from ex
-        refusal = Refusal(message, self, command.config, command.options, _BASES)
+        refusal = ParserRefusal(message, self, command.config, command.options, _BASES)
         raise UserError(refusal.paragraph()) from ex
 
 
@@ -187,7 +187,7 @@ class CommandCLI(LightningCLI):
             model_class=FederatedModule,
             datamodule_class=FederatedDataModule,
             subclass_mode_data=True,
-            # RunFolder writes the config after every check has passed.
+            # RunFolderWriter writes the config after every check has passed.
             save_config_callback=None,
             trainer_defaults=_TRAINER_DEFAULTS,
             parser_class=Parser,
@@ -415,7 +415,7 @@ class CommandCLI(LightningCLI):
         settings["callbacks"] = self._callbacks(settings, writes)
         if not writes:
             settings["enable_checkpointing"] = False
-        # RunFolder adds the run's loggers after it has claimed the folder.
+        # RunFolderWriter adds the run's loggers after it has claimed the folder.
         settings["logger"] = False
         if self.command == "fit":
             settings["logger"] = [each for each in _own(logger) if not isinstance(each, RunEvents)]
@@ -438,7 +438,7 @@ class CommandCLI(LightningCLI):
             tensorboard = settings["logger"] in (None, True)
             tensorboard = tensorboard or any(isinstance(each, RunEvents) for each in own)
             config = self.config_text()
-            run = RunFolder(self.folder, self.stem, config, tensorboard)
+            run = RunFolderWriter(self.folder, self.stem, config, tensorboard)
             callbacks.insert(0, run)
             if settings["enable_checkpointing"] is not False:
                 callbacks.append(RunCheckpoint(run, self.config.monitor, self.config.monitor_mode))

@@ -21,7 +21,7 @@ from fl_lightning.lab.cli.compose import Command
 from fl_lightning.lab.cli.parsing_errors import not_an_optimizer
 from fl_lightning.lab.cli.run_folder import check_writable
 from fl_lightning.lab.cli.run_record import end_killed, killed_before, was_killed
-from fl_lightning.learner import pretrained
+from fl_lightning.learner import saved_network
 from fl_lightning.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.methods import Methods
 from fl_lightning.metrics import Metrics, read_record
@@ -108,7 +108,7 @@ def _export(cli: CommandCLI) -> None:
         held = checkpoint.get(KEY) or {}
         folder = named(cli.config.pretrained)
         changed = bool(held.get("base_kinds"))
-        pretrained.save(cli.model.learner, folder, bool(cli.config.merged), changed)
+        saved_network.save(cli.model.learner, folder, bool(cli.config.merged), changed)
         print(f"→ {folder}")
         return
     # The remaining entries are the learner's own, from its on_save_checkpoint.

@@ -110,7 +110,7 @@ _KEY = r'Parser key "([^"]+)"\s*:?\s*(.*)'
 _TELLING = r"Option '|unrecognized|Expected a dot import|Problem with|the following"
 
 
-class Refusal:
+class ParserRefusal:
     """A message of jsonargparse, taken apart; :meth:`paragraph` says it briefly.
 
     Its exceptions carry nothing but this text. ``option`` is the path of keys that it is about,

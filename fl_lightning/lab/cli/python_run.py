@@ -54,7 +54,7 @@ class RunFolder(Checkpoint):
         check_mode("RunFolder: mode", mode)
         self.folder = Path(folder)
         self.arm = arm
-        self._run = run_folder.RunFolder(self.folder, None, "", tensorboard=False)
+        self._run = run_folder.RunFolderWriter(self.folder, None, "", tensorboard=False)
         self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
         self._card: RunCard | None = None
         self._record: RunRecord | None = None

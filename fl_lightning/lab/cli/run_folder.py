@@ -183,7 +183,7 @@ class RunEvents(TensorBoardLogger):
         self.experiment._get_file_writer().add_summary(layout)
 
 
-class RunFolder(pl.Callback):
+class RunFolderWriter(pl.Callback):
     """Locks the run's folder once all else is known to work, and puts config and loggers there.
 
     A resumed run keeps its old config.yaml until ``write_config`` after its first new checkpoint,
@@ -300,7 +300,9 @@ class RunCheckpoint(Checkpoint):
         mode: the better direction, ``"max"`` or ``"min"``; None: the metric decides.
     """
 
-    def __init__(self, run: RunFolder, monitor: str | None = None, mode: str | None = None) -> None:
+    def __init__(
+        self, run: RunFolderWriter, monitor: str | None = None, mode: str | None = None
+    ) -> None:
         self.run = run
         self.given = monitor is not None
         self.monitor = monitor or "val/acc"

@@ -28,7 +28,7 @@ from fl_lightning.callback import Clients, Declaration, FederatedCallback
 from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.lab.contracts import snapshots
 from fl_lightning.lab.contracts.federation import Outcome, fit, require_same
-from fl_lightning.lab.contracts.runs import Method
+from fl_lightning.lab.contracts.small_runs import Method
 from fl_lightning.lab.contracts.verdict import Failed, where
 from fl_lightning.learner.layout import Layout
 from fl_lightning.methods import LOOKING, Methods, checked_rows

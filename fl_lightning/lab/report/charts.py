@@ -11,6 +11,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
+from fl_lightning.lab.report.arm_settings import sides
 from fl_lightning.lab.report.claims import Claim
 from fl_lightning.lab.report.drawing import (
     INK,
@@ -29,9 +30,8 @@ from fl_lightning.lab.report.fairness import column_of, over_rounds
 from fl_lightning.lab.report.runs import Column, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORE_TITLES, forms, over_time
 from fl_lightning.lab.report.sections import MAIN, SIGNS, difference_unit, shown_first, unit_of
-from fl_lightning.lab.report.settings import sides
 from fl_lightning.lab.report.summary import Arm, Summary
-from fl_lightning.lab.report.tables import Unit
+from fl_lightning.lab.report.text_tables import Unit
 from fl_lightning.lab.report.verdicts import Comparison
 
 # Quantiles over clients: all but a tenth at each end, the middle half, and the median.

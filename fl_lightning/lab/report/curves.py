@@ -28,7 +28,7 @@ from fl_lightning.lab.report.runs import Column, ReportedRun
 from fl_lightning.lab.report.scores import measured, smooth
 from fl_lightning.lab.report.sections import metric_title, unit_of, windows
 from fl_lightning.lab.report.summary import Summary
-from fl_lightning.lab.report.tables import Unit, size
+from fl_lightning.lab.report.text_tables import Unit, size
 
 MEASUREMENTS = {
     "train/loss": "train/loss, along the local paths",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from fl_lightning.lab.report.tables import Table
+from fl_lightning.lab.report.text_tables import Table
 
 GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΦΨΩ"
 GREEK_NAMES = (

@@ -7,13 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from fl_lightning.lab.report.arm_settings import by_settings
 from fl_lightning.lab.report.budgets import CPU, BudgetView, views
 from fl_lightning.lab.report.chosen import choices, short
 from fl_lightning.lab.report.claims import Claim
 from fl_lightning.lab.report.communication import over, papers_ratio, traffic, uncounted
 from fl_lightning.lab.report.fairness import OF_METRIC, WORST_DOMAIN, column_of, titles
 from fl_lightning.lab.report.intervals import mean_sd
-from fl_lightning.lab.report.published import setting
+from fl_lightning.lab.report.printed_results import setting
 from fl_lightning.lab.report.scores import (
     FORMS,
     SCORE_TITLES,
@@ -23,9 +24,8 @@ from fl_lightning.lab.report.scores import (
     over_time,
     window,
 )
-from fl_lightning.lab.report.settings import by_settings
 from fl_lightning.lab.report.summary import Summary, first_arms, kin
-from fl_lightning.lab.report.tables import (
+from fl_lightning.lab.report.text_tables import (
     NONE,
     PERCENT,
     Cell,

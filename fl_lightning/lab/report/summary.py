@@ -7,15 +7,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.lab.report.arm_settings import settings
 from fl_lightning.lab.report.claims import Claim, ClaimsFile, gather
 from fl_lightning.lab.report.evidence import evidence, logged, named
 from fl_lightning.lab.report.fairness import fairness
 from fl_lightning.lab.report.intervals import mean_sd
-from fl_lightning.lab.report.notes import notes_on, on_test
-from fl_lightning.lab.report.published import Beside, Gain, gains, published
+from fl_lightning.lab.report.printed_results import Beside, Gain, gains, published
+from fl_lightning.lab.report.reader_notes import notes_on, on_test
 from fl_lightning.lab.report.runs import Found, ReportedRun
 from fl_lightning.lab.report.scores import SCORES, has_lost, lost, reached, score_of
-from fl_lightning.lab.report.settings import settings
 from fl_lightning.lab.report.verdicts import Comparison, judge
 from fl_lightning.metrics import without_prefix
 

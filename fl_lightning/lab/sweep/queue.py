@@ -16,7 +16,7 @@ from types import FrameType
 from fl_lightning.lab.sweep import folder as files
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.lab.sweep.grid import PlannedRun
-from fl_lightning.lab.sweep.table import ProgressTable
+from fl_lightning.lab.sweep.progress_table import ProgressTable
 from fl_lightning.lab.sweep.workers import STOPPING, Place, start
 from fl_lightning.metrics import read_record
 

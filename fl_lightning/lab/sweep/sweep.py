@@ -18,6 +18,7 @@ from fl_lightning.lab.sweep import folder as files
 from fl_lightning.lab.sweep import workers
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, arms, by_seed, runs, seeds
+from fl_lightning.lab.sweep.progress_table import ProgressTable
 from fl_lightning.lab.sweep.queue import Queue, outcome
 from fl_lightning.lab.sweep.selection import (
     Candidate,
@@ -30,7 +31,6 @@ from fl_lightning.lab.sweep.selection import (
     write_choices,
 )
 from fl_lightning.lab.sweep.spec import Spec
-from fl_lightning.lab.sweep.table import ProgressTable
 from fl_lightning.metrics import read_record
 
 # Settings that may differ in one folder: names of a run, and places of files. A higher number of

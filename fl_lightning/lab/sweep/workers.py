@@ -206,7 +206,7 @@ def _to_build(run: PlannedRun) -> list[str]:
 
 
 def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) -> None:
-    from fl_lightning.machine.devices import end_with_parent
+    from fl_lightning.machine.device_memory import end_with_parent
 
     end_with_parent(parent)
     # A Ctrl-C goes only to the sweep, which stops its workers.
@@ -266,7 +266,7 @@ def _begin_helper(parent: int) -> None:
     """Close this forked process's input and output, because code that is built may ask and
     print.
     """
-    from fl_lightning.machine.devices import end_with_parent
+    from fl_lightning.machine.device_memory import end_with_parent
 
     end_with_parent(parent)
     nowhere = os.open(os.devnull, os.O_RDWR)

@@ -23,7 +23,7 @@ from fl_lightning.callbacks import (
     SharpnessAwareMinimization,
 )
 from fl_lightning.engines import kinds
-from fl_lightning.engines.fast.streams import Streams
+from fl_lightning.engines.fast.gpu_streams import Streams
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, Normed, blobs, federated, momentum, trainer
 from tests.helpers.replays import assert_same, ran, replayed

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.deploy.flower import envelope
+from fl_lightning.deploy.flower.app_settings import AppSettings
 from fl_lightning.deploy.flower.parent import end_with
-from fl_lightning.deploy.flower.settings import Settings
 from fl_lightning.deploy.transport import Message, words
 from fl_lightning.errors import UserError
 
@@ -95,7 +95,7 @@ def serve(grid: Any, context: Any, file: str) -> None:
     """
     # Without this link to its parent, the server would wait for answers that cannot arrive.
     end_with(os.getppid())
-    settings = Settings(context.run_config)
+    settings = AppSettings(context.run_config)
     from fl_lightning.deploy.flower.fit import fit
 
     try:

@@ -22,7 +22,7 @@ from fl_lightning.lab.report.labels import relabelled
 from fl_lightning.lab.report.latex import breakable, heading, tex, widths
 from fl_lightning.lab.report.scores import SCORES
 from fl_lightning.lab.report.summary import COSTS, Summary
-from fl_lightning.lab.report.tables import Table
+from fl_lightning.lab.report.text_tables import Table
 from fl_lightning.metrics import comma_separated
 
 # The first parts of keys, in the order of reading, with their titles in the table of contents.

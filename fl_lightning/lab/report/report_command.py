@@ -113,8 +113,8 @@ def main(argv: Sequence[str]) -> int:
     found.directions.given[metric] = options.mode
     summary = summarise(found, metric, targets, options.claims)
     summary.timed = not options.no_seconds
-    from fl_lightning.lab.report.files import contents, leftovers
     from fl_lightning.lab.report.labels import labels_of
+    from fl_lightning.lab.report.report_files import contents, leftovers
 
     labels = labels_of(options.label, list(summary.arms))
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.transport import Message
-from fl_lightning.round.base import Addition, BaseWeights
+from fl_lightning.round.base_weights import Addition, BaseWeights
 
 ANY = -1  # value of base_from if the message has all frozen weights
 

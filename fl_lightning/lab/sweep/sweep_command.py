@@ -23,9 +23,9 @@ from fl_lightning.lab.sweep.folder import (
     standing,
 )
 from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.progress_table import counts
 from fl_lightning.lab.sweep.spec import read_spec
 from fl_lightning.lab.sweep.sweep import Sweep
-from fl_lightning.lab.sweep.table import counts
 from fl_lightning.storage.files import named
 
 DESCRIPTION = """Run a grid of settings and seeds, several runs at once.

@@ -111,7 +111,7 @@ def _hessian(options: Namespace, samples: int | None) -> Result:
     tolerance = _number(options, "tolerance", 0, whole=False)
     probes = _number(options, "probes", 2)
     from fl_lightning.evaluation.curvature import Hessian, measure_with_vector
-    from fl_lightning.lab.analysis import pictures
+    from fl_lightning.lab.analysis import plots
     from fl_lightning.lab.analysis.opened import opened
     from fl_lightning.lab.analysis.slices import along_top
 
@@ -144,7 +144,7 @@ def _hessian(options: Namespace, samples: int | None) -> Result:
         f"‖w‖                 {curvature.norm:.6g}",
         f"loss                {here.loss:.6g} {where}",
     ]
-    picture = pictures.along_eigenvector(run, curvature, steps, losses, here.loss)
+    picture = plots.along_eigenvector(run, curvature, steps, losses, here.loss)
     rows = [list(values), list(values.values())]
     return {**values, "slice": along}, rows, picture, lines
 
@@ -158,7 +158,7 @@ def _landscape(options: Namespace, samples: int | None) -> Result:
             "is the model."
         )
     seed = _number(options, "directions", 0)
-    from fl_lightning.lab.analysis import pictures
+    from fl_lightning.lab.analysis import plots
     from fl_lightning.lab.analysis.landscape import landscape
     from fl_lightning.lab.analysis.opened import opened
 
@@ -186,7 +186,7 @@ def _landscape(options: Namespace, samples: int | None) -> Result:
         )
         lines.append(f"{one.run.folder}: loss {one.loss:.6g} on {one.samples:,} samples")
     whole = {"directions": seed, "normalised": "filter", "steps": steps, "runs": described}
-    return whole, rows, pictures.landscapes(landscapes), lines
+    return whole, rows, plots.landscapes(landscapes), lines
 
 
 def finite(value: Any) -> Any:

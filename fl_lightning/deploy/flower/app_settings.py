@@ -7,7 +7,7 @@ from typing import Any
 from fl_lightning.errors import UserError
 
 
-class Settings:
+class AppSettings:
     """``--run-config`` of an app's run.
 
     Raises:

@@ -104,7 +104,7 @@ def _of_a_run(prepared: Command) -> None:
 def write(folder: Path, prepared: Command) -> None:
     """Write the app's files, once its config is known to be valid."""
     # These import torch, which the report of a mistyped name should not wait for.
-    from fl_lightning.deploy.server import refuse_methods
+    from fl_lightning.deploy.at_server import refuse_methods
     from fl_lightning.lab.cli.cli import CommandCLI
     from fl_lightning.lab.cli.commands import quiet
 
