@@ -294,6 +294,21 @@ def breaches_of_methods() -> Iterator[str]:
             yield f"{name}: imports {other}; a method imports only fl_lightning.callback"
 
 
+def breaches_of_names() -> Iterator[str]:
+    """Two files of the source with one name, or two classes: a reader would ask which is meant."""
+    files: dict[str, str] = {}
+    classes: dict[str, str] = {}
+    for path in files_of(CODE[:3]):
+        if path.stem != "__init__" and files.setdefault(path.stem, name_of(path)) != name_of(path):
+            yield f"{name_of(path)}: has the name of {files[path.stem]}"
+        for node in ast.parse(path.read_text("utf-8")).body:
+            if not isinstance(node, ast.ClassDef):
+                continue
+            place = f"{name_of(path)}:{node.lineno}"
+            if classes.setdefault(node.name, place) != place:
+                yield f"{place}: `{node.name}` is also a class in {classes[node.name]}"
+
+
 def breaches_of_the_door() -> Iterator[str]:
     within = "engines.fast"
     for name, others in graph().items():
@@ -316,6 +331,7 @@ def breaches() -> Iterator[str]:
     yield from breaches_of_direction()
     yield from breaches_of_circles()
     yield from breaches_of_methods()
+    yield from breaches_of_names()
     yield from breaches_of_the_door()
 
 
