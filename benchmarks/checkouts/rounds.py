@@ -22,8 +22,14 @@ import torch
 from torch import Tensor, nn
 
 import fl_lightning
-from benchmarks.workloads import WORKLOADS, Learner, quiet_trainer
 from fl_lightning import FederatedModule, InMemoryDataModule, callbacks
+
+# The workloads are those beside this script, also for a checkout that has others.
+sys.modules.pop("benchmarks", None)
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from benchmarks.workloads import WORKLOADS, Learner, quiet_trainer  # noqa: E402
+
+sys.path.pop(0)
 
 ENGINES: dict[str, dict[str, Any]] = {
     "auto": {"engine": "auto"},

@@ -97,6 +97,7 @@ class LearnerCopy:
         self.step: Callable[..., Any] = learner.training_step
         self.takes_index = len(called_with(self.step, None, 0)) > 1
         self.logging = self.keeps_loss = False
+        self.recording = False  # the present step is recorded, and will be replayed
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
         self.numbers = self.logs.numbers
@@ -435,7 +436,7 @@ class LearnerCopy:
         else:
             output, loss, minimised = self.looks.loss(batch, step)
         if self.hooks is None:
-            gradients = differentiated(minimised, self.parameters)
+            gradients = differentiated(minimised, self.parameters, self.recording)
         else:
             gradients = self.hooks.backward(minimised, first=log and not place)
             if log:

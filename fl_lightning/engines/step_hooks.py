@@ -155,10 +155,20 @@ class StepHooks:
             clear(self.parameters)
 
 
-def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradients:
-    """Return ∇ℓ by parameter, None if ℓ does not depend on it; hooks on parameters are called."""
+def differentiated(
+    loss: Tensor, parameters: Sequence[nn.Parameter], recording: bool = False
+) -> Gradients:
+    """Return ∇ℓ by parameter, None if ℓ does not depend on it; hooks on parameters are called.
+
+    Args:
+        recording: the step's operations are recorded. `backward` copies a gradient that is held
+            elsewhere, as the recording does, and each replay would repeat the copies. So where
+            `torch.autograd.grad` reaches the same gradients, it takes them without copies.
+    """
     # `training_step` may have left gradients, which plain training clears, too.
     clear(parameters)
+    if recording and is_followed(loss, parameters):
+        return torch.autograd.grad(loss, parameters, allow_unused=True)
     try:
         # `torch.autograd.grad` follows only the paths that it sees from ℓ to the parameters. A
         # function whose backward calls `backward` itself, such as reentrant checkpointing, hides
@@ -167,6 +177,27 @@ def differentiated(loss: Tensor, parameters: Sequence[nn.Parameter]) -> Gradient
         return taken(parameters)
     finally:
         clear(parameters)
+
+
+def is_followed(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
+    """Tell whether `torch.autograd.grad` gives what `backward` gives.
+
+    It does if no function on the way has a backward in Python, and no parameter has a hook.
+    """
+    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    if any(getattr(parameter, hook, None) for parameter in parameters for hook in hooks):
+        return False
+    waiting = [loss.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return False
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+    return True
 
 
 def taken(parameters: Sequence[nn.Parameter]) -> Gradients:

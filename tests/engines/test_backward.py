@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import HessianLogger
+from fl_lightning.engines.step_hooks import differentiated
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
 ENGINES: list[dict[str, Any]] = [
@@ -136,3 +138,39 @@ def test_curvature_refuses_what_no_second_derivative_sees() -> None:
     run = trainer(1, [HessianLogger(every_n_rounds=1)])
     with pytest.raises(UserError, match=r"Reentrant: .*differentiated twice.*use_reentrant=False"):
         run.fit(module, blobs())
+
+
+class Holding(TorchDispatchMode):
+    """Holds the outputs of all operations, as a recording does, and counts copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[Any] = []
+        self.copies = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.copies += func is torch.ops.aten.copy_.default
+        self.held.append(func(*args, **(kwargs or {})))
+        return self.held[-1]
+
+
+@pytest.mark.parametrize(("recording", "copied"), [(True, 0), (False, 4)])
+def test_a_recorded_step_does_not_copy_its_gradients(recording: bool, copied: int) -> None:
+    """Each replay would repeat the copies: ten percent of a round of the MLP."""
+    net = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
+    parameters = list(net.parameters())
+    with Holding() as mode:
+        loss = net(torch.ones(3, 20)).square().sum()
+        gradients = differentiated(loss, parameters, recording)
+    assert mode.copies == copied and all(p.grad is None for p in parameters)
+    expected = torch.autograd.grad(net(torch.ones(3, 20)).square().sum(), parameters)
+    for gradient, other in zip(gradients, expected, strict=True):
+        assert gradient is not None and torch.equal(gradient, other)
+
+
+def test_hooks_of_parameters_see_the_gradient_of_a_recorded_step() -> None:
+    parameter = nn.Parameter(torch.ones(3))
+    seen: list[Tensor] = []
+    parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.clone()))
+    (gradient,) = differentiated(parameter.square().sum(), [parameter], recording=True)
+    assert len(seen) == 1 and gradient is not None and torch.equal(seen[0], gradient)

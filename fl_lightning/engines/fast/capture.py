@@ -137,6 +137,7 @@ class Capture:
         ]
         held = [tensor.clone() for tensor in changing]
         unchanged = Unchanged(clients, own, copy, before)
+        copy.recording = self.stream is None
         try:
             with ValueReads() as reads:
                 made = self._made(step, batch, leaves, own)
@@ -160,6 +161,8 @@ class Capture:
                 # Recording a graph computes nothing, so replay it now.
                 copy.numbers.update(before)
                 made.replay(leaves, copy.numbers)
+        finally:
+            copy.recording = False
         if why:
             self._works = False
             self.warn(why)
