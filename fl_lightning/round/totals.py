@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import ClassVar, TypeVar
 
 import torch
@@ -22,12 +22,12 @@ class Sums:
 
     def parts(self) -> Iterator[tuple[Place, Tensor]]:
         """Return all tensors, each with its place."""
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if isinstance(value, dict):
-                yield from (((each.name, name), tensor) for name, tensor in value.items())
-            elif value is not None:
-                yield (each.name,), value
+        # This is called for every client, and most fields are empty.
+        for field_name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                yield (field_name,), value
+            elif value:
+                yield from (((field_name, name), tensor) for name, tensor in value.items())
 
     def get(self, place: Place) -> Tensor | None:
         """Return the tensor at this place, or None."""
@@ -46,6 +46,8 @@ class Sums:
         """Return the tensors unchanged; those of the fields ``shared``, which others
         may change, are copied.
         """
+        if not shared:
+            return self
         kept = type(self)()
         for place, value in self.parts():
             kept.put(place, value.clone() if place[0] in shared else value)
