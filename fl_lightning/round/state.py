@@ -360,9 +360,9 @@ class Upload(Declaration):
 
     Args:
         sent: True: the state counts as sent. ``"derived"``: the server can compute it from
-            x_{i,K} - x_{i,0} and K_i. So it is counted only if clients start from a point other than w and
-            do not send the displacement itself. ``"derived from x"``: from x_{i,K} and w, so it is
-            counted only if clients send something else. False: never.
+            x_{i,K} - x_{i,0} and K_i. So it is counted only if clients start from a point other
+            than w and do not send the displacement itself. ``"derived from x"``: from x_{i,K} and
+            w, so it is counted only if clients send something else. False: never.
     """
 
     summed = True
