@@ -341,7 +341,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """Return the positions of a client's test samples; there may be none.
 
         A position below the number N of training samples is a training sample that was held out.
-        Position N + j is sample j of the test data, if clients have their own test sets.
+        Position N + j is sample j of the test data, in the given order, if clients have their own
+        test sets.
         """
         return self._who.test_indices(client)
 

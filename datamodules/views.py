@@ -97,8 +97,8 @@ def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
 
 
 def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.int64] | None:
-    """Return samples of all clients by class ``(classes,)``; None without labels, or with too
-    many classes.
+    """Return samples of all clients by class ``(classes,)``; None without labels, or if there are
+    more than ``clients`` clients.
     """
     classes = data.num_classes
     labels = data._train.labels

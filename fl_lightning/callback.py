@@ -479,9 +479,9 @@ class FederatedCallback(Given, Resting, pl.Callback):
         raise NotImplementedError  # called only on a callback that overrides it
 
     def perturbation(self, clients: Clients, gradient: Any) -> Tensor:
-        """One owner. Return e ``(n, D)``; the loss gradient is then taken at x + e.
+        """One owner. Return e ``(n, D)``; the loss gradient is taken again at x + e.
 
-        The other vector's outputs use the same batch and random numbers. You may change and return
+        The gradient at x + e uses the same batch and random numbers. You may change and return
         ``gradient`` ``(n, D)``. The memory of ``gradient`` is reused, so copy values that you need
         later. If you define ``perturbation(self, clients)``, the step computes only the gradient at
         x + e.

@@ -50,7 +50,7 @@ class FederatedLoop:
         progress: called after each client with (clients done, clients that this process trains).
         note: function that reports a text to the user.
         buffers: which of the learner's buffers are averaged, kept by the server, or each client's.
-            rank, world_size: of this process, which trains every ``world_size``-th participant.
+        rank, world_size: of this process, which trains every ``world_size``-th participant.
         device_plan: the clients whose updates a round aggregates on simulated devices; None without
             such devices.
         latest: (t, clients sampled or chosen) of the latest round; (-1, ()) before any.

@@ -180,8 +180,8 @@ class Methods:
             if declared.synchronised is None:
                 raise UserError(
                     f"method: {declared.key(callback)} does not say how partial averaging affects "
-                    "it, so the two cannot run together. Declare synchronised=True (its state "
-                    "stays as it is if a part is not averaged) or False."
+                    "it, so the two cannot run together. Declare synchronised=True (on parts that "
+                    "are not averaged its values stay as they are) or False."
                 )
 
     def notes(self, run: RunFacts) -> list[str]:

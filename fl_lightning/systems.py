@@ -69,7 +69,8 @@ class SystemHeterogeneity(FederatedCallback):
         UserError: a value is not a probability, or there are more or fewer probabilities than
             clients.
 
-    Example: if half of the participants drop out, fewer updates arrive.
+    Example:
+        If half of the participants drop out, fewer updates arrive.
 
         >>> from fl_lightning.systems import SystemHeterogeneity
         >>> from fl_lightning.testing import tiny_run

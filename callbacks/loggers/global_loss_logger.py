@@ -20,8 +20,8 @@ from fl_lightning.round.sums import ordered_norm
 class GlobalLossLogger(Measurement):
     """Logs ``global/{train_loss,train_acc,gap,grad_norm}`` of the model that Lightning validates.
 
-    The evaluated model is the one with the averages of Lightning's ``WeightAveraging`` and the
-    weights that the learner's ``on_validation_start`` puts in its place.
+    Lightning validates the evaluated model, or in its place the averages of its
+    ``WeightAveraging``, or the weights that the learner's ``on_validation_start`` sets.
 
     - train_loss: the mean loss over the clients' training samples, each counted as often as clients
       hold it. The loss is that of ``training_step`` in evaluation mode, with biases, without

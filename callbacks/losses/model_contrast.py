@@ -28,9 +28,9 @@ class ModelContrast(FederatedCallback):
 
     last_i is x_{i,K} of the client's latest round, and w^t in its first round, which is therefore
     FedAvg's. Both teachers are in evaluation mode, with the buffers that the client got this round.
-    Under relaxed initialization, too, z(w^t) belongs to w^t, not to the client's start. Sent:
-    nothing more than by FedAvg. Kept by each client: last_i. One gradient and two forward passes
-    per step.
+    Under relaxed initialization, too, z(w^t) belongs to w^t, not to the client's start.
+    Sent: nothing more than by FedAvg. Kept by each client: last_i. One gradient and two forward
+    passes per step.
 
     Args:
         mu: μ; 0 is FedAvg.

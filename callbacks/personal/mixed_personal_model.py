@@ -28,7 +28,7 @@ class MixedPersonalModel(FederatedCallback):
     Two gradients per step.
 
     Args:
-        alpha: α in round 0, from 0 to 1.
+        alpha: the first α of every client, from 0 to 1.
         adaptive: whether α is learned.
 
     Raises:

@@ -22,8 +22,8 @@ from fl_lightning.callback import (
 
 
 class MoreauEnvelope(FederatedCallback):
-    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)); then the gradient for x is λ (x
-    - θ).
+    """In each local step S times θ ← θ - η_in (∇ℓ(θ) + λ (θ - x)); then the gradient for x is
+    λ (x - θ).
 
     All S steps use the local step's batch. θ is w at the start of a client's round and goes on from
     step to step; the client uses it itself. Weight decay acts only on x.

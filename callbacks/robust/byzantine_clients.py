@@ -152,8 +152,8 @@ class ByzantineClients(FederatedCallback):
 
 
 def hiding(n: int, attackers: int) -> float:
-    """Return the z of alie: the distance from the mean at which so many of n clients still pass as
-    honest.
+    """Return the z of alie, in deviations from the mean: so many honest values are expected beyond
+    it that they and the attackers are a majority of n.
     """
     share = min(1.0, (n - (n // 2 + 1)) / (n - attackers))
     return float(torch.special.ndtri(torch.tensor(share, dtype=torch.float64)).clamp(0, 3))

@@ -366,8 +366,7 @@ class DifferentialPrivacy(FederatedCallback):
     @staticmethod
     def _norm(update: Tensor) -> Tensor:
         """Return the norms ``(n, 1)`` of rows in float64."""
-        # The scales are part of the noise's key: if the same noise were added to one sum at two
-        # scales, their difference would reveal the sum.
+        # `sum` adds in pairs; the rounding error of `vector_norm` grows with D.
         return update.square().sum(1, keepdim=True).sqrt_()
 
     def aggregate(self, server: Server) -> Tensor:

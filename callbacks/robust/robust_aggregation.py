@@ -43,9 +43,9 @@ class RobustAggregation(FederatedCallback):
     """d = rule(u_1, …, u_n) of the participants' updates, on averaged coordinates, in float64.
 
     ``"median"`` and ``"trimmed_mean"`` work coordinate by coordinate; the second leaves out the
-    ⌊trim · n⌋ largest and smallest values. ``"krum"``: the u_i with the least s_i, the sum of its n
-    - f - 2 smallest ‖u_i - u_j‖²; ``"multi_krum"``: the mean of the ``keep`` updates with the least
-    s_i. ``"geometric_median"``: the z with the least Σ ‖u_i - z‖, by Weiszfeld's iteration.
+    ⌊trim · n⌋ largest and smallest values. ``"krum"``: the u_i with the least s_i, the sum of its
+    n - f - 2 smallest ‖u_i - u_j‖²; ``"multi_krum"``: the mean of the ``keep`` updates with the
+    least s_i. ``"geometric_median"``: the z with the least Σ ‖u_i - z‖, by Weiszfeld's iteration.
     ``"bulyan"``: Krum selects n - 2 f updates one after the other, each among those left. In each
     coordinate the result is the mean of the n - 4 f values nearest to the median of the selected
     ones. The weights p_i play no part. With ``mixing`` each u_i is first replaced by the mean of

@@ -34,7 +34,7 @@ from fl_lightning.callback import (
 
 
 class QuantizedUpdate(FederatedCallback):
-    """S q_j/s is sent for v_j, v = x_{i,K} - w; q_j = ±⌊r_j⌋ or ±⌈r_j⌉, with mean v_j.
+    """S q_j/s, whose mean is v_j, is sent for v_j, v = x_{i,K} - w; q_j = ±⌊r_j⌋ or ±⌈r_j⌉.
 
     r_j is the size of v_j times s/S, S the norm of v's block, rounded up to a float32. q_j is
     rounded up with probability r_j - ⌊r_j⌋, by a draw keyed by (seed, round, client). The method is

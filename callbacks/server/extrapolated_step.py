@@ -42,7 +42,7 @@ class ExtrapolatedStep(FederatedCallback):
             model.
 
     Example:
-        A single client's update equals its mean, so nothing is extrapolated.
+        With a single client the mean equals its update, so nothing is extrapolated.
 
         >>> from fl_lightning.callbacks import ExtrapolatedStep
         >>> from fl_lightning.testing import tiny_run

@@ -67,7 +67,7 @@ def mean_of(total: Total, methods: Methods, server: Server, round: Round) -> Ten
 
 
 def masked(server: Server) -> Tensor:
-    """Return the update with zeros if a part is not averaged.
+    """Return the update with zeros on parts that are not averaged.
 
     Raises:
         Diverged: it is not finite.

@@ -205,7 +205,7 @@ def taken(parameters: Sequence[nn.Parameter]) -> Gradients:
 
 
 def dense(gradients: Gradients, parameters: Sequence[nn.Parameter]) -> tuple[Tensor, ...]:
-    """Return gradients with zeros if a parameter has none."""
+    """Return gradients, with zeros for parameters that have none."""
     pairs = zip(gradients, parameters, strict=True)
     return tuple(torch.zeros_like(p) if g is None else g for g, p in pairs)
 

@@ -27,7 +27,7 @@ def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
     """Read the records of a file of JSON lines, or of one JSON list.
 
     Raises:
-        UserError: the file does not exist, or holds something else than results.
+        UserError: the file does not exist, or holds something else than records.
     """
     expected = "one JSON object per line, or one JSON list of objects"
     try:

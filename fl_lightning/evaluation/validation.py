@@ -123,9 +123,7 @@ class EpochLogs:
         self._metrics: dict[tuple[str, str], Metric] = {}
 
     def batch_starts(self, batch: Any, samples: int) -> None:
-        """Weigh the means by the size of this batch until the next one
-        starts. None means that there is no batch.
-        """
+        """From now on weigh the means by the size of this batch; None: no batch is present."""
         self._batch = batch
         self._samples = samples
         self._size = None

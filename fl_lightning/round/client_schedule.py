@@ -52,8 +52,8 @@ class ClientSchedule:
         steps = [(type(s).__name__, written(s), every) for s, every in schedulers]
         self.account = f"{unit}: {steps}"
         self._table = [self._now()]
-        # A scheduler may set more than the rate when it is built, such as a cycle's momentum. The
-        # restriction holds from the first step on; the rates come from the table.
+        # A scheduler may set more than the rate when it is built, such as a cycle's momentum. Such
+        # a setting holds from the first step on; the rates come from the table.
         groups = []
         for group, set_by_scheduler in zip(given, self._table[0], strict=True):
             others = {k: v for k, v in set_by_scheduler.items() if k != "lr"}

@@ -262,7 +262,7 @@ class Clients:
 
     @property
     def origin(self) -> Tensor:
-        """Return the points ``(n, D)`` from which each client's update is measured now.
+        """Return the points ``(n, D)`` at which the clients' present displacements began.
 
         A displacement begins at ``start``, except on parts that a client has kept since an earlier
         round.
@@ -278,7 +278,7 @@ class Clients:
 
     @property
     def mean_gradient(self) -> Tensor:
-        """Return (origin - x) / elapsed ``(n, D)``, at the end of a round; 0 if no step was taken.
+        """Return (origin - x) / elapsed ``(n, D)``, at the end of a round; 0 if elapsed is 0.
 
         If rates change from step to step, steps count by their rates.
         """

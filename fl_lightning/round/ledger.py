@@ -216,7 +216,7 @@ class Ledger:
     def server_states_to_commit(self, declared: Mapping[str, Declaration]) -> dict[str, Tensor]:
         """Return the server states to commit.
 
-        Synchronised states keep their value if a part is not averaged.
+        Synchronised states keep their value on parts that are not averaged.
         """
         for key, copy in self._copies.items():
             if self.written_server(key) is copy:
@@ -230,7 +230,7 @@ class Ledger:
     def rows_to_commit(self, declared: Mapping[str, Declaration]) -> Rows:
         """Return the client rows to commit: those of methods and the framework's own.
 
-        Synchronised rows keep their value if a part is not averaged.
+        Synchronised rows keep their value on parts that are not averaged.
         """
         settled: Rows = {key: dict(by_client) for key, by_client in self.rows.items()}
         if self.round.averaged is None:

@@ -172,7 +172,7 @@ class Declaration:
     def settled(self, value: Tensor, old: Callable[[], Tensor], averaged: Tensor | None) -> Tensor:
         """Return the value that is committed.
 
-        Synchronised state keeps its old value if a part is not averaged; with k rows of D numbers
+        Synchronised state keeps its old value on parts not averaged; with k rows of D numbers
         this holds for each row. ``averaged``: ``(D,)`` bool; None: all is averaged.
         """
         if averaged is None or not self.synchronised or value.shape[-1:] != averaged.shape:
@@ -359,10 +359,10 @@ class Upload(Declaration):
     The server reads sums of such a state.
 
     Args:
-        sent: True: the state counts as sent. ``"derived"``: the server can compute it from x_{i,K}
-            - x_{i,0} and K_i. So it is counted only if clients start from a point other than w and
-            do not send the displacement itself. ``"derived from x"``: from x_{i,K} and w, so it is
-            counted only if clients send something else. False: never.
+        sent: True: the state counts as sent. ``"derived"``: the server can compute it from
+            x_{i,K} - x_{i,0} and K_i. So it is counted only if clients start from a point other
+            than w and do not send the displacement itself. ``"derived from x"``: from x_{i,K} and
+            w, so it is counted only if clients send something else. False: never.
     """
 
     summed = True

@@ -69,10 +69,11 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def machine(trainer: pl.Trainer) -> dict[str, Any]:
-    """Return the name of the processor; None if the system does not give it.
+    """Return the machine on which a run trains.
 
-    ``cores`` is the number that the process may use, ``memory`` the machine's in bytes, ``threads``
-    the number for one operation, ``gpu`` the name of the one that this process uses.
+    ``processor`` is its name, None if the system does not give it; ``cores`` is the number that the
+    process may use, ``memory`` the machine's in bytes, ``threads`` the number for one operation,
+    ``gpu`` the name of the one that this process uses.
     """
     device = trainer.strategy.root_device
     return {

@@ -38,7 +38,7 @@ class BudgetView:
     """``tail`` of each finished run, up to the ``budget`` that the cheapest done run spent.
 
     ``values``: arm → seed → value. ``what`` is the name of the column of seconds that was summed.
-    ``alike``: whether all done runs spent the same number of seconds.
+    ``alike``: whether all done runs spent the same on this axis.
     """
 
     axis: str

@@ -28,9 +28,7 @@ def named(claim: Claim, names: Mapping[str, str]) -> Claim:
 
 
 def logged(found: Found, metric: str) -> bool:
-    """Return whether any run measured it, finite or not. If no run measured a budget, no run has
-    lost in it.
-    """
+    """Return whether any run measured it, finite or not. If no run did, no run has lost in it."""
     return any(not np.isnan(run.column(metric)).all() for run in found.runs)
 
 

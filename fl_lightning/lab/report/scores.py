@@ -53,7 +53,7 @@ def smooth(values: Column) -> Column:
 
 
 def measured(run: ReportedRun, metric: str) -> tuple[Column, Column]:
-    """Return (rounds, values) of ``metric`` if it is finite."""
+    """Return (rounds, values) of ``metric``, for the rounds in which it is finite."""
     values = run.column(metric)
     finite = np.isfinite(values)
     return run.columns["round"][finite], values[finite]
