@@ -52,7 +52,8 @@ class DirichletByClass(Partition):
             (only ``pfllib`` and ``niid-bench`` balance).
         shuffle: shuffle each client's list; None: as the tool does (``flwr`` and ``niid-bench``).
         tool_seed: the seed of the tool's own generator; None: the run's seed and generator.
-        test_share: each client's share of test samples, as ``pfllib`` and ``fl-bench`` cut it.
+        test_share: the fraction of each client's samples that become its test samples, cut as
+            by the tool; only for ``pfllib`` and ``fl-bench``.
     """
 
     paper = Paper("yurochkin2019bayesian")

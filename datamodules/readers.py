@@ -1,5 +1,5 @@
-"""The common part of all readers of files: clients by name, their test samples, facts of the
-files.
+"""The common part of all readers of files: clients by name, their test samples, and number, size
+and hash of the files for the run's card.
 """
 
 from __future__ import annotations

@@ -116,8 +116,8 @@ def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indic
     """Return the positions of the samples that are used, ascending, of each class its share."""
     if samples > total:
         raise UserError(
-            f"samples is {samples}: there are {total} training samples. Give at most as many, or "
-            "none."
+            f"samples is {samples}: there are {total} training samples. Give at most {total}, or "
+            "leave samples out to use all."
         )
     shuffled = generator(seed, "samples").permutation(total)
     if labels is None:

@@ -247,8 +247,9 @@ def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
 
 
 def labels(table: FileTable, target: str) -> tuple[NDArray[Any], dict[str, int] | None]:
-    """Return y ``(N,)``, and its classes by value; None if the target is a number with
-    fractions.
+    """Return y ``(N,)``, and each value's class number.
+
+    If the target is a number with fractions, there are no classes: the second is None.
     """
     values = table.present(target)
     if all(map(is_number, values)) and any(float(value) % 1 for value in values):

@@ -414,7 +414,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
         The batch that is returned is used in local steps and full gradients.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def select(self, server: Server, available: Tensor, n: int) -> Tensor | Sequence[int]:
         """One owner. Choose who takes part: return ``n`` distinct ids of ``available``, in any
@@ -424,7 +424,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         same values, before everything else in a round; it draws from ``server.generator``. Choices
         are checkpointed.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def steps(self, t: int, ids: Tensor) -> Tensor | Sequence[int]:
         """One owner. Return K_i of each client of ``ids`` ``(k,)`` in round t, integers of at least
@@ -434,7 +434,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         :meth:`steps_of`. ``ids`` is int64, on the CPU. The hook is called whenever the value is
         needed, also before the round. ``local_epochs`` and ``local_steps`` are then ignored.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_layout(self, layout: Layout) -> None:
         """Called before all other hooks, once the model is known, and after a resume.
@@ -453,7 +453,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         ``server.sent(parameters=…, bytes=…)`` to say how much each participant is sent instead of D
         numbers.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_local_start(self, clients: Clients) -> None:
         """Change or assign ``clients.x`` ``(n, D)``, from which the clients start."""
@@ -486,7 +486,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
         later. If you define ``perturbation(self, clients)``, the step computes only the gradient at
         x + e.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_loss_gradient(self, clients: Clients, gradient: Tensor) -> Tensor | None:
         """One owner. Mix the loss gradient ``(n, D)`` with others, in place or as a new tensor
@@ -518,7 +518,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
         ``clients.elapsed`` sums the rates that were used; ``clients.lr`` stays the round's.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_local_step_end(self, clients: Clients) -> None:
         """Called after the client optimizer's step."""
@@ -528,7 +528,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         """One owner. Return the message ``(n, D)`` that clients send instead of x_{i,K} - w."""
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         """Return the message of one client as arrays by name, in the bytes that ``transmit``
@@ -555,7 +555,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
         ``server.updates`` ``(n, D)`` has each participant's update, ascending by client.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_server_update(self, server: Server) -> None:
         """Add to the aggregated ``server.update`` ``(D,)``; then the server optimizer steps."""
@@ -565,7 +565,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
         ``server.w`` is w^{t+1}, ``server.w_before`` w^t; before round 0 it is w^0.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def on_round_end(self, server: Server) -> None:
         """Called when the new w is set; staged rows can be read.
@@ -578,7 +578,7 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
         ``period`` is in rounds; None: never.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def personal(self, clients: Clients) -> Tensor:
         """One owner. Return the model ``(n, D)`` that a client uses itself after a round.
@@ -587,4 +587,4 @@ class FederatedCallback(Given, Resting, pl.Callback):
         have finished a round; the others use w. ``clients`` has ``ids``, ``w``, ``x`` (w with the
         client's kept parts), ``sizes``, ``round``, ``layout`` and committed rows.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook

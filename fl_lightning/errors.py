@@ -1,4 +1,4 @@
-"""Errors that a user can correct, in one paragraph, and divergence."""
+"""The error that a user can correct, and the error of a run that diverged."""
 
 from __future__ import annotations
 

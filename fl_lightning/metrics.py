@@ -52,9 +52,9 @@ def higher_is_better(name: str) -> bool:
     """Return whether greater is better for a metric, by the last word of its name.
 
     Reports, sweeps and fits all use this rule. Words end at ``/``, ``_``, ``-`` and ``.``; for the
-    name of a class its ending decides. Suffixes of PerClientEvaluation are ignored. The deviation
-    of a metric for which greater is better, such as ``clients/acc_std``, has no better direction:
-    clients that differ more are not better off.
+    name of a class its ending decides. A suffix that PerClientEvaluation appends, such as
+    ``_worst10``, is ignored. The deviation of a metric for which greater is better, such as
+    ``clients/acc_std``, has no better direction: clients that differ more are not better off.
 
     Raises:
         UserError: the name does not show it.

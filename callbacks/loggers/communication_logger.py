@@ -1,4 +1,6 @@
-"""The communication of a run, counted from methods' declarations and not from copies made here.
+"""The communication of a run, counted by what methods declare that they send.
+
+What the simulation copies in memory is not counted.
 
 The count follows the algorithms as published; the table in docs/methods.md has the count of each
 method.

@@ -30,7 +30,8 @@ class NotTrueDistillation(FederatedCallback):
     client's start. If another method changes the tapped output (LogitCalibration), both logits are
     the module's own, without that method's margins. The margins correct a client's cross entropy
     for its own labels, and the server's knowledge of the other classes needs no margin.
-    Sent and kept: nothing more than by FedAvg. One gradient and one forward pass per step.
+    Sent and kept: nothing more than by FedAvg. Each step takes one gradient and one forward pass of
+    the teacher.
 
     Args:
         strength: β; 0 is FedAvg.

@@ -298,8 +298,8 @@ class DifferentialPrivacy(FederatedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuse buffers that are known only when training starts."""
-        # `configure_model` may have made some, and frozen parameters that steps write count as
-        # well.
+        # `configure_model` may have made buffers, and frozen parameters that steps write count as
+        # buffers.
         self._refuse_buffers(pl_module.settings.buffers, pl_module.global_model.buffers())
 
     def _refuse_to_exceed(self, rounds: int, sigma: float) -> None:

@@ -446,7 +446,7 @@ class Sites:
         to evaluate.
         """
         rounds = self.loop.state.rounds
-        # The parts that clients keep are those with which the next round would begin.
+        # A client's own model has the parts that the client would keep if the next round began now.
         self.facts = self.progress.numbers(max(rounds - 1, 0), rounds)
         vector, buffers = model
         facts = self.loop.round_at(max(rounds - 1, 0))

@@ -28,7 +28,7 @@ class Work:
     """Data, methods and settings of local training, the same in all rounds of a run.
 
     Args:
-        data: ``client_batches`` and ``full_batches`` of each client.
+        data: gives each client's batches, by ``client_batches`` and ``full_batches``.
         seed: the run's.
         keep_optimizer_state: whether a client's optimizer goes on from its latest round.
         accumulate: batches of a local step.

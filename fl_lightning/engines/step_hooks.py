@@ -184,8 +184,7 @@ def is_followed(loss: Tensor, parameters: Sequence[nn.Parameter]) -> bool:
 
     It does if no function on the way has a backward in Python, and no parameter has a hook.
     """
-    hooks = ("_backward_hooks", "_post_accumulate_grad_hooks")
-    if any(getattr(parameter, hook, None) for parameter in parameters for hook in hooks):
+    if any(p._backward_hooks or p._post_accumulate_grad_hooks for p in parameters):
         return False
     waiting = [loss.grad_fn]
     seen = set()

@@ -294,10 +294,9 @@ class Evaluator:
         return {"samples": len(indices), **logged, "loss": loss}
 
     def model(self, x: Tensor) -> tuple[Tensor, Mapping[str, Tensor]]:
-        """Return the weights ``(D,)`` and buffers that are validated in place of x and
-        :attr:`buffers`.
+        """Return the weights ``(D,)`` and buffers with which the learner validates the model x.
 
-        The validated weights differ from x if the learner's own hooks, such as
+        They differ from x and :attr:`buffers` if the learner's own hooks, such as
         ``on_validation_start``, replace them.
         """
         if not hooks_of(self.copy.learner) & frozenset(BEFORE):

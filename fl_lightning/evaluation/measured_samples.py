@@ -25,8 +25,9 @@ def samples_of(data: Any) -> Samples:
 
 
 def drawn(data: Any, number: int | None, seed: int, purpose: str) -> Samples:
-    """Draw so many of all clients' samples, without replacement; None, or no fewer: all.
+    """Draw ``number`` of all clients' samples, without replacement.
 
+    If ``number`` is None, or there are no more samples, all are returned.
     A sample that several clients hold can occur several times. The draw is a function of (seed,
     purpose).
     """

@@ -95,7 +95,7 @@ def _only(texts: Mapping[str, Any], place: str) -> Any:
     first, *others = texts or [""]
     if any(texts[name] != texts[first] for name in others):
         raise UserError(
-            f"{place} has {' and '.join(texts)}, which differ; they are names for one text. Leave "
-            "the one out that is not to be used."
+            f"{place} has {' and '.join(texts)}, which are names for the same text, but differ. "
+            "Remove all but the one to use."
         )
     return texts.get(first)

@@ -62,7 +62,7 @@ class Resting:
         The hook is called before ``on_local_start``, and may depend only on (seed, round, client)
         and committed state. Without this hook clients train all coordinates.
         """
-        raise NotImplementedError  # one owner: called only on a callback that overrides it
+        raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
     def numbers_down(self, layout: Layout, t: int, last: int | None) -> int | None:
         """Return how many coordinates of w a client is sent in round t, if the method has a rule

@@ -179,7 +179,7 @@ def _fit(cli: CommandCLI) -> None:
 
 
 def _say_stopped(cli: CommandCLI) -> None:
-    """Print how many rounds a run has that a signal stopped, and how to continue it."""
+    """If a signal stopped the run, print how many rounds are done, and how to continue."""
     trainer = cli.trainer
     done = cli.model.run.state.rounds
     asked = trainer.max_epochs or -1

@@ -268,7 +268,7 @@ def _check_texts(learner: Any, facts: SampleFacts) -> None:
 def _check(learner: dict[str, Any], facts: SampleFacts, learners: bool) -> None:
     """Refuse values that cannot work.
 
-    ``learners``: whether the number of classes was given to the learner.
+    ``learners``: whether the user gave ``num_classes`` to the learner; else it was filled in.
     """
     arguments = _arguments(learner)
     cls = _class(arguments["network"])

@@ -278,7 +278,7 @@ def resume(method: Method) -> None:
 def declared(method: Method) -> None:
     """After every round set attributes back to their earlier values.
 
-    If that changes the result, they were state.
+    If that changes the result, the method keeps state in attributes that it did not declare.
     """
     # A checkpoint includes the attributes that the callback saves itself.
     saved = method.used[0].state_dict()

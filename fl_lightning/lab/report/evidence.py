@@ -293,8 +293,8 @@ def _refuse_other_axes(claim: Claim, found: Found, arms: Sequence[str], values: 
     if len(methods) > 1 and not claim.arm and claim.over != "method":
         raise UserError(
             f"report: claim {claim.id} is a trend over {claim.over}, and several methods were "
-            "swept: give the value of method as arm "
-            f"({', '.join(sorted(str(method) for method in methods))})."
+            "swept. Name the claim's method by its key arm; the methods are "
+            f"{', '.join(sorted(str(method) for method in methods))}."
         )
     if len(arms) > values:
         raise UserError(

@@ -86,7 +86,7 @@ def metric_title(summary: Summary) -> str:
 
 
 def difference_unit(summary: Summary, compared: Comparison) -> Unit:
-    """Return how differences are shown."""
+    """Return the unit in which a claim's differences are shown."""
     plain = compared.claim.unit == "difference"
     return unit_of(summary, compared.claim.metric) if plain else Unit()
 

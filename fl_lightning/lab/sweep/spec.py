@@ -196,7 +196,8 @@ def _seeds(name: str, key: str, value: Any) -> list[int]:
         # A bool is an int in Python, so check the exact type.
         if type(seed) is not int or not 0 <= seed < 2**32:
             raise UserError(
-                f"sweep {name}: {key}: {seed!r}: give integers from 0 to 4294967295, one per run."
+                f"sweep {name}: {key}: {seed!r} is not a seed. Give integers from 0 to 4294967295, "
+                "one per run."
             )
         if values.count(seed) > 1:
             raise UserError(
