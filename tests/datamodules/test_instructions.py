@@ -87,7 +87,7 @@ def test_a_field_names_the_client(tmp_path: Path) -> None:
         (
             [{"instruction": "x", "output": "a", "response": "b"}],
             {},
-            "record 1, has output and response, which differ",
+            "record 1, has output and response, which are names for the same text, but differ",
         ),
         ([{"instruction": "x"}], {}, "record 1, has instruction; accepted are"),
         ([{"messages": "x"}], {}, "messages that are not a list"),

@@ -306,7 +306,7 @@ def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
         ("grid: {participation: [0.1]}", "grid.participation: not an option of a run"),
         ("grid: {method: [method/fedavg, a/fedavg]}", "'fedavg' is the name of two arms"),
         ("grid: {seed_everything: [0, 0]}", "0 is given twice"),
-        ("grid: {seed_everything: [true]}", "give integers"),
+        ("grid: {seed_everything: [true]}", "Give integers"),
         ("grid: {model.participation: []}", "grid.model.participation is empty"),
         ("fixed: {ckpt_path: last}", "the sweep sets ckpt_path itself"),
         (
