@@ -59,7 +59,7 @@ def test_a_planted_factor_is_found_and_nothing_else(python: str, tmp_path: Path)
     shutil.copytree(
         ROOT / "fl_lightning", new / "fl_lightning", ignore=shutil.ignore_patterns("__pycache__")
     )
-    with (new / "fl_lightning" / "callbacks" / "control_variates.py").open("a") as method:
+    with (new / "fl_lightning" / "callbacks" / "drift" / "control_variates.py").open("a") as method:
         method.write(PLANTED)
     names = "FedAvg SCAFFOLD FedALS+top-k"
     status, printed, found = compared(
