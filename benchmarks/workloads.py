@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from io import BytesIO
 from itertools import pairwise
 from typing import Any
@@ -90,7 +91,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 class Workload:
     """One line of the table."""
 
-    network: Callable[[], nn.Module]
+    network: Callable[[], nn.Module]  # no lambda: BlazeFL pickles it
     shape: tuple[int, ...]  # of a sample; of a text: its length
     samples: int  # of a client; of the largest one where sizes differ
     epochs: int
@@ -168,14 +169,14 @@ class Workload:
 
 WORKLOADS = {
     "W1": Workload(MLP, (1, 28, 28), 500, 5, 50),
-    "W2": Workload(lambda: LeNet(10), (3, 32, 32), 500, 2, 50),
+    "W2": Workload(partial(LeNet, 10), (3, 32, 32), 500, 2, 50),
     "W3": Workload(
-        lambda: ResNet18GN(10),
+        partial(ResNet18GN, 10),
         (3, 32, 32),
         500,
         1,
         50,
-        usual=lambda: ResNet18GN(10, live_taps=False),
+        usual=partial(ResNet18GN, 10, live_taps=False),
     ),
     # the same ten clients in every round, so that all systems hold the same client states
     "W4-scaffold": Workload(
@@ -190,13 +191,13 @@ WORKLOADS = {
     "W7": Workload(MLP, (1, 28, 28), 50, 1, 50, clients=100, registered=1000),
     "X6": Workload(CharacterLSTM, (80,), 20, 1, 10, text=True),
     "X7": Workload(Decoder, (64,), 48, 1, 16, clients=8, text=True),
-    "X8": Workload(lambda: ResNet20(10), (3, 32, 32), 64, 1, 32, adam=True),
+    "X8": Workload(partial(ResNet20, 10), (3, 32, 32), 64, 1, 32, adam=True),
     "X9": Workload(SmallConvolutions, (3, 32, 32), 60, 2, 20, pictures=True),
     "X10": Workload(Series, (9, 128), 160, 2, 16, spread=8),
     "X11": Workload(adapted_decoder, (64,), 48, 1, 16, clients=8, text=True),
     "F1": Workload(HandwritingConvolutions, (1, 28, 28), 220, 1, 20, registered=3400, classes=62),
     # a round of all registered clients; BlazeFL's have no weight decay
-    "F2": Workload(lambda: LeNet(10), (3, 32, 32), 100, 5, 50, clients=100, weight_decay=0.0),
+    "F2": Workload(partial(LeNet, 10), (3, 32, 32), 100, 5, 50, clients=100, weight_decay=0.0),
 }
 
 
