@@ -149,8 +149,9 @@ gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then
 faults: .venv/installed-test  ## plant faults and mutants; print which check catches each (long; FAULTS=--named: no mutants)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.faults.plant $(FAULTS)
 
-soak: .venv/installed  ## kill runs 200 times, in every phase, and compare what each resumes to, bit by bit
+soak: .venv/installed .venv-flower/installed  ## kill runs 200 times, in every phase, and 24 times over sites, and compare what each resumes to, bit by bit
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.soak $(SOAK)
+	OMP_NUM_THREADS=1 .venv-flower/bin/python -m benchmarks.soak_sites
 
 comma := ,
 VERSION := $(shell sed -n 's/^version = //p' setup.cfg)

@@ -5,7 +5,8 @@ machine are damaged.
 checkpoints, segments of clients' rows, their indices, run.json, config.yaml and the sweep's tables.
 Then the run goes on for two rounds, and ``report`` reads it. Each change has to be refused in a
 paragraph without a traceback, or to leave the bits of a run that nothing happened to.
-``disk``: a tmpfs of its own fills up, or becomes read-only, while a run writes into it (as root).
+``disk``: a tmpfs of its own fills up, becomes read-only or is slow while a run writes into it, at
+each kind of file that a run writes (as root).
 ``memory``: RLIMIT_AS ends the memory of a process while its clients train.
 After ``disk`` and ``memory`` the run is started again with room, and has to leave the bits of a run
 that nothing happened to. Each command prints a table, and exits with 1 if something else happened.
@@ -29,13 +30,20 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.soak import COMMON, PATIENCE, Attempt, in_a_process, kill, waited
 from fl_lightning.__main__ import main as command
 from fl_lightning.engines.local_step import LocalStep
+from fl_lightning.lab.cli import run_record
+from fl_lightning.lab.cli.run_folder import RunEvents
+from fl_lightning.record.metrics_csv import MetricsCSV
+from fl_lightning.storage import segments
+from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
 METHOD = ["-c", "method/scaffold", "-c", "method/ri", "--model.engine", "sequential"]
 RUN = [*COMMON, *METHOD]
@@ -246,71 +254,116 @@ def compared(name: str, folder: Path, expected: dict[str, str], log: Path) -> st
 
 
 def disk(given: argparse.Namespace, folder: Path) -> int:
-    """Fill the disk up to drawn numbers of free bytes, and make it read-only at drawn times."""
+    """Fill the disk, make it read-only or slow, where a run writes a file of each kind."""
     draw = random.Random(given.seed)
     log = folder / "log.txt"
     expected = of_a_run(folder / "undisturbed", log)
-    met: Counter[str] = Counter()
+    met: dict[str, Counter[str]] = {}
     wrong = []
+    ways = [(way, place) for place in WRITERS for way in ("full", "read-only")]
+    ways += [("slow", "")] + [("nearly full", "")] * 5
     for number in range(given.number):
+        way, place = ways[number % len(ways)]
+        name = f"{way} {place}".strip()
         with Mounted(folder / f"disk-{number}", 64) as mounted:
             run = mounted / "run"
             start = [*RUN, "--trainer.default_root_dir", str(run)]
-            if called([*start, "--trainer.max_epochs", "2"], log):
-                raise SystemExit(log.read_text())
-            way = read_only if number % 4 == 3 else full
-            name, status = way(start, mounted, draw, log)
+            status = damaged(start, mounted, way, place, draw, log)
             if broken(log):
                 wrong.append(f"TRACEBACK, {name}: {told(log)}")
-            elif status:
-                met[place_of(told(log))] += 1
-            else:
-                met["(the run came to its end before)"] += 1
+            said = place_of(told(log)) if status else "(none, it came to its end)"
+            met.setdefault(name, Counter())[said] += 1
             if given.verbose:
                 print(f"{name}: status {status}: {told(log)}", flush=True)
             wrong += filter(None, [compared(name, run, expected, log)])
-    print("what could not be written: " + ", ".join(f"{what} {n}" for what, n in met.items()))
+    for name, files in met.items():
+        print(f"{name:22} {', '.join(f'{n} × {what}' for what, n in files.items())}")
     print("\n".join(wrong) or "every run went on to the bits of one that nothing happened to")
     return int(bool(wrong))
 
 
-def full(start: list[str], mounted: Path, draw: random.Random, log: Path) -> tuple[str, int]:
-    """Go on with a run on a disk that is nearly full; what was tried, and the run's status."""
-    room = os.statvfs(mounted)
-    # What a run writes first is small, and pages of a tmpfs have 4,096 bytes.
-    most = draw.choice([1, 4_097, 30_000, 200_000, 1_500_000])
-    left = draw.randrange(most)
-    ballast = mounted / "ballast"
-    ballast.write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - left)))
-    status = called(start, log)
-    ballast.unlink()
-    return f"{left} bytes free", status
+# Who writes each kind of file.
+WRITERS: dict[str, tuple[Any, str]] = {
+    "checkpoint": (AtomicCheckpointIO, "save_checkpoint"),
+    "segment": (segments, "write"),
+    "metrics": (MetricsCSV, "_rewrite"),
+    "events": (RunEvents, "log_metrics"),
+    "run.json": (run_record, "write_record"),
+}
 
 
-def read_only(start: list[str], mounted: Path, draw: random.Random, log: Path) -> tuple[str, int]:
-    """Go on with a run whose disk becomes read-only; what was tried, and the run's status."""
-    # The system refuses this while a file is open for writing, as TensorBoard's always is.
-    child = started([*start, "--trainer.logger", "false"], log)
-    last = mounted / "run/checkpoints/last.ckpt"
-    before = last.stat().st_mtime_ns
-    deadline = time.monotonic() + PATIENCE
-    while last.stat().st_mtime_ns == before and time.monotonic() < deadline:
-        time.sleep(0.001)
-    began = time.monotonic()
-    time.sleep(draw.uniform(0, 0.3))
-    remount = ["mount", "-o", "remount,ro", str(mounted)]
-    tries = 0
-    while subprocess.run(remount, capture_output=True).returncode and tries < 500:
-        tries += 1
-        time.sleep(0.002)
-    after = time.monotonic() - began
-    status = ended(child)
+def damaged(
+    start: list[str], mounted: Path, way: str, place: str, draw: random.Random, log: Path
+) -> int:
+    """Start a run, or go on with one, whose disk is damaged on its way; the run's status."""
+    if way == "nearly full":
+        if called([*start, "--trainer.max_epochs", "2"], log):
+            raise SystemExit(log.read_text())
+        # What a run writes first is small, and pages of a tmpfs have 4,096 bytes.
+        left = draw.randrange(draw.choice([1, 4_097, 30_000, 200_000, 1_500_000]))
+        fill(mounted, left)
+        status = called(start, log)
+    elif way == "slow":
+        status = called(start, log, slow)
+    else:
+        harm = fill if way == "full" else only_read
+        visit = draw.randint(1, 3)
+        # It cannot become read-only while TensorBoard's file is open.
+        more = ["--trainer.logger", "false"] if way == "read-only" and place != "events" else []
+        status = called([*start, *more], log, lambda: at(place, visit, lambda: harm(mounted)))
     subprocess.run(["mount", "-o", "remount,rw", mounted], check=True)
-    return f"read-only {after:.1f} s after the first round", status
+    (mounted / "ballast").unlink(missing_ok=True)
+    return status
+
+
+def at(place: str, visit: int, harm: Callable[[], None]) -> None:
+    """Do this when that kind of file is about to be written for so many times."""
+    owner, name = WRITERS[place]
+    function = getattr(owner, name)
+    visits = 0
+
+    def watched(*arguments: Any, **given: Any) -> Any:
+        nonlocal visits
+        visits += 1
+        if visits == visit:
+            harm()
+        return function(*arguments, **given)
+
+    setattr(owner, name, watched)
+
+
+def fill(mounted: Path, left: int = 0) -> None:
+    room = os.statvfs(mounted)
+    (mounted / "ballast").write_bytes(bytes(max(0, room.f_bavail * room.f_frsize - left)))
+
+
+def only_read(mounted: Path) -> None:
+    """Make a disk read-only, which the system refuses while a file is open for writing."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        with suppress(OSError):
+            place = os.readlink(f"/proc/self/fd/{number}")
+            if place.startswith(f"{mounted}/"):
+                reading = os.open(place, os.O_RDONLY)
+                os.dup2(reading, number)
+                os.close(reading)
+    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
+
+
+def slow() -> None:
+    """A disk that takes a third of a second for what it has to keep."""
+    kept = os.fsync
+
+    def later(file: Any) -> None:
+        time.sleep(1 / 3)
+        kept(file)
+
+    os.fsync = later
 
 
 def place_of(text: str) -> str:
     """The file that a refusal names, without its folder and numbers."""
+    if "TensorBoard's events" in text:
+        return "events"
     found = re.search(r"Cannot write (\S+?)[:\s]|(\S+) is not writable", text)
     if found is None:
         return text[-80:]

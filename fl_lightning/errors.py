@@ -42,9 +42,12 @@ def cannot_write(path: object, error: OSError) -> UserError:
     """The refusal of a file that the system does not let be written, with what to do."""
     advice = "Give a folder that can be written to."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        advice = (
-            "Make room there. A run that had begun goes on from its last checkpoint if you start "
-            "it again with --ckpt_path last."
+        advice = "Make room there."
+    # What can happen to a disk while a run goes on.
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
+        advice += (
+            " A run that had begun goes on from its last checkpoint if you start it again with "
+            "--ckpt_path last."
         )
     return UserError(f"Cannot write {path}: {error.strerror or error}. {advice}")
 

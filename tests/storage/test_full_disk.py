@@ -9,12 +9,17 @@ import multiprocessing
 import os
 import resource
 import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from fl_lightning.__main__ import main
 from fl_lightning.errors import UserError, out_of_memory
+from fl_lightning.lab.cli.run_folder import RunEvents
+from fl_lightning.lightning import pl
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.files import named, writable_as_file, written_aside
 
@@ -23,9 +28,14 @@ def saved(path: Path, size: int) -> None:
     AtomicCheckpointIO().save_checkpoint({"state_dict": {"w": torch.ones(size)}}, path)
 
 
-def _on_a_full_disk(path: Path, limit: int, answer: multiprocessing.Queue[str]) -> None:
+def no_larger(limit: int) -> None:
+    """No file of this process may grow beyond so many bytes."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+
+
+def _saved_on_a_full_disk(path: Path, limit: int, answer: multiprocessing.Queue[str]) -> None:
+    no_larger(limit)
     try:
         saved(path, 200_000)
         answer.put("written")
@@ -41,12 +51,70 @@ def test_a_disk_that_fills_while_a_checkpoint_is_written(limit: int, tmp_path: P
     before = path.read_bytes()
     context = multiprocessing.get_context("fork")
     answer = context.Queue()
-    child = context.Process(target=_on_a_full_disk, args=(path, limit, answer))
+    child = context.Process(target=_saved_on_a_full_disk, args=(path, limit, answer))
     child.start()
     told = answer.get(timeout=100)
     child.join()
     assert told.startswith(f"UserError: Cannot write {path}: File too large"), told
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["last.ckpt"]
+
+
+class FullAfterARound(pl.Callback):
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        no_larger(0)
+
+
+def told_by(function: Callable[[Path], int], folder: Path) -> tuple[int | None, str]:
+    """The status of a process of its own, and what it wrote into a pipe, which has no size."""
+    ours, theirs = os.pipe()
+
+    def call() -> None:
+        # pytest's own are files, and would be full, too.
+        sys.stdout = sys.stderr = open(theirs, "w", buffering=1)
+        sys.exit(function(folder))
+
+    child = multiprocessing.get_context("fork").Process(target=call)
+    child.start()
+    os.close(theirs)
+    with open(ours) as pipe:
+        told = pipe.read()
+    child.join()
+    return child.exitcode, told
+
+
+def _run(folder: Path) -> int:
+    run = ["fit", "-c", "base", "-c", "data/digits", "-c", "method/scaffold", "-c", "trainer/cpu"]
+    run += ["--model.engine", "sequential", "--model.local_epochs", "1"]
+    run += ["--trainer.max_epochs", "2", "--trainer.default_root_dir", str(folder / "run")]
+    full = f"{FullAfterARound.__module__}.{FullAfterARound.__qualname__}"
+    return main([*run, "--trainer.enable_progress_bar", "false", f"--trainer.callbacks+={full}"])
+
+
+def test_a_run_names_the_file_that_did_not_fit_first(tmp_path: Path) -> None:
+    """And not run.json, which it cannot write either when it ends."""
+    status, told = told_by(_run, tmp_path)
+    assert status == 2 and "Traceback" not in told, told
+    assert "Cannot write" in told and "run.json" not in told, told
+
+
+def _events(folder: Path) -> int:
+    events = RunEvents(str(folder))
+    events.log_metrics({"loss": 1.0}, 0)
+    events.save()
+    no_larger(0)
+    try:
+        events.log_metrics({"loss": 1.0}, 1)
+        events.save()
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+    return 0
+
+
+def test_events_that_do_not_fit_are_told_once(tmp_path: Path) -> None:
+    """TensorBoard writes them in a thread of its own."""
+    _, told = told_by(_events, tmp_path)
+    assert told.startswith(f"Cannot write TensorBoard's events in {tmp_path}"), told
+    assert "Traceback" not in told and told.count("File too large") == 1, told
 
 
 def test_a_pipe_stays_one(tmp_path: Path) -> None:

@@ -7,12 +7,14 @@ import os
 import re
 import shutil
 import stat
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
 
 from fl_lightning.aggregation.metric_states import tells_mode
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError, cannot_write, suggest
 from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
 from fl_lightning.metrics import MODES, Directions, is_accuracy
 from fl_lightning.module import FederatedModule
@@ -138,9 +140,27 @@ class RunEvents(TensorBoardLogger):
         super().__init__(
             folder or "", name="", version="", purge_step=first_round, default_hp_metric=False
         )
+        # TensorBoard's thread raises its error again at the next write; once is enough.
+        threading.excepthook = _of_another_thread
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        with self._written():
+            super().log_metrics(dict(metrics), step)
 
     def save(self) -> None:
-        self.experiment.flush()
+        with self._written():
+            self.experiment.flush()
+
+    def finalize(self, status: str) -> None:
+        with self._written():
+            super().finalize(status)
+
+    @contextmanager
+    def _written(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise cannot_write(f"TensorBoard's events in {self.log_dir}", error) from error
 
     @rank_zero_only
     def log_hyperparams(self, params: Any, metrics: Any = None, step: int | None = None) -> None:
@@ -181,6 +201,13 @@ class RunEvents(TensorBoardLogger):
         charts = {name: ["Multiline", [f"{re.escape(name)}$"]] for name in new} | _CHARTS
         layout = cast(Any, tensorboard).custom_scalars({"Federated": charts})
         self.experiment._get_file_writer().add_summary(layout)
+
+
+def _of_another_thread(raised: threading.ExceptHookArgs) -> None:
+    """Show what a thread raised, except the disk's error in TensorBoard's."""
+    writer = "tensorboard.summary.writer.event_file_writer"
+    if type(raised.thread).__module__ != writer or not isinstance(raised.exc_value, OSError):
+        threading.__excepthook__(raised)
 
 
 class RunFolderWriter(pl.Callback):

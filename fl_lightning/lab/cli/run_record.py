@@ -9,6 +9,7 @@ import platform
 import re
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 
 from fl_lightning.description import version_of
-from fl_lightning.errors import Diverged
+from fl_lightning.errors import Diverged, UserError
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.cli.trackers import ids_of, trackers
 from fl_lightning.lightning import Timer, pl
@@ -185,8 +186,9 @@ class RunRecord(pl.Callback):
         elif isinstance(exception, KeyboardInterrupt | SystemExit):
             status = "stopped"
         # Use the names of the last round: asking for metrics would involve the other processes,
-        # which may be lost.
-        self._write(status, trainer)
+        # which may be lost. A disk that failed may not take this either; its first error says more.
+        with suppress(UserError):
+            self._write(status, trainer)
 
     def _take_names(self, trainer: pl.Trainer) -> bool:
         """Record torchmetrics' directions, the metrics shown, the trackers' ids, and warnings.
