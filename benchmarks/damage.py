@@ -357,7 +357,7 @@ def slow() -> None:
         time.sleep(1 / 3)
         kept(file)
 
-    os.fsync = later
+    os.fsync = later  # type: ignore[assignment]
 
 
 def place_of(text: str) -> str:

@@ -309,6 +309,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         return cls.sample_shape
 
     @classmethod
+    def own_clients(cls, **arguments: Any) -> bool:
+        """Return whether the data decide how many clients there are."""
+        return False
+
+    @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
         """Return the number of classes with these arguments; None: it depends on the data."""
         # Packaged sets have a class attribute, others a property.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
@@ -173,7 +174,10 @@ class FromFolders(FileDataModule):
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         if not self.path.is_dir():
-            raise UserError(f"data.path is {str(self.path)!r}, which is not a folder.")
+            raise UserError(
+                f"data.path is {str(self.path)!r}, which is not a folder (the present folder is "
+                f"{str(Path.cwd())!r})." + suggest(str(self.path), os.listdir())
+            )
         layout: str = self.layout
         if layout == "auto":
             layout = layout_of(self.path)
@@ -220,7 +224,7 @@ class FromFolders(FileDataModule):
                 "no folders of classes: path/<domain>/<class>/<file> is expected."
             )
         made = []
-        others = 0
+        others: list[Path] = []
         for domain in domains:
             one = Domain(domain)
             for label, name in enumerate(self.class_names):
@@ -233,7 +237,12 @@ class FromFolders(FileDataModule):
             one.y = [label for _, label in pairs]
             made.append(one)
         if others:
-            self.tell(f"{others} files are not read, because their names are not those of pictures")
+            count = "1 file is" if len(others) == 1 else f"{len(others)} files are"
+            self.tell(
+                f"{count} not read, because the name is not a picture's: "
+                f"{', '.join(str(file.relative_to(self.path)) for file in others[:3])}"
+                f"{', …' * (len(others) > 3)}"
+            )
         return made
 
     def _lists(self) -> list[Domain]:
@@ -410,14 +419,14 @@ def folders_of(path: Path) -> list[str]:
     return sorted(one.name for one in path.iterdir() if one.is_dir() and one.name[0] != ".")
 
 
-def pictures_of(folder: Path) -> tuple[list[Path], int]:
-    """Return a folder's pictures, and how many other files it has."""
+def pictures_of(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return a folder's pictures, and its other files."""
     if not folder.is_dir():
-        return [], 0
+        return [], []
     # A link to a picture that is not there is refused when it is read.
     files = [one for one in folder.iterdir() if not one.is_dir() and one.name[0] != "."]
     found = [one for one in files if one.suffix.lower() in ENDINGS]
-    return found, len(files) - len(found)
+    return found, sorted(set(files) - set(found))
 
 
 def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:

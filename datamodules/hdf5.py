@@ -358,9 +358,21 @@ def samples_of(
         tokens = np.concatenate([inputs[:, :1], np.asarray(own[y][()], np.int64)], axis=1)
         rows = torch.from_numpy(np.where(tokens == pad, -1, tokens))
     else:
-        rows = tensor(np.asarray(own[x][()]), what)
+        values = np.asarray(own[x][()])
+        if values.dtype.kind == "f":
+            _check_finite(values, f"The file {path!r}, group {own.name.strip('/')!r}", x)
+        rows = tensor(values, what)
     start = int(starts[client])
     return list(zip(rows, labels[start : start + len(rows)].tolist(), strict=True))
+
+
+def _check_finite(values: NDArray[Any], where: str, x: str) -> None:
+    finite = np.isfinite(values.astype(np.float32, copy=False).reshape(len(values), -1)).all(1)
+    if not finite.all():
+        raise UserError(
+            f"{where}: sample {int(finite.argmin())} of {x!r} has a number that is not finite in "
+            "single precision. Mend the sample, or leave it out."
+        )
 
 
 def tensor(rows: NDArray[Any], kind: str) -> Tensor:

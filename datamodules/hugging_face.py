@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,50 @@ class FromHuggingFace(FileDataModule):
         self.std = self.pictures.std
         self.length = length
         self.tokenizer = tokenizer
+
+    @classmethod
+    def own_clients(cls, **arguments: Any) -> bool:
+        """Return whether a column gives the clients."""
+        return arguments.get("client") is not None
+
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """Return the shape of the first training sample; None for a text."""
+        train, _ = cls._first_read(arguments)
+        if train is None or not len(train.groups):
+            return None
+        try:
+            x, _ = train.dataset[0]
+        except UserError:
+            return None
+        return tuple(x.shape) if x.is_floating_point() else None
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Return the number of classes in the training split; None if y are numbers to predict."""
+        train, names = cls._first_read(arguments)
+        labels = None if train is None else train.labels
+        if labels is None or labels.dtype.kind not in "iu" or not len(labels):
+            return None
+        return len(names) or int(labels.max()) + 1
+
+    @classmethod
+    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Side | None, Sequence[str]]:
+        """Return the training split and the classes' names.
+
+        The split is None if something is wrong, which the run itself reports.
+        """
+        names = ["data", "x", "y", "client", "train", "classes", "mode", "image_size"]
+        names += ["mean", "std", "length", "tokenizer"]
+        given = {name: arguments[name] for name in names if arguments.get(name) is not None}
+        if not isinstance(given.get("data"), str):
+            return None, ()
+        try:
+            data = cls(**given)
+            train, _, _ = data.read()
+        except (UserError, TypeError, ValueError):
+            return None, ()
+        return train, data.class_names
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         found = splits_of(self.data)

@@ -26,6 +26,8 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
 WORDS = re.compile(r"[\w']+|[.,!?;]")
 PICTURE = (".jpg", ".jpeg", ".png")
+# Number of classes, of the kinds whose labels are numbers with a known end.
+CLASSES = {"femnist": 62}
 # The column with the text of a tweet in LEAF's Sent140.
 TEXT = 4
 
@@ -61,9 +63,8 @@ class Kind:
             (y,) = y
         if isinstance(y, bool) or not isinstance(y, int | float) or y < 0 or y % 1:
             return None
-        if y > np.iinfo(np.int64).max:
-            return None
-        return int(y)
+        most = CLASSES.get(self.name, np.iinfo(np.int64).max)
+        return int(y) if y < most else None
 
     def check(self, user: User, first: Any) -> NDArray[np.int64]:
         """Return the labels of a user's samples, after checking that all are like the first
@@ -80,7 +81,11 @@ class Kind:
                 )
             label = self.label(y)
             if label is None:
-                raise user.wrong(f"has a sample {place} whose y is {y!r}, which is not a class")
+                classes = CLASSES.get(self.name)
+                known = f" ({self.name} has the classes 0 to {classes - 1})" if classes else ""
+                raise user.wrong(
+                    f"has a sample {place} whose y is {y!r}, which is not a class{known}"
+                )
             labels.append(label)
         if self.name in ("femnist", "numbers") and user.x:
             self._check_finite(user)
@@ -173,7 +178,7 @@ class FromLEAF(FileDataModule):
     def classes_of_samples(cls, **arguments: Any) -> int | None:
         """Return the number of classes, if it follows from the kind."""
         letters = len(ALPHABET) + bool(arguments.get("unknown"))
-        return {"femnist": 62, "shakespeare": letters}.get(str(arguments.get("kind")))
+        return {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}

@@ -147,6 +147,13 @@ class FileDataModule(FederatedDataModule):
         """Report a text once, before the run."""
         say(self.trainer, text)
 
+    @classmethod
+    def own_clients(cls, **arguments: Any) -> bool:
+        """Return whether the data decide how many clients there are, so ``num_clients`` has no
+        effect.
+        """
+        return arguments.get("partition") is None
+
     def load(self) -> None:
         train, test, val = self.read()
         if not len(train.groups):
@@ -195,6 +202,13 @@ class FileDataModule(FederatedDataModule):
             raise UserError(
                 f"{type(self).__name__}: client {side.names[side.groups[place]]!r} has the label "
                 f"{labels[place]}, and classes are numbered from 0: number them anew."
+            )
+        if self.class_names and labels[place] >= len(self.class_names):
+            raise UserError(
+                f"{type(self).__name__}: client {side.names[side.groups[place]]!r} has the label "
+                f"{labels[place]}, but there are {len(self.class_names)} classes, numbered from 0 "
+                f"({', '.join(map(str, self.class_names[:SHOWN]))}). Mend the label, or name all "
+                "classes."
             )
 
     def _without_empty(self, train: Side) -> None:

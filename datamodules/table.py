@@ -161,6 +161,11 @@ class FromTable(FederatedDataModule):
         self.class_names: Sequence[str] = []
 
     @classmethod
+    def own_clients(cls, **arguments: Any) -> bool:
+        """Return whether a column or the files' names give the clients."""
+        return arguments.get("client") is not None or isinstance(arguments.get("path"), Mapping)
+
+    @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
         """Return ``(features,)``, from the names of the columns.
 

@@ -33,6 +33,7 @@ class Partitioned(Protocol):
     name: str | None
     batch_size: int | None
     biases: tuple[Any, ...]
+    class_names: Sequence[str]
     drop_last: Any
     partition: Partition
     client_names: Sequence[str]
@@ -113,9 +114,11 @@ def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.i
 def deviation_text(totals: NDArray[np.int64]) -> str:
     """Return the spread of classes' totals, which grows by sampling with replacement."""
     deviation = float(totals.std(ddof=1)) if len(totals) > 1 else 0.0
-    share = f" ({100 * deviation / totals.mean():.2g} %)" if totals.any() else ""
+    share = f" ({100 * deviation / totals.mean():.0f} %)" if totals.any() else ""
+    there = int((totals > 0).sum())
+    some = f"{there} of {len(totals)} classes occur; " if there < len(totals) else ""
     return (
-        f"samples of a class: {totals.min():,} to {totals.max():,}, "
+        f"{some}samples of a class: {totals.min():,} to {totals.max():,}, "
         f"standard deviation {deviation:,.1f}{share}"
     )
 
@@ -159,7 +162,8 @@ def partition_table(data: Partitioned) -> str:
         header.append("test")
         rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]
     if counts is not None and counts.shape[1] <= 20:
-        header += [str(c) for c in range(counts.shape[1])]
+        names = list(data.class_names) or range(counts.shape[1])
+        header += [str(name) for name in names]
         for row, line in zip(rows, counts, strict=True):
             row += [str(k) if k else "·" for k in line]
         if totals is not None:

@@ -86,8 +86,8 @@ class FederatedModule(LearnerHooks):
             each on one thread of a CPU or one stream of a GPU, with the same bits for any number.
             ``"stacked"``: many as one batch of models, the same up to rounding. ``"debug"``: the
             bits of sequential, and an error in a hook or in ``training_step`` has an attribute
-            ``at`` (round, client, step, hook, arguments, batch). ``"auto"``: one of the first two,
-            by the table in `engines/auto.py`.
+            ``at`` (round, client, step, hook, arguments, batch). ``"auto"``: sequential or
+            concurrent, by the table in `engines/auto.py`.
         clients_at_once: clients that the stacked engine trains together; ``"auto"``: as many as fit
             into a gigabyte.
         workers: clients that the concurrent engine trains in parallel; ``"auto"``: the process's

@@ -234,6 +234,7 @@ def averaged_buffers(round: Round, total: Total) -> dict[str, Tensor]:
 
 def diverged_text(t: int, what: str) -> str:
     return (
-        f"the run diverged: {what} in round {t} is not finite. Lower the client learning rate, "
-        "set clip_norm (10 is common), or leave such clients out with on_nonfinite='skip'."
+        f"the run diverged: {what} in round {t} is not finite. If the data are finite, lower the "
+        "client learning rate, set clip_norm (10 is common), or leave such clients out with "
+        "on_nonfinite='skip'."
     )

@@ -1,6 +1,7 @@
 """The engines by name: what each can train, how it is planned, and what it builds.
 
-A new engine is a name in `round/settings.py`, a class here, and its entry in ``ENGINES``.
+A new engine is a name in `round/settings.py` (a constant and an entry of ``EngineName``), a class
+here, and its entry in ``ENGINES``.
 """
 
 from __future__ import annotations

@@ -37,6 +37,13 @@ EVALUATED = (
 )
 
 
+def test_a_client_without_a_model_of_its_own_is_told(cli: Cli) -> None:
+    assert cli(*FIT, "-c", "method/scaffold").returncode == 0
+    exported = cli("export", "runs/digits-scaffold-1", "--client", 3)
+    assert exported.returncode == 0, exported.stderr
+    assert "Note: the model of client 3 equals the global one" in exported.stderr
+
+
 def test_fit_evaluate_and_export(cli: Cli) -> None:
     run = cli(*FIT, "-c", "method/ditto", "--model.participation", 3, *SKEWED, *EVALUATED)
     assert run.returncode == 0, run.stderr

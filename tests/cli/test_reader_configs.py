@@ -50,6 +50,26 @@ def pictures(path: Path) -> None:
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{i}.png")
 
 
+def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli: Cli) -> None:
+    pictures(cli.folder / "pets")
+    (cli.folder / "pets/art/cat/Thumbs.db").touch()
+    where = ("--data", "FromFolders", "--data.path", "pets", "--data.image_size", 8)
+    trained = ("--model.learner.num_classes", 2, "--trainer.max_epochs=3")
+    shown = cli("partition", "-c", "base", *where, *trained)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.splitlines()[0].split() == ["client", "samples", "name", "cat", "dog"]
+    assert "Note: 1 file is not read, because the name is not a picture's: art/cat/Thumbs.db" in (
+        shown.stderr
+    )
+    refused = cli("partition", "-c", "base", *where, "--data.num_clients", 7)
+    assert refused.returncode == 2
+    assert "--data.num_clients has no effect: FromFolders takes its clients" in refused.stderr
+    dealt = cli(
+        "partition", "-c", "base", *where, "--data.num_clients=7", "--data.partition", "IID"
+    )
+    assert dealt.returncode == 0 and "7 clients" in dealt.stdout, dealt.stderr
+
+
 def test_domains_are_measured_by_name(cli: Cli) -> None:
     pictures(cli.folder / "pets")
     run = cli(

@@ -157,6 +157,19 @@ def test_widths_of_numbers_may_differ(tmp_path: Path) -> None:
     assert [read(data, i)[0][0].tolist() for i in range(3)] == [[1, 1]] * 3
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, 1e300])
+def test_a_sample_that_is_not_finite_is_refused_by_group_and_place(
+    value: float, tmp_path: Path
+) -> None:
+    own = {"f0": np.ones((2, 3)), "f1": np.ones((4, 3))}
+    own["f1"][2, 1] = value
+    path = written(tmp_path / "a.h5", {k: {"a": x, "b": [0] * len(x)} for k, x in own.items()})
+    data = FromHDF5(path, x="a", y="b")
+    assert len(read(data, 0)) == 2
+    with pytest.raises(UserError, match=r"a\.h5', group 'examples/f1': sample 2 of 'a'"):
+        read(data, 1)
+
+
 def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "a.h5", {"f0": pixels(20)})
     path.write_bytes(path.read_bytes()[:5000])

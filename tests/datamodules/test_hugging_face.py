@@ -97,6 +97,21 @@ def test_pictures_from_memory_and_disk(form: str, tmp_path: Path) -> None:
     assert read(colour, 0)[0][0].shape == (3, 8, 8)
 
 
+def test_shape_and_classes_are_known_before_a_run(tmp_path: Path) -> None:
+    """So that a network gets its sizes; a path that is wrong is reported by the run."""
+    path = str(pictures(tmp_path, "saved")[0])
+    given = {"data": path, "x": "image", "y": "label"}
+    assert FromHuggingFace.shape_of_samples(**given) == (1, 4, 5)
+    assert FromHuggingFace.shape_of_samples(**given, mode="RGB", image_size=8) == (3, 8, 8)
+    assert FromHuggingFace.classes_of_samples(**given) == 2
+    for wrong in ({"y": "nowhere"}, {"data": str(tmp_path / "nothing")}):
+        assert FromHuggingFace.shape_of_samples(**{**given, **wrong}) is None
+    table().to_parquet(tmp_path / "rows.parquet")
+    rows = {"data": str(tmp_path / "rows.parquet"), "x": ["a", "b"], "y": "kind"}
+    assert FromHuggingFace.shape_of_samples(**rows) == (2,)
+    assert FromHuggingFace.classes_of_samples(**rows) == len(set(table()["kind"]))
+
+
 def test_parquet_is_read_by_row_group(tmp_path: Path) -> None:
     import pyarrow as pa
     import pyarrow.parquet

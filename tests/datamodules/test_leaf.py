@@ -203,6 +203,7 @@ def damaged(kind: str, path: Path) -> None:
         ),
         "negative": lambda: written(file, {"a": {"x": [[1.0]], "y": [-1]}}),
         "fraction": lambda: written(file, {"a": {"x": [[1.0]], "y": [0.5]}}),
+        "no class": lambda: written(file, {"a": {"x": [[0.5] * 784], "y": [62]}}),
         "no x": lambda: (
             written(file, {"a": {"x": [], "y": []}})
             and file.write_text('{"user_data": {"a": {"y": [1]}}}')
@@ -229,6 +230,10 @@ def damaged(kind: str, path: Path) -> None:
         ("kind", "user 'a' .*sample 1 whose x is of another kind"),
         ("negative", "sample 0 whose y is -1"),
         ("fraction", "sample 0 whose y is 0.5"),
+        (
+            "no class",
+            r"'a' \(byte .*y is 62, which is not a class \(femnist has the classes 0 to 61",
+        ),
         ("no x", "user 'a' needs the lists x and y"),
         ("nothing", "there are no files train/"),
     ],

@@ -42,6 +42,7 @@ from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import InMemoryTransport, Killed, Message, Post
 from fl_lightning.storage.store import ClientStore
+from tests.helpers.rows import Times
 
 SIZES = [10, 6, 12, 4, 7, 20, 3, 8, 6]
 SHARES = {"north": [0, 3, 8], "south": [1, 2, 7], "west": [4, 5, 6]}
@@ -189,6 +190,8 @@ def same(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
     assert not different
+    # Equal numbers of two types count as equal above.
+    assert [value.dtype for value in ours.values()] == [theirs[key].dtype for key in ours]
 
 
 def check_same(
@@ -246,6 +249,7 @@ METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     "fedacg": (lambda: [callbacks.LookaheadMomentum(), CommunicationLogger()], {}),
     "fedgloss": (lambda: [callbacks.ServerAscent(), DynamicRegularization(0.1)], {}),
     "fedwmsam": (lambda: [callbacks.MomentumGuidedPerturbation()], {}),
+    "integers": (lambda: [Times(), CommunicationLogger()], {}),
 }
 
 

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.storage.store import ClientStore
+
+NO_FLOAT = 2**53  # from here on float64 has no odd numbers
+
+
+class Times(FederatedCallback):
+    """How often each client took part, as an integer that no float holds."""
+
+    times = ClientState(
+        lambda w: NO_FLOAT, shape=(), dtype=torch.int64, synchronised=False, reported=True
+    )
+
+    def on_local_end(self, clients: Any) -> None:
+        self.times[clients] += 1
+
+    def on_round_end(self, server: Any) -> None:
+        most = max(int(rows.max()) for _, rows in self.times.staged(server))
+        server.log("times/most", most - NO_FLOAT)
 
 
 def bits(tensor: Tensor) -> tuple[torch.dtype, tuple[int, ...], bytes]:

@@ -70,8 +70,9 @@ def told_by(function: Callable[[Path], int], folder: Path) -> tuple[int | None, 
 
     def call() -> None:
         # pytest's own are files, and would be full, too.
-        sys.stdout = sys.stderr = open(theirs, "w", buffering=1)
-        sys.exit(function(folder))
+        with open(theirs, "w", buffering=1) as sys.stderr:
+            sys.stdout = sys.stderr
+            sys.exit(function(folder))
 
     child = multiprocessing.get_context("fork").Process(target=call)
     child.start()

@@ -113,6 +113,45 @@ def _name_enums(node: Any) -> None:
             _name_enums(value)
 
 
+def _without_training(options: Sequence[str]) -> list[str]:
+    """Return the options of a command that are not of model, method or trainer.
+
+    >>> _without_training(["--data.x", "1", "--model.lr", "2", "--trainer.a=3", "-o", "there"])
+    ['--data.x', '1', '-o', 'there']
+    """
+    kept: list[str] = []
+    left_out = False
+    for option in options:
+        if option.startswith("-") and not option[1:2].isdigit():
+            left_out = bool(re.match(r"--(model|method|trainer)\b", option))
+        if not left_out:
+            kept.append(option)
+    return kept
+
+
+def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
+    """Refuse a number of clients that was typed for data that have clients of their own.
+
+    Packaged configs give a number, too, which such data may leave unused.
+    """
+    typed = ("--data.num_clients", "--data.init_args.num_clients")
+    found = [option for option in options if option.partition("=")[0] in typed]
+    cls = _class_of(data)
+    if not found or cls is None or not cls.own_clients(**vars(data.init_args)):
+        return
+    raise UserError(
+        f"{found[0].partition('=')[0]} has no effect: {cls.__name__} takes its clients from the "
+        "data. Leave the option out. For another number of clients, give --data.partition, which "
+        "splits all samples anew, or the data's own options; --data.help lists them."
+    )
+
+
+def _class_of(data: Any) -> type[FederatedDataModule] | None:
+    module, _, name = str(getattr(data, "class_path", "")).rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    return cls if isinstance(cls, type) and issubclass(cls, FederatedDataModule) else None
+
+
 def _refuse_huge(node: Any, path: str = "") -> None:
     """Refuse integers of more than 63 bits, for which libraries raise errors of their own."""
     if isinstance(node, dict | list):
@@ -250,7 +289,10 @@ class CommandCLI(LightningCLI):
         if self.command == "partition":
             keys = ("seed_everything", "data")
             config = {key: value for key, value in config.items() if key in keys}
+            # The data alone are split, whatever trains on them.
+            self.prepared.options = _without_training(self.prepared.options)
         self.config = parser.parse_args(["--config", as_text(config), *self.prepared.options])
+        _refuse_without_effect(self.config.data, self.prepared.options)
         seed = self.config.seed_everything
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
             raise UserError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import shlex
 import sys
 import warnings
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+import fl_lightning
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.loggers.run_card import LABELS
 from fl_lightning.errors import Diverged, UserError, suggest
@@ -147,7 +149,14 @@ def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) 
     methods = Methods(ours, model.layout)
     data = cli.datamodule
     models = of_checkpoint(checkpoint, model, methods, cli.trainer, data, str(cli.checkpoint))
-    return model.export(model=models.of(client)).state_dict()
+    own = model.export(model=models.of(client)).state_dict()
+    if all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in own.items()):
+        print(
+            f"Note: the model of client {client} equals the global one. Either no method of this "
+            "run keeps personal models, or the client has not finished a round.",
+            file=sys.stderr,
+        )
+    return own
 
 
 def _fit(cli: CommandCLI) -> None:
@@ -227,6 +236,24 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.WARNING)
     for message in _NOISE:
         warnings.filterwarnings("ignore", message)
+    warnings.formatwarning = _as_note
+
+
+_HERE = os.path.dirname(fl_lightning.__file__)
+_with_place = warnings.formatwarning
+
+
+def _as_note(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
+    """Return a warning's text, without a line of this package's code, which helps no user."""
+    if filename.startswith(_HERE):
+        return f"Note: {message}\n"
+    return _with_place(message, category, filename, lineno, line)
 
 
 def run(command: str, prepared: Command, debug: bool = False, **options: Any) -> int:
