@@ -94,10 +94,10 @@ def test_fairness_is_what_scipy_and_a_sum_over_pairs_give(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("was", "now", "says"),
     [
-        ("\n24,30,0.", "\n23,30,0.", "has two rows of one client"),
-        ("\n24,30,0.", "\n24,30,0,0.", "has rows of other lengths than its header"),
+        ("\n24,30,0.", "\n23,30,0.", "has two rows for one client"),
+        ("\n24,30,0.", "\n24,30,0,0.", "has rows that are longer or shorter than its header"),
         ("\n24,30,0.", "\n24,30,O.", "holds a value that is not a number"),
-        ("\n24,30,", "\n24,30,1", "as the mean of acc, where the run logged 0."),
+        ("\n24,30,", "\n24,30,1", "as the mean of acc, but the run logged 0."),
         ("client,samples,acc", "client,samples,acd", "gives nothing as the mean of acc"),
     ],
 )
@@ -150,11 +150,11 @@ def test_nobody_who_was_measured_after_the_last_round_is_no_damage(
     summary = summarise(find([tmp_path / "s"]))
     notes = [note for note in summary.notes if str(path) in note]
     expected = {
-        "all": [f"{path} has no client: none was measured after the last round."],
+        "all": [f"{path} has no rows: no client was measured after the last round."],
         "values": [],
     }
     if lost == "header":
-        assert len(notes) == 1 and "It was damaged" in notes[0]
+        assert len(notes) == 1 and "The file is damaged" in notes[0]
     else:
         assert notes == expected[lost]
     assert list(summary.arms["a"].fairness["gini"]) == [1]
@@ -178,7 +178,7 @@ def test_a_lost_row_of_a_round_is_said_and_the_round_is_not_drawn(tmp_path: Path
     path.write_text("".join(line for line in lines if not line.startswith("2,7,")))
     summary = summarise(find([tmp_path / "s"]))
     (note,) = (note for note in summary.notes if str(path) in note)
-    assert "in 1 rounds, the first 2" in note
+    assert "in 1 of its rounds, first in round 2" in note
     (drawing,) = charts.clients(summary)
     (first, *_) = drawing.figure.axes[0].lines
     assert list(first.get_xdata()) == [ROUNDS]
@@ -302,7 +302,7 @@ def test_what_was_measured_on_the_test_set_is_called_so(
     name = shown.removesuffix(", %")
     assert sections.targets(summary)[0].title == f"Until {name} ≥ 0.3"
     assert summary.to_json()["metric"] == "val/acc"
-    told = any("called test here" in note for note in summary.notes)
+    told = any("writes test acc for val/acc" in note for note in summary.notes)
     assert told == (name == "test acc")
 
 
@@ -384,4 +384,4 @@ def test_the_axis_of_a_difference_names_its_arms(tmp_path: Path) -> None:
             make_run(tmp_path / "s" / arm / f"seed-{seed}", arm, seed, {"val/acc": [0.5, 0.6]})
     (drawing,) = charts.intervals(summarise(find([tmp_path / "s"])))
     label = drawing.figure.axes[0].get_xlabel()
-    assert label.startswith("ours − fedavg in val/acc, percentage points"), label
+    assert label.startswith("val/acc: ours minus fedavg, in percentage points"), label

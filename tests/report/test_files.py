@@ -180,7 +180,7 @@ def test_what_papers_would_count_of_a_method_of_ones_own_is_not_known(
         assert "a | 1.6 kB | 1.00 × | 2 | 1.00 ×" in text, kind
         assert "own | 1.6 kB | 1.00 × | – | –" in text, kind
         assert "| 1 of 1 | 1.00 × | –" in text and "| 1 of 1 | 1.00 × | 1.00 ×" in text, kind
-        assert text.count("not known of a method that is not this package's") == 2, kind
+        assert text.count("not known for a method that is not part of this package") == 2, kind
 
 
 def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_path: Path) -> None:
@@ -302,7 +302,8 @@ def test_equal_cost_scores_the_last_third_of_what_the_cheapest_run_spent(tmp_pat
                 arm,
             )
     report(tmp_path / "out", tmp_path / "s")
-    columns = "20 rounds | 150 gradients | 16 kB sent | 30.0 s of devices | 5 s of processors |"
+    columns = "20 rounds | 150 gradients | 16 kB sent | 30.0 s of simulated devices | "
+    columns += "5 s of processor time |"
     assert f"| arm | {columns}" in (tmp_path / "out/report.md").read_text()
 
 

@@ -81,7 +81,7 @@ def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_pa
     for name in ("figures/curves-seconds.svg", "figures/curves-seconds.png"):
         assert name not in written and "figures/curves-rounds.png" in written
     text = written["report.md"].decode()
-    assert "of processors" not in text and "| time |" not in text
+    assert "of processor time" not in text and "| time |" not in text
     assert json.loads(written["report.json"])["arms"]["a"]["seconds_to"]["0.4"] == {
         "0": 2.0,
         "1": 2.0,
@@ -92,7 +92,7 @@ def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_pa
     assert "seconds" not in {view.axis for view in views(found.arms, "val/acc")}
     note = sections.runs(summarise(found)).note
     assert "1 run was made on Two, 2 cores" in note and note.endswith(
-        "of 1 the machine was not recorded."
+        "1 run was made on a machine that was not recorded."
     )
 
 

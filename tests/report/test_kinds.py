@@ -238,7 +238,7 @@ def test_report_json_agrees_with_an_independent_calculation(tmp_path: Path) -> N
     assert r"\begin{tabular}{p{0.3\linewidth}" in latex and max(map(len, captions)) < 120
     page = (tmp_path / "out/report.md").read_text()
     assert (
-        "rises: up > base in val/acc (last third of gradients) (primary)" in page
+        "rises: up > base in val/acc (mean over last third of gradients) (primary)" in page
         and "paper: +3 points" in page
     )
 

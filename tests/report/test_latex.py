@@ -53,7 +53,7 @@ def test_tables_with_any_label_compile_and_fit_the_page(latex: Path) -> None:
 
 def test_every_table_is_scaled_to_the_text_where_it_is_wider(latex: Path) -> None:
     lines = latex.read_text().splitlines()
-    assert lines[0].startswith(r"% needs \usepackage{booktabs} and \usepackage{graphicx}")
+    assert lines[0].startswith(r"% This file needs \usepackage{booktabs} and \usepackage{graphicx}")
     tables = [place for place, line in enumerate(lines) if r"\begin{tabular}" in line]
     ends = [line for line in lines if r"\end{tabular}" in line]
     assert len(tables) > 3 and ends == [r"\end{tabular}}"] * len(tables)

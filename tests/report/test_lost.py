@@ -85,8 +85,11 @@ def test_a_run_whose_last_value_is_no_number_has_lost(
     (said,) = found["claims"]
     assert (said["verdict"], said["n"], said["left_out"]) == ("inconclusive", 0, 6)
     assert found["arms"]["ours"]["scores"][score]["mean"] is None
-    note = "ours, seed 0, 1, 2, 3, 4, 5: val/loss is not finite where it counts: lost in tail, "
-    assert f"{note}last10, smoothed, last, max, as a run that diverged." in text
+    note = (
+        "ours, seed 0, 1, 2, 3, 4, 5: val/loss is not finite in a round that counts. Each such run "
+        "has lost, as if it had diverged, in tail, last10, smoothed, last, max."
+    )
+    assert note in text
     assert "A lost run has no score." in text
     runs = find([folder])
     for view in views(runs.arms, "val/loss"):
@@ -129,7 +132,7 @@ def test_a_value_that_is_no_number_on_the_way_loses_the_means_that_it_is_in(
     scores = found["arms"]["ours"]["scores"]
     known = {score: scores[score]["values"]["0"] for score in ("last10", "last", "max")}
     assert known == {"last10": None, "last": 0.5, "max": 0.9}
-    assert "val/loss is not finite where it counts: lost in tail, last10, as a run" in text
+    assert "Each such run has lost, as if it had diverged, in tail, last10." in text
 
 
 def test_an_empty_cell_is_no_value_and_loses_nothing(tmp_path: Path) -> None:
@@ -172,7 +175,8 @@ def test_a_claims_own_metric_is_noted_too(tmp_path: Path) -> None:
     assert found["arms"]["ours"]["scores"]["last"]["mean"] == 0.5
     text = (tmp_path / "out/report.md").read_text()
     assert "ours, seed 0, 1, 2, 3, 4, 5: val/loss is not finite" in text
-    assert "a run with seed 0, 1, 2, 3, 4, 5 was not finite, so it has no score" in text
+    note = "seeds 0, 1, 2, 3, 4, 5 are left out, because a run has a value that is not finite"
+    assert note in text
 
 
 @pytest.mark.parametrize("arms", [("ours",), ("ours", "base")], ids=str)
@@ -197,8 +201,8 @@ def test_smoothed_is_the_lowest_where_less_is_better(tmp_path: Path) -> None:
         arm = report(tmp_path / "out", tmp_path / "s", "--metric", metric)["arms"]["a"]
         assert arm["scores"]["smoothed"]["mean"] == best and arm["scores"]["max"]["mean"] == 0.9
         texts.append((tmp_path / "out/report.md").read_text())
-    assert "Smoothed: lowest of the last 50" in texts[0]
-    assert "Smoothed: highest of the last 50" in texts[1]
+    assert "Smoothed: the lowest of the last 50" in texts[0]
+    assert "Smoothed: the highest of the last 50" in texts[1]
     unknown = summarise(find([tmp_path / "s"]), "val/quality").arms["a"]
     assert unknown.scores["smoothed"] == {0: 0.9}
     argv = ["--metric", "val/quality", "--mode", "min"]

@@ -140,7 +140,7 @@ def test_a_changed_digit_of_the_metrics_is_named(cli: Cli) -> None:
     assert "SHA-256" not in notes()
     packed.unlink()
     metrics.write_bytes(rows[:-3] + (b"1" if rows[-3:-2] != b"1" else b"2") + rows[-2:])
-    named = "a/metrics.csv of a run that is done is not the file that the run wrote"
+    named = "a/metrics.csv: the run is done, but this file has changed since the run wrote it"
     assert named in notes()
     of_the_run = record(cli.folder / "a")
     del of_the_run["metrics_hash"]

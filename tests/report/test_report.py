@@ -151,7 +151,8 @@ def test_unfinished_runs_and_missing_seeds_are_shown_and_kept_out(tmp_path: Path
     assert pair["n"] == 2 and close(pair["mean"], (0.1 + 0.05) / 2)
     page = (tmp_path / "out/report.md").read_text()
     assert (
-        "Seed 9 of b: no finished run of a to pair with." in page and "b, seed 4: failed." in page
+        "Seed 9 of b has no pair: a has no finished run with this seed." in page
+        and "b, seed 4: failed." in page
     )
 
 
@@ -163,7 +164,7 @@ def test_runs_of_a_sweep_that_never_began_are_said(tmp_path: Path) -> None:
     assert list(found["arms"]["b"]["scores"]["last"]["values"]) == ["9", "10"] and list(
         found["arms"]
     ) == ["b"]
-    assert "left no run.json: 1 failed, 1 waiting" in (tmp_path / "out/report.md").read_text()
+    assert "have no run.json: 1 failed, 1 waiting" in (tmp_path / "out/report.md").read_text()
     (tmp_path / "none").mkdir()
     (tmp_path / "none/runs.csv").write_text("arm,seed,status,folder\na,0,waiting,x\n")
     assert "none of its 1 runs has begun" in refused(tmp_path / "no", tmp_path / "none")
@@ -207,7 +208,7 @@ def test_runs_by_themselves_come_in_the_order_of_the_command_line(tmp_path: Path
     assert (found["pairs"][0]["a"], found["pairs"][0]["b"]) == ("FedInit", "SCAFFOLD")
     head = "arm,seed,status,rounds,tail,last10,smoothed,last,max,folder"
     assert (tmp_path / "out/report.csv").read_text().startswith(head)
-    told = "Mean of last 10: of as many as there are, where they are fewer."
+    told = "Mean of last 10: of all values if a run has fewer than ten."
     assert told in (tmp_path / "out/report.md").read_text(), "one round alone"
 
 

@@ -113,8 +113,8 @@ def test_axes_of_sweeps_that_are_reported_together_are_all_named(tmp_path: Path)
 
 
 def test_a_table_by_settings_says_what_was_compared(tmp_path: Path) -> None:
-    within = "Arms are compared within a setting, with its first."
-    claimed = "Only what the claims say is tested."
+    within = "Each arm is compared with the first arm of its setting."
+    claimed = "Only the claims are tested."
     folder = alphas(tmp_path / "s", method=["fedavg", "own"])
     claim = {"id": "A", "a": "own_0.1", "b": "fedavg_0.1", "metric": "val/acc", "margin": 0}
     claims = written(tmp_path / "c.yaml", {**claim, "direction": "greater"})
@@ -233,7 +233,7 @@ def test_a_trend_is_provisional_while_a_value_of_its_axis_has_no_run(tmp_path: P
         (lambda lines: [*lines[:5], *lines[7:]], "lacks 2 of the rounds 0 to 19"),
         (lambda lines: lines[:-3], "ends after 17 of 20 rounds"),
         (lambda lines: lines[:1], "ends after 0 of 20 rounds"),
-        (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], "last line without an end"),
+        (lambda lines: [*lines[:-1], lines[-1].rstrip("\n")], "last line without a line break"),
     ],
 )
 def test_what_a_run_has_lost_is_said(tmp_path: Path, change: Any, words: str) -> None:

@@ -16,14 +16,15 @@ from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.metrics import comma_separated
 from fl_lightning.storage.files import named, written_aside
 
-DESCRIPTION = """Look at the model of a finished run, on its clients' training samples.
+DESCRIPTION = """Measure the model of a finished run on its clients' training samples.
 
-hessian    the largest eigenvalue of the loss's Hessian and its trace, as HessianLogger logs them
-landscape  the loss around the model on a plane of two random, filter-normalised directions; of two
-           runs in one picture
+hessian    the largest eigenvalue and the trace of the loss's Hessian, as HessianLogger logs them
+landscape  the loss around the model, on a plane of two random, filter-normalised directions; two
+           runs give one picture
 
-Writes hessian.json, .csv and .png (or landscape…) in the run's folder, or in --out. A checkpoint
-that is not the last is named: hessian-best.json. RUN is a run's folder, or a checkpoint in one."""
+Writes hessian.json, .csv and .png (or landscape.…) to the run's folder, or to --out. If the
+checkpoint is not the last one, the files have its name: hessian-best.json. RUN is a run's folder or
+a checkpoint in it."""
 
 
 def parser() -> ArgumentParser:
@@ -37,30 +38,34 @@ def parser() -> ArgumentParser:
     made.add_argument(
         "--samples",
         default="2000",
-        help="of the clients, drawn by the run's seed, or all (default: %(default)s)",
+        help="number of the clients' samples, drawn by the run's seed, or all "
+        "(default: %(default)s)",
     )
     made.add_argument(
         "--tolerance",
         default="1e-3",
-        help="hessian: of the eigenvalue, relative (default: %(default)s)",
+        help="hessian: relative tolerance of the eigenvalue (default: %(default)s)",
     )
     made.add_argument(
         "--probes",
         default="100",
-        help="hessian: random vectors for the trace (default: %(default)s)",
+        help="hessian: number of random vectors for the trace (default: %(default)s)",
     )
     made.add_argument(
-        "--points", default="21", help="landscape: a side, an odd number (default: %(default)s)"
+        "--points",
+        default="21",
+        help="landscape: points per side, an odd number (default: %(default)s)",
     )
     made.add_argument(
         "--range",
         default="1",
-        help="landscape: how far, in lengths of the model's filters (default: %(default)s)",
+        help="landscape: distance from the model to each side, in norms of the model's filters "
+        "(default: %(default)s)",
     )
     made.add_argument(
         "--directions",
         default="0",
-        help="landscape: the seed of the directions (default: %(default)s)",
+        help="landscape: seed of the directions (default: %(default)s)",
     )
     return made
 

@@ -33,9 +33,9 @@ def along_eigenvector(
         slope = np.polyfit(s[middle], values[middle], 2)[1]
     axes.plot(s, values, color=COLOURS[0], label="loss at w + s v")
     parabola = loss + slope * s + found.top_eigenvalue * s**2 / 2
-    axes.plot(s, parabola, "--", color=COLOURS[7], label="by λ and slope")
+    axes.plot(s, parabola, "--", color=COLOURS[7], label="parabola with slope and λ at w")
     axes.plot([0], [loss], "o", color=COLOURS[1], label="the model, w")
-    axes.set_xlabel("s, along the first eigenvector v of the Hessian (‖v‖ = 1)")
+    axes.set_xlabel("step s along the first eigenvector v of the Hessian (‖v‖ = 1)")
     axes.set_ylabel("loss")
     finite = values[np.isfinite(values)]
     if len(finite):

@@ -15,10 +15,10 @@ from fl_lightning.lab.report.scores import has_lost, lost, measured, summed, tai
 
 AXES = {
     "rounds": "rounds",
-    "gradients": "gradients evaluated",
+    "gradients": "gradient evaluations",
     "bytes": "bytes sent",
     "virtual": "seconds of simulated devices",
-    "seconds": "seconds of rounds",
+    "seconds": "wall-clock seconds",
 }
 CPU = "time/cpu"
 CLOCK = "time/round"

@@ -59,31 +59,34 @@ def intervals(summary: Summary) -> list[Drawing]:
         shown = difference_unit(summary, panel[0])
         _panel(axes, panel, shown, claimed=bool(summary.verdicts))
         # Without claims, b is always the first arm.
-        b = "its b" if summary.verdicts else panel[0].claim.b
+        b = panel[0].claim.b
         arms = {row.claim.a for row in panel}
         a = arms.pop() if len(arms) == 1 else "each arm"
+        difference = f"{a} minus {b}"
+        ratio = f"log of {a} / {b}"
         if summary.verdicts:
-            a = "each claim's a"
+            difference = "a − b"
+            ratio = "log(a / b)"
         label = {
-            "difference": f"{a} − {b} in {summary.called(metric)}",
-            "log_ratio": f"log of {a} / {b} in {summary.called(metric)}",
-            "number": f"Spearman's ρ, {summary.called(metric)}",
+            "difference": f"{summary.called(metric)}: {difference}",
+            "log_ratio": f"{summary.called(metric)}: {ratio}",
+            "number": f"{summary.called(metric)}: Spearman's ρ",
         }[scale]
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[row.claim.score] for row in panel))
-        axes.set_xlabel(f"{label}{', percentage points' * shown.percent} ({scores})")
-    caption = "Line: mean and its 95 % interval, where there are two pairs or more. "
-    caption += "Dots below: one a seed."
+        axes.set_xlabel(f"{label}{', in percentage points' * shown.percent} ({scores})")
+    caption = "The large marker is the mean, and the line is its 95 % interval, which needs at "
+    caption += "least two pairs. Each dot below is one seed."
     if any(row.percent == 90 for row in rows):
-        caption += " Of an equivalence (≈) the thick line is the 90 % interval, which belongs to "
-        caption += "its two one-sided tests, and the thin one goes on to 95 %."
+        caption += " For an equivalence (≈), the thick line is the 90 % interval, which belongs "
+        caption += "to its two one-sided tests. The thin line is the 95 % interval."
     if summary.verdicts:
-        caption += " Dotted: the claim's margin. "
+        caption += " A dotted line is the claim's margin. "
         if style().markers:
-            caption += "Full diamond: reproduced, cross: contradicted, open diamond: "
-            caption += "not reproduced, open circle: inconclusive."
+            caption += "A full diamond means reproduced, a cross contradicted, an open diamond "
+            caption += "not reproduced, and an open circle inconclusive."
         else:
-            caption += "Green: reproduced, red: contradicted, grey: not reproduced, "
-            caption += "amber: inconclusive."
+            caption += "Green means reproduced, red contradicted, grey not reproduced, and "
+            caption += "amber inconclusive."
     return [Drawing("intervals", "Paired intervals", caption, drawn)]
 
 
@@ -156,9 +159,9 @@ def _interval(axes: Axes, y: int, row: Comparison, shown: Unit, look: Mapping[st
 def heat_map(summary: Summary) -> list[Drawing]:
     """Draw mean scores over a grid of two axes; without such a grid, scores of arms by seeds."""
     factor = unit_of(summary).factor
-    title = "Over the grid"
+    title = "Scores over the grid"
     metric = summary.called(summary.metric)
-    caption = f"Mean over seeds: {metric}, {SCORE_TITLES[MAIN]}."
+    caption = f"Each cell is a mean over seeds: {metric}, {SCORE_TITLES[MAIN]}."
     scores: dict[tuple[str, str], float | None] = {}
     names = {arm.key: name for name, arm in summary.arms.items()}
     if grid := two_axes(list(names)):
@@ -167,8 +170,8 @@ def heat_map(summary: Summary) -> list[Drawing]:
         swept = sides({place: summary.arms[names[key]].runs[0] for place, key in grid.items()})
     else:
         title = "Arms by seeds"
-        caption = f"{metric}, {SCORE_TITLES[MAIN]}. "
-        caption += "Runs of one column have one seed: these are paired."
+        caption = f"Each cell is one run: {metric}, {SCORE_TITLES[MAIN]}. "
+        caption += "Runs in one column have the same seed, so they form pairs."
         for seed in sorted({run.seed for run in summary.found.runs}):
             for name, arm in summary.arms.items():
                 scores[name, f"seed {seed}"] = arm.scores[MAIN].get(seed)
@@ -268,9 +271,9 @@ def layers(summary: Summary) -> list[Drawing]:
         axes.set_title(FORMS[form], fontsize=points(9.5))
         plain(axes)
     legend(drawn, handles)
-    caption = "Averaged over all rounds and seeds; layers from the input on."
+    caption = "Mean over all rounds and seeds. Layers are in order from the input on."
     if len(logged) > 1:
-        caption += " The forms can rank layers differently."
+        caption += " The forms of the distance can rank layers differently."
     return [Drawing("consensus", "Consensus distance by layer", caption, drawn)]
 
 
@@ -301,8 +304,9 @@ def generalisation(summary: Summary) -> list[Drawing]:
     plain(axes, "both")
     legend(drawn, handles)
     caption = (
-        "A point for each round that measured both, averaged over seeds; training goes to the "
-        "right. Lower at the same training loss is better generalisation."
+        "Each point is the mean over seeds in a round that measured both the loss and the gap. "
+        "Training goes from left to right. At the same training loss, a smaller gap means better "
+        "generalisation."
     )
     return [Drawing("generalisation", "Generalisation gap over training loss", caption, drawn)]
 
@@ -335,10 +339,11 @@ def clients(summary: Summary) -> list[Drawing]:
     for axes in every[len(tables) :]:
         axes.set_visible(False)
     drawn.supxlabel("rounds", fontsize=points(10))
-    label = f"{column_of(summary.metric)} of a client{', %' * shown.percent}"
+    label = f"{column_of(summary.metric)} of each client{', %' * shown.percent}"
     drawn.supylabel(label, fontsize=points(10))
-    caption = "Thin: clients of the first run, at most 40. Thick: the median of all clients and "
-    caption += "seeds; dark: their middle half; light: all but the worst and the best tenth."
+    caption = "Each thin line is a client of the first run; at most 40 are drawn. The thick line "
+    caption += "is the median over all clients and seeds. The dark band has the middle half of "
+    caption += "them, and the light band all except the worst and the best tenth."
     return [Drawing("clients", "Clients over time", caption, drawn)]
 
 

@@ -31,7 +31,7 @@ from fl_lightning.lab.report.summary import Summary
 from fl_lightning.lab.report.text_tables import Unit, size
 
 MEASUREMENTS = {
-    "train/loss": "train/loss, along the local paths",
+    "train/loss": "train/loss, during local training",
     "global/train_loss": "global/train_loss, of the global model",
     "global/gap": "global/gap, val/loss − train_loss",
     "global/grad_norm": "global/grad_norm, ‖∇f(w)‖",
@@ -80,7 +80,7 @@ def curves(summary: Summary) -> list[Drawing]:
                 # Targets are lines without a name; the caption explains them.
                 legend(drawn, handles)
         axes.set_xlabel(title)
-        caption = "The same curves against the mean of what was spent."
+        caption = "The same curves over the mean cost of the runs."
         if axis == "rounds":
             caption = _caption(summary)
         drawings.append(
@@ -111,19 +111,20 @@ def _panel(axes: Axes, summary: Summary, axis: str) -> dict[str, Any]:
 
 def _caption(summary: Summary) -> str:
     width = windows(summary)
-    curve = "curve, unsmoothed,"
+    curve = "is not smoothed"
     if width != "1":
-        curve = f"curve, smoothed by a Hanning window of {width} values,"
+        curve = f"is smoothed by a Hanning window of {width} values"
     parts = [
-        f"Line: mean of the {curve} over the runs that are done; band: ± one sample deviation."
+        f"Each run's curve {curve}. A line is the mean over the runs of an arm that are done, and "
+        "its band is ± one sample standard deviation."
     ]
     statuses = {run.status for run in summary.found.runs}
     if statuses & {"running", "stopped", "failed"}:
-        parts.append("Thin: runs that are not finished, one line each.")
+        parts.append("Each thin line is one run that is not finished.")
     if "diverged" in statuses:
-        parts.append("A thin line that ends in ×: a run that diverged.")
+        parts.append("A thin line that ends in × is a run that diverged.")
     if summary.targets:
-        parts.append("Dotted: the targets.")
+        parts.append("Dotted lines are the targets.")
     return " ".join(parts)
 
 
@@ -224,9 +225,9 @@ def measurements(summary: Summary) -> list[Drawing]:
         if not logged:
             continue
         drawn = _measurements(part, logged)
-        caption = "Means over seeds, ± one sample deviation, unsmoothed; "
-        caption += "logarithmic where all values are positive."
-        title = "What else was measured"
+        caption = "Means over seeds, not smoothed. Bands are ± one sample standard deviation. "
+        caption += "The vertical axis is logarithmic if all values are positive."
+        title = "Other measurements"
         if len(parts) == 1:
             drawings.append(Drawing("measurements", title, caption, drawn))
         else:

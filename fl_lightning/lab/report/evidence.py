@@ -47,9 +47,9 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     arms = {name: _finished(found, name) for name in claim.arms}
     for name in claim.arms:
         if name not in found.arms:
-            hint = suggest(name, found.arms) or f" There are: {', '.join(found.arms)}."
+            hint = suggest(name, found.arms) or f" The arms are: {', '.join(found.arms)}."
             notes.append(
-                f"Claim {claim.id} is about the arm {name}, of which there is no run.{hint}"
+                f"Claim {claim.id} is about the arm {name}, but this arm has no run.{hint}"
             )
     if claim.kind == "trend" and claim.over != "layers":
         made = _trend_over_axis(claim, found, notes)
@@ -70,7 +70,7 @@ def evidence(claim: Claim, found: Found, notes: list[str]) -> Evidence:
 def absent(found: Found, metric: str) -> str:
     """Return a note that no run has ``metric``."""
     hint = suggest(metric, found.metrics)
-    return f"No run logs {metric}, so nothing is scored by it.{hint}"
+    return f"No run logs {metric}, so it gives no scores.{hint}"
 
 
 def _finished(found: Found, arm: str) -> dict[int, ReportedRun]:
@@ -116,8 +116,11 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         if not whole:
             left_out.setdefault(_why_left_out(claim, runs), []).append(str(seed))
     for reason, seeds in left_out.items():
-        which = f"a run with seed {', '.join(seeds)} {reason}"
-        notes.append(f"{' − '.join(runs)} in {claim.metric}: {which}.")
+        which = (
+            f"seed {', '.join(seeds)} is" if len(seeds) == 1 else f"seeds {', '.join(seeds)} are"
+        )
+        why = f"{which} left out, because a run {reason}"
+        notes.append(f"{' − '.join(runs)} in {claim.metric}: {why}.")
     return made
 
 
@@ -137,11 +140,11 @@ def _helps(
 
 def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
     if claim.kind == "to_target":
-        return "never arrives"
+        return "never reaches the target"
     if any(run.status == "diverged" for run in runs.values()):
         return "diverged, so it has no score to compare"
     if any(has_lost(run, claim.metric, claim.score) for run in runs.values()):
-        return "was not finite, so it has no score to compare"
+        return "has a value that is not finite, so it has no score to compare"
     return "has no score to compare"
 
 
@@ -181,9 +184,11 @@ def between(scale: str, a: float | None, b: float | None) -> float | None:
 def _tell_alone(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str]) -> None:
     for name, partner in ((one, other), (other, one)):
         if alone := sorted(arms[name].keys() - arms[partner].keys()):
-            which = "Seed" if len(alone) == 1 else "Seeds"
-            seeds = ", ".join(map(str, alone))
-            notes.append(f"{which} {seeds} of {name}: no finished run of {partner} to pair with.")
+            one_seed = len(alone) == 1
+            which = f"Seed{'s' * (not one_seed)} {', '.join(map(str, alone))} of {name}"
+            pairs = "has no pair" if one_seed else "have no pairs"
+            seeds = "this seed" if one_seed else "these seeds"
+            notes.append(f"{which} {pairs}: {partner} has no finished run with {seeds}.")
 
 
 def _refuse_other_partition(a: ReportedRun, b: ReportedRun) -> None:
@@ -250,12 +255,14 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         axes: dict[str, str] = {}
         for run in found.runs:
             axes |= run.axes
-        without = f"which no sweep's grid has: {', '.join(axes)}"
-        notes.append(f"Claim {claim.id} is a trend over {claim.over}, {without}.")
+        known = f"The axes are: {', '.join(axes) or 'none'}"
+        notes.append(
+            f"Claim {claim.id} is a trend over {claim.over}, but no sweep has this axis. {known}."
+        )
         return Evidence(incomplete=True)
     runs = [run for run in found.runs if _on_axis(claim, run)]
     if not runs:
-        notes.append(f"Claim {claim.id} is about the method {claim.arm}, of which there is no run.")
+        notes.append(f"Claim {claim.id} is about the method {claim.arm}, but it has no run.")
         return Evidence(incomplete=True)
     places = _places(list(dict.fromkeys(run.axes[claim.over] for run in runs)))
     arms = dict.fromkeys(run.arm for run in runs)

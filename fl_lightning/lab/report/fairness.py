@@ -61,9 +61,9 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
     rows = read_table(path)
     # Values beyond the header's columns have no name.
     if any(None in row or None in row.values() for row in rows):
-        return np.empty(0), "has rows of other lengths than its header"
+        return np.empty(0), "has rows that are longer or shorter than its header"
     if len({row.get("client") for row in rows}) < len(rows):
-        return np.empty(0), "has two rows of one client"
+        return np.empty(0), "has two rows for one client"
     try:
         values = np.array([float(row[name]) for row in rows if row.get(name)], dtype=float)
     except ValueError as error:
@@ -76,7 +76,7 @@ def after_last_round(run: ReportedRun, metric: str) -> tuple[Column, str]:
     # If a model overflowed, its mean is not finite and was not logged.
     if len(logged) and np.isfinite(logged[-1]) and not _is_mean(float(logged[-1]), values):
         shown = f"{values.mean():.6g}" if len(values) else "nothing"
-        fault = f"gives {shown} as the mean of {name}, where the run logged {logged[-1]:.6g}"
+        fault = f"gives {shown} as the mean of {name}, but the run logged {logged[-1]:.6g}"
         return np.empty(0), fault
     return values[np.isfinite(values)], ""
 

@@ -27,16 +27,16 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
     # Scores of runs with unequal numbers of rounds are allowed, but do not compare only the
     # methods.
     if len({run.rounds_done for run in found.runs if run.status == "done"}) > 1:
-        notes.append("Runs differ in their number of rounds: compare them at equal cost below.")
+        notes.append("Runs differ in their number of rounds. Compare them at equal cost, below.")
     if waiting := Counter(status for _, _, status in found.waiting):
         counts = ", ".join(f"{number} {status}" for status, number in waiting.items())
-        notes.append(f"Runs of the sweep that left no run.json: {counts}.")
+        notes.append(f"Some runs of the sweep have no run.json: {counts}.")
     commits = dict.fromkeys(
         str(commit)[:12] for run in found.runs if (commit := run.record.get("commit"))
     )
     notes += _on_test(found)
     if len(commits) > 1:
-        notes.append(f"Runs were made at several commits: {', '.join(commits)}.")
+        notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
     on_sweeps = [_on_candidates(sweep) for sweep in found.sweeps]
     return notes + [note for note in on_sweeps if note]
 
@@ -55,7 +55,10 @@ def _on_test(found: Found) -> list[str]:
             "Some arms validated on the test set and others did not: do not compare their val/…."
         ]
     if True in answers:
-        return ["Validation was on the test set: columns val/… are called test here."]
+        return [
+            "Validation used the test set, so this report writes test acc for val/acc, and "
+            "likewise for other columns val/…."
+        ]
     return []
 
 
@@ -65,14 +68,13 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
         runs = [run for run in found.runs if not file.folders or run.folder in file.folders]
         if file.stated and (without := len(runs) - len(file.stated)) > 0:
             notes.append(
-                f"{without} of {len(runs)} runs recorded no claims, beside others that recorded "
+                f"{without} of {len(runs)} runs recorded no claims, although other runs recorded "
                 "theirs."
             )
         # If a claim was changed after its runs began, it was not made before them.
         if file.changed:
             notes.append(
-                f"{file.path} was edited after the runs started: its hash is none that a run "
-                "recorded."
+                f"{file.path} was edited after the runs started: no run recorded its present hash."
             )
         elif others := sum(stated != file.hash for stated in file.stated):
             notes.append(
@@ -82,8 +84,8 @@ def _on_claims(found: Found, files: Sequence[ClaimsFile]) -> list[str]:
     for stated, runs in _unread(found, {file.hash for file in files}).items():
         notes.append(
             f"{len(runs)} runs, such as {runs[0].folder}, recorded claims (SHA-256 "
-            f"{stated[:12]}…) that are not here: claims.yaml was removed, so what was claimed "
-            "before the runs is not judged."
+            f"{stated[:12]}…), but claims.yaml was removed. So this report cannot judge what was "
+            "claimed before the runs."
         )
     return notes
 
@@ -118,7 +120,9 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
         notes.append(f"Runs of {name} differ in their config by more than the seed.")
     for run in runs:
         table = run.folder / "metrics.csv"
-        notes += [f"{table} of a run that is {run.status} {fault}." for fault in run.faults]
+        notes += [
+            f"{table}: the run is {run.status}, but this file {fault}." for fault in run.faults
+        ]
     # The card of a run has the warnings that only this run gave, such as a drawn seed.
     common = _warnings(runs[0])
     for run in runs[1:]:
@@ -127,14 +131,15 @@ def _on_arm(name: str, runs: Sequence[ReportedRun]) -> list[str]:
     notes += [f"{name}: {text.rstrip('.')}." for text in common]
     if diverged := [str(run.seed) for run in runs if run.status == "diverged"]:
         notes.append(
-            f"{name} diverged with seed {', '.join(diverged)}: counted as lost, never dropped."
+            f"{name} diverged with seed {', '.join(diverged)}. A diverged run counts as lost. It "
+            "is not dropped."
         )
     # A diverged run is a result; these runs may still become one.
     for status in ("running", "stopped", "failed"):
         if seeds := [str(run.seed) for run in runs if run.status == status]:
             notes.append(
-                f"{name}, seed {', '.join(seeds)}: {status}. Shown in the curves, kept out of "
-                "every score."
+                f"{name}, seed {', '.join(seeds)}: {status}. The curves show such runs, but no "
+                "score includes them."
             )
     return notes
 
@@ -147,8 +152,8 @@ def _on_infinite(name: str, runs: Sequence[ReportedRun], metric: str) -> list[st
         if run.status == "done" and scores:
             seeds.setdefault(", ".join(scores), []).append(str(run.seed))
     return [
-        f"{name}, seed {', '.join(which)}: {metric} is not finite where it counts: lost in "
-        f"{scores}, as a run that diverged."
+        f"{name}, seed {', '.join(which)}: {metric} is not finite in a round that counts. Each "
+        f"such run has lost, as if it had diverged, in {scores}."
         for scores, which in seeds.items()
     ]
 
@@ -159,15 +164,18 @@ def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
         _, fault = after_last_round(run, metric)
         path = run.folder / "clients.csv"
         if fault and run.status == "done":
-            notes.append(f"{path} {fault}. It was damaged, so that its fairness is left out.")
+            notes.append(
+                f"{path} {fault}. The file is damaged, so the fairness table leaves this run out."
+            )
         elif run.status == "done" and measured_nobody(run):
-            notes.append(f"{path} has no client: none was measured after the last round.")
+            notes.append(f"{path} has no rows: no client was measured after the last round.")
         _, changed = over_rounds(run, metric)
         if changed:
             path = run.folder / "clients_rounds.csv"
             notes.append(
-                f"{path} has other means than the run logged in {len(changed)} rounds, the first "
-                f"{changed[0]}. It was damaged, so that these are not drawn."
+                f"{path}: the clients' mean differs from the mean that the run logged in "
+                f"{len(changed)} of its rounds, first in round {changed[0]}. The file is damaged, "
+                "so these rounds are not drawn."
             )
     return notes
 
@@ -179,4 +187,4 @@ def _on_candidates(sweep: ReportedSweep) -> str | None:
     if len(set(counts.values())) < 2:
         return None
     unequal = ", ".join(f"{arm} {number}" for arm, number in counts.items())
-    return f"The arms of {sweep.folder} chose from unequal numbers of candidates: {unequal}."
+    return f"The arms of {sweep.folder} chose from different numbers of candidates: {unequal}."

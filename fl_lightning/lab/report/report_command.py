@@ -21,9 +21,9 @@ FORMATS = ("png", "svg", "pdf")
 METRIC = "val/acc"
 DESCRIPTION = """Compare runs: tables, curves, paired intervals, verdicts on claims.
 
-Reads folders of runs and of sweeps (with their claims.yaml), and writes report.html, a page to
-read, report.md, report.tex, report.csv (a row a run), curves.csv (a row a value), report.json
-(every number unrounded) and figures/ as PNG, SVG and PDF."""
+Reads folders of runs and of sweeps (with their claims.yaml). Writes report.html (a page to read),
+report.md, report.tex, report.csv (one row per run), curves.csv (one row per value), report.json
+(all numbers without rounding) and figures/ (PNG, SVG and PDF)."""
 
 
 def parser() -> ArgumentParser:
@@ -34,54 +34,55 @@ def parser() -> ArgumentParser:
         nargs="+",
         type=Path,
         metavar="FOLDER",
-        help="of a run, of a sweep, or any full of runs",
+        help="folder of a run or of a sweep, or any folder of runs",
     )
     made.add_argument(
         "--out",
         type=named,
-        help="where to write (default: FOLDER where one is given, else ./report)",
+        help="folder for the report (default: FOLDER if you give one, else ./report)",
     )
     made.add_argument(
         "--targets",
         default="",
-        help="values of the metric, such as 0.8,0.9: rounds, bytes, seconds until",
+        help="values of the metric, such as 0.8,0.9; the report gives rounds, bytes and seconds "
+        "to each",
     )
-    made.add_argument("--metric", help=f"what is scored (default: {METRIC})")
+    made.add_argument("--metric", help=f"metric to score (default: {METRIC})")
     made.add_argument(
         "--mode",
         choices=("max", "min"),
-        help="which way is better in --metric, where its name does not tell",
+        help="whether greater or less is better for --metric, if its name does not say so",
     )
     made.add_argument(
         "--claims",
         type=Path,
         metavar="FILE",
-        help="claims to judge, in place of the sweeps' claims.yaml",
+        help="claims to judge, instead of the sweeps' claims.yaml",
     )
     made.add_argument(
         "--label",
         action="append",
         default=[],
         metavar="ARM=TEXT",
-        help="what an arm is called in tables and figures; may be given several times",
+        help="name of an arm in tables and figures; you can give this option several times",
     )
     made.add_argument(
         "--style",
         choices=("page", "paper"),
         default="page",
-        help="of figures: for a page, or for a column of a paper, with markers for prints in "
+        help="style of figures: for a page, or for a column of a paper, with markers for prints in "
         "black and white (default: page)",
     )
     made.add_argument(
         "--figures",
         default=",".join(FORMATS),
         metavar="FORMATS",
-        help="what figures are written as, or none, which leaves them out (default: %(default)s)",
+        help="formats of figures, or none to write no figures (default: %(default)s)",
     )
     made.add_argument(
         "--no_seconds",
         action="store_true",
-        help="leave seconds out, as for runs that shared their machine with other work",
+        help="leave out seconds, for runs that shared their machine with other work",
     )
     return made
 

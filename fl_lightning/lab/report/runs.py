@@ -297,10 +297,10 @@ def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column
         yield f"ends after {ended} of {asked} rounds"
     path = folder / "metrics.csv"
     if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
-        yield "has a last line without an end, which may have been cut"
+        yield "has a last line without a line break, so the line may be incomplete"
     written = record.get("metrics_hash")  # Older runs recorded none.
     if written is not None and written != metrics_hash(folder):
-        yield "is not the file that the run wrote: its SHA-256 is not the one in run.json"
+        yield "has changed since the run wrote it: its SHA-256 is not the one in run.json"
 
 
 def _ended(rounds: Column) -> int:

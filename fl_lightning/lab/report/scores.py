@@ -12,16 +12,16 @@ import numpy as np
 from fl_lightning.lab.report.runs import Column, Found, ReportedRun
 
 SCORE_TITLES = {
-    "tail": "last third of gradients",
+    "tail": "mean over last third of gradients",
     "last10": "mean of last 10",
     "smoothed": "smoothed, best of last 50",
-    "last": "last round",
-    "max": "highest round",
+    "last": "last value",
+    "max": "highest value",
 }
 SCORES = tuple(SCORE_TITLES)
 
 FORMS = {
-    "consensus/": "raw, as FedALS has it",
+    "consensus/": "raw, as FedALS defines it",
     "consensus_per_coordinate/": "per coordinate",
     "consensus_relative/": "relative to ‖mean x‖²",
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
+from fl_lightning.lab.report import table_notes
 from fl_lightning.lab.report.arm_settings import by_settings
 from fl_lightning.lab.report.budgets import CPU, BudgetView, views
 from fl_lightning.lab.report.chosen import choices, short
@@ -104,19 +105,7 @@ def claims(summary: Summary) -> Table:
     """Return the claims and their verdicts, each family's primary claim first."""
     columns = "claim|verdict|a − b|95 % interval|p, Holm|margin|n"
     rows = [_claim(summary, said) for said in shown_first(summary.verdicts)]
-    note = (
-        "Reproduced: the interval excludes 0 in the claimed direction, Holm's p within the family "
-        "is below 0.05, and the mean is at least the margin. Contradicted: the interval lies on "
-        "the other side of 0 and p is below 0.05; no margin applies. Not reproduced: the "
-        "interval's upper end is below the margin. Inconclusive: all else, and fewer than five "
-        "pairs. Equivalence (≈): two one-sided tests against ± margin, whose interval is the "
-        "90 % one: p before Holm's correction is below 0.05 where it lies within ± margin; "
-        "contradicted where the 95 % interval lies outside. "
-        "Divergence: in every seed, at least three. Provisional: runs of its family are missing. "
-        "These runs say nothing of a number published for another network, data or number of "
-        "rounds."
-    )
-    table = Table("claims", "Claims", columns.split("|"), rows, note)
+    table = Table("claims", "Claims", columns.split("|"), rows, table_notes.CLAIMS)
     # The table of what the runs were made for is never folded.
     table.folded = False
     return table
@@ -124,14 +113,14 @@ def claims(summary: Summary) -> Table:
 
 def evidence(summary: Summary) -> Table:
     """Return the evidence for each verdict: every seed, both predictions, the setting."""
-    columns = ["claim", "each seed", "predicted", "setting"]
+    columns = ["claim", "value by seed", "predicted", "setting"]
     rows: Rows = []
     for said in shown_first(summary.verdicts):
         claim = said.claim
         shown = difference_unit(summary, said)
         values = said.evidence.values
         seeds = [f"{seed}: {shown.difference(value)}" for seed, value in values.items()]
-        predictions = {"paper": claim.paper_predicts, "we": claim.we_predict}
+        predictions = {"the paper": claim.paper_predicts, "we": claim.we_predict}
         predicted = [f"{who}: {text}" for who, text in predictions.items() if text]
         run = next((run for run in summary.found.runs if run.arm in claim.arms), None)
         about = ""
@@ -140,13 +129,13 @@ def evidence(summary: Summary) -> Table:
             about = ", ".join(filter(None, (setting(run), rounds)))
         row = (claim.id, ", ".join(seeds), "; ".join(predicted), about)
         rows.append([text or NONE for text in row])
-    title = "Each claim's seeds, predictions and setting"
+    title = "Each claim's values by seed, predictions and setting"
     return Table("claims-evidence", title, columns, rows, folded=True)
 
 
 def gains(summary: Summary) -> Table:
     """Return differences next to those that papers printed for the same two arms."""
-    columns = "claim|ours, a − b|95 % interval|published, a − b|printed|in"
+    columns = "claim|ours, a − b|95 % interval|published, a − b|printed|source"
     rows: Rows = []
     for said in shown_first(summary.verdicts):
         shown = difference_unit(summary, said)
@@ -157,12 +146,8 @@ def gains(summary: Summary) -> Table:
             row += [cell(shown.difference, said.interval.mean), _interval(shown, said)]
             printed = f"{own.value(*gain.a)} {sign} {own.value(*gain.b)}"
             rows.append([*row, cell(shown.difference, gain.mean), printed, gain.source])
-    note = (
-        "Logs of ratios where the claim is about one. Ours is of another setting (below: what "
-        "differs), by the claim's score; theirs is by what the paper printed, unpaired, so it has "
-        "no interval of this kind. Signs and sizes can be looked at, not tested."
-    )
-    return Table("gains", "Beside published gains", columns.split("|"), rows, note)
+    title = "Published gains and ours"
+    return Table("gains", title, columns.split("|"), rows, table_notes.GAINS)
 
 
 def _claim(summary: Summary, said: Comparison) -> list[Any]:
@@ -213,7 +198,7 @@ def sentence(claim: Claim, called: Callable[[str], str] = str) -> str:
         target = f"{claim.target:g}"
         if claim.target_arm:
             target = f"{claim.target_arm}'s {SCORE_TITLES[claim.target_score]}"
-        until = f"until {metric} is {target}"
+        until = f"until {metric} reaches {target}"
         return f"{claim.a} {sign} {claim.b} in {claim.cost} {until} (log ratio)"
     if claim.kind == "trend":
         of_arm = f" of {claim.arm}" if claim.arm else ""
@@ -248,11 +233,7 @@ def pairs(summary: Summary) -> Table:
             ]
         )
     over_what = "within the claim's family" if summary.verdicts else "over the rows of this table"
-    note = (
-        "Differences of runs with the same seed, and so the same partition; Student's t, "
-        "two-sided (with a 90 % interval: the two one-sided tests of an equivalence); p also by "
-        f"Holm's step-down correction {over_what}."
-    )
+    note = f"{table_notes.PAIRS} {over_what}."
     # The table of claims above has the same numbers.
     folded = bool(summary.verdicts)
     return Table("pairs", "Paired differences in numbers", columns, rows, note, folded)
@@ -276,11 +257,11 @@ def pivot(summary: Summary) -> Table:
             arm = summary.arms.get(arms.get(method, ""))
             row.append(shown.cell(*arm.mean_sd(MAIN)) if arm else Cell(NONE))
         rows.append(row)
-    note = "Mean ± sample deviation over seeds."
+    note = "Mean ± sample standard deviation over seeds."
     if summary.verdicts:
-        note += " Only what the claims say is tested."
+        note += " Only the claims are tested."
     elif summary.pairs:
-        note += " Arms are compared within a setting, with its first."
+        note += " Each arm is compared with the first arm of its setting."
     table = Table("pivot", title, ["method", *summary.settings], rows, note)
     return table.with_best(range(1, len(table.columns)), lambda: summary.greater)
 
@@ -295,18 +276,18 @@ def scores(summary: Summary) -> Table:
         counts = (len(arm.finished), arm.diverged, arm.unfinished)
         rows.append([arm.name, *means, *(cell(str, count) for count in counts)])
     widths = windows(summary)
-    curve = f"curve under a Hanning window of {widths}"
+    curve = f"curve, which is smoothed by a Hanning window of {widths} values"
     if widths == "1":
-        curve = "unsmoothed curve, as there are too few rounds"
+        curve = "curve, which is not smoothed because there are too few rounds"
     few = ""
     if any(length < 10 for length in lengths(summary)):
-        few = "Mean of last 10: of as many as there are, where they are fewer. "
+        few = "Mean of last 10: of all values if a run has fewer than ten. "
     several = len(set(kin(summary).values())) > 1
     end = "lowest" if summary.found.directions.known(summary.metric) is False else "highest"
     note = (
-        f"Mean ± sample deviation over seeds. Smoothed: {end} of the last 50 of the {curve}. "
-        f"{few}{summary.losing}Unfinished runs are kept out."
-        f"{' Bold: the best of its sweep.' * several}"
+        f"Mean ± sample standard deviation over seeds. Smoothed: the {end} of the last 50 values "
+        f"of the {curve}. {few}{summary.losing}Unfinished runs are not included."
+        f"{' Bold marks the best arm of each sweep.' * several}"
     )
     table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
     return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater, kin(summary))
@@ -337,22 +318,18 @@ def targets(summary: Summary) -> list[Table]:
     if not summary.scored:
         return []
     time = "time|" * summary.timed
-    columns = f"arm|rounds|sent|{time}reached by|sent, × first arm|as papers count, × first arm"
+    columns = (
+        f"arm|rounds|sent|{time}reached by|sent, × first arm|sent as papers count, × first arm"
+    )
     costs: dict[str, Callable[[float], str]] = {"rounds": _rounds, "bytes": size}
     if summary.timed:
         costs["seconds"] = seconds
     firsts = first_arms(summary)
     counts = {name: traffic(arm) for name, arm in summary.arms.items()}
     sign = "≥" if summary.greater else "≤"
-    note = (
-        f"First round in which the smoothed curve is {sign} {{}}; means over the seeds "
-        "that reached it, which flatters an arm that some seeds never took there. Bytes are "
-        "counted from messages, both directions. The papers count one vector a client and "
-        "round, two for SCAFFOLD, FedCM, MoFedSAM, FedGamma and FedSMOO; FedALS counts "
-        f"parameters sent one way.{uncounted(counts.values())}"
-    )
+    note = table_notes.TARGETS + uncounted(counts.values())
     if summary.timed:
-        note += " Time is the clock's, beside whatever else the machine did."
+        note += " Time is wall-clock time, which other work on the machine lengthens."
     made = []
     for target in summary.targets:
         rows: Rows = []
@@ -372,7 +349,8 @@ def targets(summary: Summary) -> list[Table]:
             as_papers_count = _ratio(counted, first.mean_until(target, "rounds"))
             rows.append([*row, cell(times, sent), cell(times, as_papers_count)])
         title = f"Until {summary.called(summary.metric)} {sign} {target}"
-        table = Table(f"target-{target}", title, columns.split("|"), rows, note.format(target))
+        told = note.format(sign=sign, target=target)
+        table = Table(f"target-{target}", title, columns.split("|"), rows, told)
         # For any metric, reaching the target at lower cost is better.
         made.append(table.with_best(range(1, 1 + len(costs)), lambda: False, kin(summary)))
     return made
@@ -400,7 +378,7 @@ def _budgets(summary: Summary, sweep: str) -> Table:
     if sweep:
         # If all runs spent the same, this table repeats the scores.
         made = [view for view in made if not view.alike]
-    title = f"At equal cost: {metric_title(summary)}, last third of what was spent"
+    title = f"At equal cost: {metric_title(summary)}, mean over last third of the budget"
     rows: Rows = []
     for name in summary.arms if made else ():
         row: list[Any] = [name]
@@ -408,15 +386,9 @@ def _budgets(summary: Summary, sweep: str) -> Table:
             values = [value for value in view.values[name].values() if value is not None]
             row.append(shown.cell(*mean_sd(values)))
         rows.append(row)
-    note = (
-        "Each column is what the run that spent least spent in all: every run is scored by its "
-        "mean over the last third of that, and by nothing later."
-    )
+    note = table_notes.BUDGETS
     if any(view.axis == "seconds" for view in made):
-        note += (
-            " Seconds are the processor's (time/cpu), all threads and processes, which other work "
-            "on the machine still lengthens; on a GPU the clock's, of runs that did not overlap."
-        )
+        note += table_notes.PROCESSOR_SECONDS
     key = f"budgets-{sweep}" if sweep else "budgets"
     title = f"{title}: {sweep}" if sweep else title
     table = Table(key, title, ["arm", *map(_budget, made)], rows, note)
@@ -424,20 +396,20 @@ def _budgets(summary: Summary, sweep: str) -> Table:
 
 
 def _budget(view: BudgetView) -> str:
-    whose = "of processors" if view.what == CPU else "of rounds"
+    kind = "of processor time" if view.what == CPU else "of wall-clock time"
     return {
         "rounds": f"{view.budget:.0f} rounds",
         "gradients": f"{view.budget:,.0f} gradients",
         "bytes": f"{size(view.budget)} sent",
-        "virtual": f"{seconds(view.budget)} of devices",
-        "seconds": f"{seconds(view.budget)} {whose}",
+        "virtual": f"{seconds(view.budget)} of simulated devices",
+        "seconds": f"{seconds(view.budget)} {kind}",
     }[view.axis]
 
 
 def communication(summary: Summary) -> Table:
     """Return the communication per round, by both conventions; no rows if no run sent anything."""
     columns = (
-        "arm|sent a round|× first arm|vectors a client, as papers count|"
+        "arm|sent per round|× first arm|vectors per client, as papers count|"
         "× first arm, as papers count"
     )
     counted = {name: traffic(arm) for name, arm in summary.arms.items()}
@@ -447,19 +419,15 @@ def communication(summary: Summary) -> Table:
         first = counted[firsts[name]]
         vectors = NONE if each.papers is None else str(each.papers)
         if each.partial and each.papers is not None:
-            vectors = "by part"
+            vectors = "part of a vector"
         sent = cell(times, over(each.bytes, first.bytes))
         as_papers_count = cell(times, papers_ratio(each, first))
         rows.append(
             [name, cell(size, each.bytes), sent, Cell(vectors, each.papers), as_papers_count]
         )
-    note = (
-        "Sent: counted from the messages of every round, both directions, buffers apart. The "
-        "papers count FedCM and MoFedSAM twice, but only what goes down doubles: 1.5 times FedAvg."
-        f"{uncounted(counted.values())}"
-    )
+    note = table_notes.COMMUNICATION + uncounted(counted.values())
     sending = any(each.bytes for each in counted.values())
-    title = "Communication a round"
+    title = "Communication per round"
     return Table("communication", title, columns.split("|"), rows if sending else [], note)
 
 
@@ -469,7 +437,7 @@ def communication(summary: Summary) -> Table:
 def consensus(summary: Summary) -> list[Table]:
     """Return a table for each form of the consensus distance of layers that was logged."""
     made = []
-    note = "Averaged over all rounds and seeds; layers from the input on."
+    note = "Mean over all rounds and seeds. Layers are in order from the input on."
     for form, layers in forms(summary.found).items():
         rows: Rows = []
         for layer in layers:
@@ -496,13 +464,9 @@ def fairness(summary: Summary) -> Table:
         if arm.fairness:
             rows.append(row)
     title = f"Fairness: {column_of(summary.metric)} of clients{', %' * shown.percent}"
-    note = (
-        "Of each client's own test samples after the last round, mean ± sample deviation over "
-        "seeds. Worst and best: the mean of a tenth of the clients. Jain's index is 1 and Gini 0 "
-        "where all have the same."
-    )
+    note = table_notes.FAIRNESS
     if WORST_DOMAIN in measures:
-        note += " Worst domain: its clients' mean, weighted by their test samples."
+        note += " Worst domain: the mean of its clients, weighted by their numbers of test samples."
     table = Table("fairness", title, ["arm", *measures.values()], rows, note)
     own = kin(summary)
     table.with_best((1, 2, 3, *range(6, len(measures) + 1)), lambda: summary.greater, own)
@@ -530,8 +494,9 @@ def beside_published(summary: Summary) -> list[Table]:
                 differs = "; ".join(printed.differences(arm.own, config)) or "nothing"
             mean = shown.cell(*arm.mean_sd(printed.score))
             rows.append([arm.name, shown.cell(*theirs), mean, differs])
-        note = f"{printed.note} A smaller twin says nothing of the published number."
-        made.append(Table(f"published-{number}", f"Beside {printed.source}", columns, rows, note))
+        note = f"{printed.note} Smaller runs say nothing about the published number."
+        title = f"Compared with {printed.source}"
+        made.append(Table(f"published-{number}", title, columns, rows, note))
     return made
 
 
@@ -547,11 +512,7 @@ def chosen(summary: Summary) -> Table:
             row.append("; ".join(f"{short(key)} {', '.join(v)}" for key, v in choice.tried.items()))
             row.append(", ".join(map(short, choice.at_end)) or "no")
             rows.append([*row, cell(str, choice.candidates)])
-    note = (
-        "Each candidate was trained with other seeds, for the rounds of the selection, and scored "
-        "on training data that it did not see. Beyond the end of a grid a better value may lie."
-    )
-    return Table("chosen", "Chosen on held-out data", columns, rows, note)
+    return Table("chosen", "Chosen on held-out data", columns, rows, table_notes.CHOSEN)
 
 
 def runs(summary: Summary) -> Table:
@@ -576,11 +537,10 @@ def runs(summary: Summary) -> Table:
 def machines(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the machines of the runs, from their run.json."""
     counts = Counter(_machine(record.get("machine")) for record in records)
-    told = [f"{_runs(number)} made on {text}" for text, number in counts.items() if text]
+    told = [f"{_runs(number)} made on {text}." for text, number in counts.items() if text]
     if unknown := counts[""]:
-        told.append(f"of {unknown} the machine was not recorded")
-    text = "; ".join(told)
-    return f"{text[:1].upper()}{text[1:]}."
+        told.append(f"{_runs(unknown)} made on a machine that was not recorded.")
+    return " ".join(told)
 
 
 def _runs(number: int) -> str:

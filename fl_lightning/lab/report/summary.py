@@ -162,7 +162,11 @@ class Summary:
         for run in finished:
             if any(has_lost(run, self.metric, score) for score in SCORES):
                 none = lost(run, self.metric) is None
-                return f"A lost run {'has no score' if none else 'scores 0'}. "
+                what = "has no score" if none else "scores 0"
+                return (
+                    "A run has lost if it diverged, or if a value that counts is not finite. "
+                    f"A lost run {what}. "
+                )
         return ""
 
     def to_json(self) -> dict[str, Any]:
