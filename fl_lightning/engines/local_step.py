@@ -103,7 +103,10 @@ class Work:
 
 
 class Model(Protocol):
-    """The model of local steps: one client's copy of the learner, or several clients' stacked.
+    """The model of local steps: one client's copy of the learner (``LearnerCopy``), several
+    clients' stacked (``Stack``), or a rehearsal's (``StagedModel``).
+
+    ``gradient(…, log=False)`` is a second pass of a step, such as SAM's: it logs nothing.
 
     ``per_parameter``: like ``gradient``, but one tensor per parameter; None where it cannot be had.
     ``missing``: which parameters the latest loss gave no gradient to, by place.

@@ -12,8 +12,9 @@ from torch import Tensor
 from torchmetrics.wrappers import Running
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import SharpnessAwareMinimization
-from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
+from fl_lightning.callback import ClientState, FederatedCallback
+from fl_lightning.callbacks import LocallyEstimatedPerturbation, SharpnessAwareMinimization
+from tests.helpers.learners import Lit, as_batches, blobs, client_rows, federated, trainer
 
 ENGINES: list[dict[str, Any]] = [
     {"engine": "sequential"},
@@ -186,3 +187,24 @@ def test_what_cannot_be_reduced_is_refused_by_name(
     assert not before or (module.run.state.rounds == 0 and module.run.loop is None), (
         "before round 0"
     )
+
+
+class Losses(FederatedCallback):
+    mean = ClientState(shape=(1,))
+
+    def on_local_end(self, clients: Any) -> None:
+        self.mean[clients] = clients.loss
+
+
+@pytest.mark.parametrize("method", [SharpnessAwareMinimization, LocallyEstimatedPerturbation])
+def test_the_loss_of_local_steps_is_the_one_at_the_model_in_each_engine(method: Any) -> None:
+    """And not at the point that SAM perturbs to."""
+    found = []
+    for engine in ENGINES:
+        torch.manual_seed(0)
+        module = federated(Lit(), participation=1.0, local_epochs=2, **engine)
+        losses = Losses()
+        trainer(2, [method(0.5), losses]).fit(module, blobs())
+        found.append(torch.cat([row for _, row in sorted(client_rows(module).items())]))
+    assert torch.equal(found[0], found[1])
+    torch.testing.assert_close(found[0], found[2], rtol=1e-9, atol=0)

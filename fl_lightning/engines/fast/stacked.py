@@ -131,7 +131,7 @@ class Stack:
             logged = self.copy.logged
             self.copy.logged = {}
             value = self.copy.loss_in(output)
-            if self.copy.keeps_loss:
+            if self.copy.logging and self.copy.keeps_loss:
                 logged[LOSS] = [value.detach()]
             kinds = self.copy.logs.kinds
             self._counts = {name: len(values) for name, values in logged.items()}

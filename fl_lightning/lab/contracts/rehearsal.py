@@ -145,8 +145,9 @@ class Stage:
         methods.run("on_local_start", clients)
         group.put_to_rest(methods.resting is not None and methods.resting.untrained == "zero")
         group.begin(own_starts=True)
-        model: Any = StagedModel(self, group)
-        step = LocalStep(Work(None, methods, seed=0, draws=False), model, group, model)
+        model = StagedModel(self, group)
+        optimizer: Any = model  # plain SGD
+        step = LocalStep(Work(None, methods, seed=0, draws=False), model, group, optimizer)
         for k in range(STEPS):
             step(None, k)
         group.local_step = None
