@@ -244,7 +244,7 @@ def test_class_totals_and_their_deviation_are_those_of_all_clients() -> None:
         assert spread == (
             f"samples of a class: {totals.min()} to {totals.max()}, standard deviation "
             f"{deviation:.1f} "
-            f"({100 * deviation / totals.mean():.2g} %)"
+            f"({100 * deviation / totals.mean():.0f} %)"
         )
         bars = [bar.get_height() for bar in data.plot_partition().axes[-1].patches]
         assert bars == totals.tolist()

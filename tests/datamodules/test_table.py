@@ -59,8 +59,8 @@ def test_rows_are_samples_and_a_column_names_the_clients(tmp_path: Path) -> None
     assert [data.client_indices(i).tolist() for i in range(3)] == [[3], [0, 2], [1, 4]]
     assert data.num_classes == 2 and data.test_set is None
     assert data.partition_table().splitlines()[:2] == [
-        "client  samples   name  0  1",
-        "     0        1   east  ·  1",
+        "client  samples   name  ill  well",
+        "     0        1   east    ·     1",
     ]
     assert data.card()["clients' names"] == "east, north, south"
     assert FromTable.shape_of_samples(
@@ -379,9 +379,9 @@ def test_a_class_of_which_all_rows_are_held_out_counts(tmp_path: Path) -> None:
         assert data.partition_table().splitlines()[0].split() == [
             "client",
             "samples",
-            "0",
-            "1",
-            "2",
+            "a",
+            "b",
+            "z",
         ]
 
 
