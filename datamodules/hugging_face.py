@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.accepted import NonNegativeInt
+from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.parquet_rows import ParquetRows
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
@@ -122,7 +122,7 @@ class FromHuggingFace(FileDataModule):
         image_size: int | list[int] | None = None,
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
-        length: int = 128,
+        length: PositiveInt = 128,
         tokenizer: str | None = None,
         num_workers: NonNegativeInt = 0,
         partition: Partition | None = None,
@@ -171,7 +171,7 @@ class FromHuggingFace(FileDataModule):
             return None
         try:
             x, _ = train.dataset[0]
-        except UserError:
+        except Exception:  # as above
             return None
         return tuple(x.shape) if x.is_floating_point() else None
 
@@ -198,7 +198,7 @@ class FromHuggingFace(FileDataModule):
         try:
             data = cls(**given)
             train, _, _ = data.read()
-        except (UserError, TypeError, ValueError):
+        except Exception:  # arguments are not checked yet, and libraries raise many kinds
             return None, ()
         return train, data.class_names
 

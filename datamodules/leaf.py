@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.file_index import Arrays, indexed, texts, texts_of
 from fl_lightning.datamodules.leaf_json import User, users_of
 from fl_lightning.datamodules.pictures import Pictures
@@ -147,10 +148,10 @@ class FromLEAF(FileDataModule):
         path: str | Path,
         kind: Literal["auto", "femnist", "shakespeare", "sent140", "celeba", "numbers"] = "auto",
         images: str | Path | None = None,
-        image_size: int = 84,
+        image_size: PositiveInt = 84,
         vocabulary: str | Path | None = None,
-        words: int = 25,
-        length: int = 128,
+        words: PositiveInt = 25,
+        length: PositiveInt = 128,
         tokenizer: str | None = None,
         unknown: bool = False,
         tests: Literal["own", "common"] | None = None,

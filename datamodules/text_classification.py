@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.flower_splits import Grouped
@@ -64,7 +65,7 @@ class TextClassification(FederatedDataModule):
         label: str = "gold_label",
         classes: Sequence[str] | None = None,
         group: str | None = "genre",
-        length: int = 128,
+        length: PositiveInt = 128,
         tokenizer: str | Path | None = None,
         partition: Partition | None = None,
         biases: Sequence[Bias] = (),

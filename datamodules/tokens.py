@@ -58,7 +58,7 @@ class Bytes:
 
     def _pair(self, parts: list[list[int]], length: int) -> list[int]:
         # Shorten the longer part to the length of the shorter one, and then both equally.
-        room = length - len(parts)
+        room = max(0, length - len(parts))
         while (over := sum(map(len, parts)) - room) > 0:
             sizes = sorted(map(len, parts))
             longest = next(part for part in parts if len(part) == sizes[-1])
@@ -67,7 +67,7 @@ class Bytes:
         tokens: list[int] = []
         for part in parts:
             tokens += [*part, END]
-        return tokens
+        return tokens[:length]
 
 
 class Folder:

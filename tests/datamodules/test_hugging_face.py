@@ -251,3 +251,23 @@ def test_damaged_rows_are_refused_by_row(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-50])
     with pytest.raises(UserError, match="cannot be read"):
         FromHuggingFace(path, "image", "label", num_clients=1).setup()
+
+
+@pytest.mark.parametrize(
+    "arguments", [{"length": "long"}, {"x": 5}, {"train": ["a"]}, {"mode": "XYZ"}, {"classes": 3}]
+)
+def test_wrong_arguments_are_left_to_the_run(arguments: dict[str, Any], tmp_path: Path) -> None:
+    """The command line asks for shape and classes before it has checked the arguments."""
+    datasets.Dataset.from_dict({"x": ["a", "b"], "y": ["p", "q"]}).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    given = {"data": str(tmp_path / "a.parquet"), "x": "x", "y": "y", **arguments}
+    assert FromHuggingFace.shape_of_samples(**given) is None
+    assert FromHuggingFace.classes_of_samples(**given) in (None, 2)
+
+
+@pytest.mark.parametrize("length", [0, -3])
+def test_a_text_has_at_least_one_token(length: int) -> None:
+    """A negative length was cut for ever."""
+    with pytest.raises(UserError, match="length"):
+        FromHuggingFace(table(), "a", "kind", length=length)
