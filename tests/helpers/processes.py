@@ -30,11 +30,14 @@ def started(target: Callable[..., None], world: int, *arguments: Any) -> list[An
 
 
 def launched(target: Callable[..., None], world: int, *arguments: Any) -> list[int]:
-    """The statuses of :func:`started` processes."""
+    """The statuses of :func:`started` processes; one that does not end is killed (-9)."""
     children = started(target, world, *arguments)
     for child in children:
-        child.join(120)
-    return [child.exitcode or 0 for child in children]
+        child.join(600)
+        if child.exitcode is None:
+            child.kill()
+            child.join()
+    return [child.exitcode for child in children]
 
 
 def grouped(target: Callable[..., None], world: int, *arguments: Any) -> None:
