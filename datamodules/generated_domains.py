@@ -60,6 +60,11 @@ class GeneratedDomains(FederatedDataModule):
         self.client_domains: list[str] = []
 
     @classmethod
+    def own_clients(cls, **arguments: Any) -> bool:
+        """Return whether each domain is a client."""
+        return arguments.get("partition") is None
+
+    @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
         """``(3, size, size)``."""
         size = int(arguments.get("size", 8))

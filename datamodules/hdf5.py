@@ -367,7 +367,9 @@ def samples_of(
 
 
 def _check_finite(values: NDArray[Any], where: str, x: str) -> None:
-    finite = np.isfinite(values.astype(np.float32, copy=False).reshape(len(values), -1)).all(1)
+    with np.errstate(over="ignore"):
+        single = values.astype(np.float32, copy=False)
+    finite = np.isfinite(single.reshape(len(values), -1)).all(1)
     if not finite.all():
         raise UserError(
             f"{where}: sample {int(finite.argmin())} of {x!r} has a number that is not finite in "

@@ -17,7 +17,13 @@ from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.parquet_rows import ParquetRows
 from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
 from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
-from fl_lightning.datamodules.readers import FileDataModule, Side, ascending, missing_package
+from fl_lightning.datamodules.readers import (
+    MOST_CLASSES,
+    FileDataModule,
+    Side,
+    ascending,
+    missing_package,
+)
 from fl_lightning.datamodules.tokens import padded, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 
@@ -166,41 +172,45 @@ class FromHuggingFace(FileDataModule):
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
         """Return the shape of the first training sample; None for a text."""
-        train, _ = cls._first_read(arguments)
-        if train is None or not len(train.groups):
-            return None
+        _, sides = cls._first_read(arguments)
         try:
-            x, _ = train.dataset[0]
-        except Exception:  # as above
+            x, _ = sides[0].dataset[0]
+        except Exception:  # as in `_first_read`
             return None
         return tuple(x.shape) if x.is_floating_point() else None
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes in the training split; None if y are numbers to predict."""
-        train, names = cls._first_read(arguments)
-        labels = None if train is None else train.labels
-        if labels is None or labels.dtype.kind not in "iu" or not len(labels):
+        """Return the number of classes, as the run counts them: those that only test samples have
+        count, too. None if y are numbers to predict, or no labels of classes.
+        """
+        names, sides = cls._first_read(arguments)
+        if names:
+            return len(names)
+        found = [side.labels for side in sides if side.labels is not None and len(side.labels)]
+        if not found or any(labels.dtype.kind not in "iu" for labels in found):
             return None
-        return len(names) or int(labels.max()) + 1
+        labels = np.concatenate(found)
+        # The run refuses other labels.
+        return int(labels.max()) + 1 if labels.min() >= 0 and labels.max() < MOST_CLASSES else None
 
     @classmethod
-    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Side | None, Sequence[str]]:
-        """Return the training split and the classes' names.
+    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
+        """Return the classes' names, and the training and test samples.
 
-        The split is None if something is wrong, which the run itself reports.
+        Both are empty if something is wrong, which the run itself reports.
         """
-        names = ["data", "x", "y", "client", "train", "classes", "mode", "image_size"]
+        names = ["data", "x", "y", "train", "test", "classes", "mode", "image_size"]
         names += ["mean", "std", "length", "tokenizer"]
         given = {name: arguments[name] for name in names if arguments.get(name) is not None}
         if not isinstance(given.get("data"), str):
-            return None, ()
+            return (), []
         try:
             data = cls(**given)
-            train, _, _ = data.read()
+            train, test, _ = data.read()
         except Exception:  # arguments are not checked yet, and libraries raise many kinds
-            return None, ()
-        return train, data.class_names
+            return (), []
+        return data.class_names, [train] if test is None else [train, test]
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         found = splits_of(self.data)

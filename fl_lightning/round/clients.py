@@ -292,7 +292,8 @@ class Clients:
     def loss(self) -> Tensor:
         """Return the mean loss of the clients' local steps ``(n, 1)``, in ``on_local_end``.
 
-        This loss exists if the source of a method's ``on_local_end`` reads it.
+        This loss exists if the source of a method's ``on_local_end`` reads it. It is the loss of a
+        step's first pass: at the model, or at the perturbed point if the method takes only one.
         """
         if LOSS not in self._group.logs:
             raise RuntimeError(

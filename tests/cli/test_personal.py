@@ -38,7 +38,14 @@ EVALUATED = (
 
 
 def test_a_client_without_a_model_of_its_own_is_told(cli: Cli) -> None:
-    assert cli(*FIT, "-c", "method/scaffold").returncode == 0
+    network = "from torch import nn\nclass Net(nn.Sequential):\n    def __init__(self):\n"
+    network += "        super().__init__(nn.Flatten(), nn.Linear(64, 10))\n"
+    network += "    def get_extra_state(self):\n        return {'a': 1}\n"
+    network += "    def set_extra_state(self, state):\n        pass\n"
+    (cli.folder / "extra.py").write_text(network)
+    # A network may keep what is no tensor.
+    run = cli(*FIT, "-c", "method/scaffold", "--model.learner.network", "extra.Net")
+    assert run.returncode == 0, run.stderr
     exported = cli("export", "runs/digits-scaffold-1", "--client", 3)
     assert exported.returncode == 0, exported.stderr
     assert "Note: the model of client 3 equals the global one" in exported.stderr

@@ -54,7 +54,13 @@ def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli:
     pictures(cli.folder / "pets")
     (cli.folder / "pets/art/cat/Thumbs.db").touch()
     where = ("--data", "FromFolders", "--data.path", "pets", "--data.image_size", 8)
-    trained = ("--model.learner.num_classes", 2, "--trainer.max_epochs=3")
+    trained = (
+        "--model.learner.num_classes",
+        2,
+        "--trainer.max_epochs=3",
+        "--model.lr_decay",
+        "-.5",
+    )
     shown = cli("partition", "-c", "base", *where, *trained)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[0].split() == ["client", "samples", "name", "cat", "dog"]
@@ -68,6 +74,15 @@ def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli:
         "partition", "-c", "base", *where, "--data.num_clients=7", "--data.partition", "IID"
     )
     assert dealt.returncode == 0 and "7 clients" in dealt.stdout, dealt.stderr
+    own = "from fl_lightning.datamodules import FromFolders, IID\nclass Own(FromFolders):\n"
+    own += "    def __init__(self, path, num_clients=2):\n        super().__init__(path, "
+    own += "image_size=8, partition=IID(), num_clients=num_clients)\n"
+    (cli.folder / "own_folders.py").write_text(own)
+    taken = cli(
+        *("partition", "--data", "own_folders.Own", "--data.path", "pets"),
+        *("--data.num_clients", 3),
+    )
+    assert taken.returncode == 0 and "3 clients" in taken.stdout, taken.stderr
 
 
 def test_domains_are_measured_by_name(cli: Cli) -> None:

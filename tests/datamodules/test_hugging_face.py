@@ -254,6 +254,22 @@ def test_damaged_rows_are_refused_by_row(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("train", "test", "classes"),
+    [([0, 1], [0, 2], 3), ([0, 10**12], [0], None), ([-1, -1], [0], None)],
+)
+def test_classes_are_counted_as_the_run_counts_them(
+    train: list[int], test: list[int], classes: int | None, tmp_path: Path
+) -> None:
+    """With the test labels; labels that the run refuses give no size to a network."""
+    for name, labels in (("train", train), ("test", test)):
+        rows = {"x": [[0.5, 1.0]] * len(labels), "y": labels}
+        datasets.Dataset.from_dict(rows).to_parquet(tmp_path / f"{name}-0.parquet")
+    given = {"data": str(tmp_path), "x": "x", "y": "y", "test": "test"}
+    assert FromHuggingFace.classes_of_samples(**given) == classes
+    assert FromHuggingFace.shape_of_samples(**given) == (2,)
+
+
+@pytest.mark.parametrize(
     "arguments", [{"length": "long"}, {"x": 5}, {"train": ["a"]}, {"mode": "XYZ"}, {"classes": 3}]
 )
 def test_wrong_arguments_are_left_to_the_run(arguments: dict[str, Any], tmp_path: Path) -> None:

@@ -197,8 +197,8 @@ class Losses(FederatedCallback):
 
 
 @pytest.mark.parametrize("method", [SharpnessAwareMinimization, LocallyEstimatedPerturbation])
-def test_the_loss_of_local_steps_is_the_one_at_the_model_in_each_engine(method: Any) -> None:
-    """And not at the point that SAM perturbs to."""
+def test_the_loss_of_local_steps_is_that_of_the_first_pass_in_each_engine(method: Any) -> None:
+    """With SAM it is the loss at the model; a method with one pass has it at its own point."""
     found = []
     for engine in ENGINES:
         torch.manual_seed(0)

@@ -122,7 +122,7 @@ def _without_training(options: Sequence[str]) -> list[str]:
     kept: list[str] = []
     left_out = False
     for option in options:
-        if option.startswith("-") and not option[1:2].isdigit():
+        if re.match(r"--|-[A-Za-z]$", option):
             left_out = bool(re.match(r"--(model|method|trainer)\b", option))
         if not left_out:
             kept.append(option)
@@ -137,12 +137,19 @@ def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
     typed = ("--data.num_clients", "--data.init_args.num_clients")
     found = [option for option in options if option.partition("=")[0] in typed]
     cls = _class_of(data)
-    if not found or cls is None or not cls.own_clients(**vars(data.init_args)):
+    # A class of the user's may take the number although the class that it extends does not.
+    if not found or cls is None or not cls.__module__.startswith("fl_lightning."):
         return
+    given = vars(data.init_args)
+    if given.get("num_clients") is None or not cls.own_clients(**given):
+        return
+    ways = "give --data.partition, which splits all samples anew"
+    if given.get("client") is not None:
+        ways = "leave out data.client, and give --data.partition, which splits all samples anew"
     raise UserError(
         f"{found[0].partition('=')[0]} has no effect: {cls.__name__} takes its clients from the "
-        "data. Leave the option out. For another number of clients, give --data.partition, which "
-        "splits all samples anew, or the data's own options; --data.help lists them."
+        f"data. Leave the option out. For another number of clients, {ways}, or the data's own "
+        "options; --data.help lists them."
     )
 
 

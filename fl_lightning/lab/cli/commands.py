@@ -150,13 +150,24 @@ def _personal_weights(cli: CommandCLI, checkpoint: dict[str, Any], client: int) 
     data = cli.datamodule
     models = of_checkpoint(checkpoint, model, methods, cli.trainer, data, str(cli.checkpoint))
     own = model.export(model=models.of(client)).state_dict()
-    if all(torch.equal(value, checkpoint["state_dict"][name]) for name, value in own.items()):
+    tensors = {name: value for name, value in own.items() if isinstance(value, torch.Tensor)}
+    if all(_same(value, checkpoint["state_dict"].get(name)) for name, value in tensors.items()):
         print(
             f"Note: the model of client {client} equals the global one. Either no method of this "
             "run keeps personal models, or the client has not finished a round.",
             file=sys.stderr,
         )
     return own
+
+
+def _same(one: torch.Tensor, other: Any) -> bool:
+    """Return whether a tensor has the values of another entry; NaN counts as equal."""
+    if not isinstance(other, torch.Tensor) or one.shape != other.shape:
+        return False
+    other = other.to(one)
+    numbers = one.is_floating_point() or one.is_complex()
+    nan = numbers and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+    return bool(nan) or torch.equal(one, other)
 
 
 def _fit(cli: CommandCLI) -> None:
@@ -239,7 +250,7 @@ def quiet() -> None:
     warnings.formatwarning = _as_note
 
 
-_HERE = os.path.dirname(fl_lightning.__file__)
+_HERE = os.path.join(os.path.dirname(fl_lightning.__file__), "")
 _with_place = warnings.formatwarning
 
 
@@ -251,7 +262,7 @@ def _as_note(
     line: str | None = None,
 ) -> str:
     """Return a warning's text, without a line of this package's code, which helps no user."""
-    if filename.startswith(_HERE):
+    if category is UserWarning and filename.startswith(_HERE):
         return f"Note: {message}\n"
     return _with_place(message, category, filename, lineno, line)
 

@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, cast
@@ -141,7 +141,8 @@ class RunEvents(TensorBoardLogger):
             folder or "", name="", version="", purge_step=first_round, default_hp_metric=False
         )
         # TensorBoard's thread raises its error again at the next write; once is enough.
-        threading.excepthook = _of_another_thread
+        if not isinstance(threading.excepthook, _ExceptTensorBoards):
+            threading.excepthook = _ExceptTensorBoards(threading.excepthook)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         with self._written():
@@ -203,11 +204,16 @@ class RunEvents(TensorBoardLogger):
         self.experiment._get_file_writer().add_summary(layout)
 
 
-def _of_another_thread(raised: threading.ExceptHookArgs) -> None:
-    """Show what a thread raised, except the disk's error in TensorBoard's."""
-    writer = "tensorboard.summary.writer.event_file_writer"
-    if type(raised.thread).__module__ != writer or not isinstance(raised.exc_value, OSError):
-        threading.__excepthook__(raised)
+class _ExceptTensorBoards:
+    """Shows what a thread raised as before, except the disk's error in TensorBoard's thread."""
+
+    def __init__(self, before: Callable[[threading.ExceptHookArgs], Any]) -> None:
+        self.before = before
+
+    def __call__(self, raised: threading.ExceptHookArgs) -> None:
+        writer = "tensorboard.summary.writer.event_file_writer"
+        if type(raised.thread).__module__ != writer or not isinstance(raised.exc_value, OSError):
+            self.before(raised)
 
 
 class RunFolderWriter(pl.Callback):
