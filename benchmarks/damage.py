@@ -282,7 +282,7 @@ def disk(given: argparse.Namespace, folder: Path) -> int:
     return int(bool(wrong))
 
 
-# Who writes each kind of file.
+# The function that writes each kind of file.
 WRITERS: dict[str, tuple[Any, str]] = {
     "checkpoint": (AtomicCheckpointIO, "save_checkpoint"),
     "segment": (segments, "write"),
@@ -299,7 +299,7 @@ def damaged(
     if way == "nearly full":
         if called([*start, "--trainer.max_epochs", "2"], log):
             raise SystemExit(log.read_text())
-        # What a run writes first is small, and pages of a tmpfs have 4,096 bytes.
+        # A run writes small files first, and a tmpfs has pages of 4,096 bytes.
         left = draw.randrange(draw.choice([1, 4_097, 30_000, 200_000, 1_500_000]))
         fill(mounted, left)
         status = called(start, log)
@@ -317,7 +317,7 @@ def damaged(
 
 
 def at(place: str, visit: int, harm: Callable[[], None]) -> None:
-    """Do this when that kind of file is about to be written for so many times."""
+    """Call ``harm`` just before that kind of file is written for the ``visit``-th time."""
     owner, name = WRITERS[place]
     function = getattr(owner, name)
     visits = 0
@@ -350,7 +350,7 @@ def only_read(mounted: Path) -> None:
 
 
 def slow() -> None:
-    """A disk that takes a third of a second for what it has to keep."""
+    """Let each fsync take a third of a second longer, as on a slow disk."""
     kept = os.fsync
 
     def later(file: Any) -> None:

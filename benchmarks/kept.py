@@ -14,6 +14,7 @@ import io
 import json
 import lzma
 import os
+import re
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -107,10 +108,13 @@ def place(path: Path, text: str) -> None:
         path.write_text(text, "utf-8")
 
 
+# An absolute folder of data, as the argument ``root`` has it in YAML, JSON or a command.
+DATA_ROOT = re.compile(r"""(\broot['":=,\s]+)/[^\s'",]+""")
+
+
 def copy(path: Path, target: Path) -> None:
     """Copy a text; a root of data and the folder of work are called ``data`` and ``.`` in it."""
-    text = path.read_text("utf-8")
-    for place, called in ((os.environ.get("FL_LIGHTNING_DATA"), "data"), (os.getcwd(), ".")):
-        text = text.replace(place, called) if place and Path(place).is_absolute() else text
+    text = path.read_text("utf-8").replace(os.getcwd(), ".")
+    text = DATA_ROOT.sub(r"\1data", text)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, "utf-8")

@@ -1,9 +1,10 @@
-"""``python -m benchmarks.soak_sites`` (a part of ``make soak``): what runs over sites is killed at
-random times, and each run has to end with the bits of its simulation.
+"""``python -m benchmarks.soak_sites`` (a part of ``make soak``): kill processes of runs over sites
+at random times, and check that each run ends with the bits of its simulation.
 
-Killed are the process of a site, a site's node, the server's process, and the link with all that is
-connected to it. What Flower does not start again by itself is started again by its command. The
-table has a row a victim and a column a round. It needs Flower (``make test-flower`` installs it).
+A victim is a site's process, a site's node, the server's process, or the link with all that is
+connected to it. Flower starts a site's process again by itself, and this program starts the others
+again. The table has one row per victim and one column per round. ``make test-flower`` installs
+Flower, which this program needs.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ KILLS_OF_A_RUN = 8  # then it may end
 
 
 class Run:
-    """One run over three sites, and what was killed in it."""
+    """One run over three sites, whose processes are killed."""
 
     def __init__(self, folder: Path, draw: random.Random) -> None:
         self.folder = folder

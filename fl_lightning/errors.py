@@ -43,7 +43,7 @@ def cannot_write(path: object, error: OSError) -> UserError:
     advice = "Give a folder that can be written to."
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         advice = "Make room there."
-    # What can happen to a disk while a run goes on.
+    # These errors of a disk can occur after a run has begun.
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         advice += (
             " A run that had begun goes on from its last checkpoint if you start it again with "

@@ -472,7 +472,7 @@ def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
     assert not (cli.folder / "x/checkpoints/last.ckpt").exists()
 
 
-@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux forks workers")
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="only Linux forks worker processes")
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_interrupt_while_clients_train_in_worker_processes(cli: Cli, times: int) -> None:
     """One lets the round end, the second one stops at once; no process remains, and the run goes

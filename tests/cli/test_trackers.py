@@ -125,7 +125,7 @@ def test_wandb_has_it_all_under_one_id(cli: Cli) -> None:
 @pytest.mark.parametrize("package", ["wandb", "mlflow"])
 def test_a_tracker_that_is_not_installed_is_named(cli: Cli, package: str) -> None:
     if find_spec(package) is not None:
-        pytest.skip(f"{package} is installed here, and this is what is said where it is not")
+        pytest.skip(f"{package} is installed, and this test is of the error without it")
     result = cli("fit", *TINY, "-c", f"logger/{package}")
     assert result.returncode == 2
     assert f"needs the package {package}, which is not installed" in result.stderr

@@ -195,7 +195,9 @@ def test_clients_in_forked_processes_read_the_file_with_the_bits_of_one_process(
     assert torch.equal(*ends)
 
 
-@pytest.mark.skipif(not os.path.isfile("/proc/self/io"), reason="Linux counts what is read")
+@pytest.mark.skipif(
+    not os.path.isfile("/proc/self/io"), reason="only Linux counts the bytes that a process reads"
+)
 def test_the_names_of_many_clients_are_not_read_again_for_each(tmp_path: Path) -> None:
     names = [f"{i:04d}" + 1500 * "n" for i in range(3000)]
     with h5py.File(tmp_path / "train.h5", "w") as file:

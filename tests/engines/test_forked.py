@@ -31,7 +31,9 @@ from fl_lightning.engines.forked import Forked, WorkerEnded
 from tests.helpers.learners import Dropping, Lit, blobs, client_rows, federated, momentum, trainer
 from tests.helpers.processes import same_models_on_one_and_two
 
-pytestmark = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux forks workers")
+pytestmark = pytest.mark.skipif(
+    not os.path.isdir("/proc/self/fd"), reason="only Linux forks worker processes"
+)
 
 
 class Drawing(Dropping):

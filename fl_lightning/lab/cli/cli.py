@@ -39,7 +39,7 @@ from fl_lightning.lab.cli.method_options import (
     full_paths,
     method_class,
 )
-from fl_lightning.lab.cli.network_sizes import fit_network_to_data
+from fl_lightning.lab.cli.network_sizes import class_of, fit_network_to_data
 from fl_lightning.lab.cli.parsing_errors import ParserRefusal, not_found, why_not_built
 from fl_lightning.lab.cli.run_folder import (
     RunCheckpoint,
@@ -136,10 +136,10 @@ def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
     """
     typed = ("--data.num_clients", "--data.init_args.num_clients")
     found = [option for option in options if option.partition("=")[0] in typed]
-    cls = _class_of(data)
-    # A class of the user's may take the number although the class that it extends does not.
-    if not found or cls is None or not cls.__module__.startswith("fl_lightning."):
+    # A class of the user's may use the number, even if the packaged class that it extends does not.
+    if not found or not str(data.class_path).startswith("fl_lightning."):
         return
+    cls = class_of(data.class_path)
     given = vars(data.init_args)
     if given.get("num_clients") is None or not cls.own_clients(**given):
         return
@@ -151,12 +151,6 @@ def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
         f"data. Leave the option out. For another number of clients, {ways}, or the data's own "
         "options; --data.help lists them."
     )
-
-
-def _class_of(data: Any) -> type[FederatedDataModule] | None:
-    module, _, name = str(getattr(data, "class_path", "")).rpartition(".")
-    cls = getattr(sys.modules.get(module), name, None)
-    return cls if isinstance(cls, type) and issubclass(cls, FederatedDataModule) else None
 
 
 def _refuse_huge(node: Any, path: str = "") -> None:
@@ -296,7 +290,7 @@ class CommandCLI(LightningCLI):
         if self.command == "partition":
             keys = ("seed_everything", "data")
             config = {key: value for key, value in config.items() if key in keys}
-            # The data alone are split, whatever trains on them.
+            # A split depends only on the data, so a run's other options change nothing.
             self.prepared.options = _without_training(self.prepared.options)
         self.config = parser.parse_args(["--config", as_text(config), *self.prepared.options])
         _refuse_without_effect(self.config.data, self.prepared.options)

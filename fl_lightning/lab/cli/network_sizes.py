@@ -59,10 +59,10 @@ def fit_network_to_data(command: Command) -> None:
     learner = chosen["model"]["learner"]
     _check_texts(learner, facts)
     # An option may name another class, but the config has to parse as well.
-    built = _class(learner) is ImageClassifier
+    built = class_of(learner) is ImageClassifier
     if not built:
         learner = model.get("learner")
-    if _class(learner) is not ImageClassifier:
+    if class_of(learner) is not ImageClassifier:
         return
     learner = {"class_path": learner} if isinstance(learner, str) else deepcopy(learner)
     arguments = _arguments(learner)
@@ -164,7 +164,7 @@ def _put(node: Any, path: list[str], value: Any) -> Any:
     return {**node, key: _put(node.get(key), rest, value)}
 
 
-def _class(node: Any) -> Any:
+def class_of(node: Any) -> Any:
     """Return the class that a node of the configuration names; None if it names none.
 
     The parser then reports the error.
@@ -189,11 +189,11 @@ def _arguments(node: Any) -> dict[str, Any]:
 def _is_ours(network: Any) -> bool:
     if not isinstance(network, dict):
         return False
-    return getattr(_class(network), "__module__", "").startswith("fl_lightning.models.")
+    return getattr(class_of(network), "__module__", "").startswith("fl_lightning.models.")
 
 
 def _facts(data: Any) -> SampleFacts:
-    cls = _class(data)
+    cls = class_of(data)
     if not (isinstance(cls, type) and issubclass(cls, FederatedDataModule)):
         return SampleFacts("data")
     arguments = _arguments(deepcopy(data)) if isinstance(data, dict) else {}
@@ -210,7 +210,7 @@ def _complete(node: Any, classes: Any, facts: SampleFacts, guessed: list[str]) -
 
     Sizes that were guessed are added to ``guessed``.
     """
-    cls = _class(node)
+    cls = class_of(node)
     arguments = _arguments(node)
     outputs = arguments.get("num_classes")
     ends = None
@@ -247,14 +247,14 @@ def _check_texts(learner: Any, facts: SampleFacts) -> None:
     """Refuse our networks for images if samples are texts, and our learners of texts for other
     data.
     """
-    cls = _class(learner)
+    cls = class_of(learner)
     if cls is ImageClassifier and facts.texts:
         network = _arguments(learner).get("network") if isinstance(learner, dict) else None
         node = {"class_path": network} if isinstance(network, str) else network
-        if _is_ours(node) and not getattr(_class(node), "takes_tokens", False):
+        if _is_ours(node) and not getattr(class_of(node), "takes_tokens", False):
             raise UserError(
-                f"{_AT}: {_class(node).__name__} takes numbers, but a sample of {facts.name} is a "
-                "text. Use a learner of texts, CausalLanguageModel (-c model/tiny_opt) or "
+                f"{_AT}: {class_of(node).__name__} takes numbers, but a sample of {facts.name} is "
+                "a text. Use a learner of texts, CausalLanguageModel (-c model/tiny_opt) or "
                 "TextClassifier, or a network of your own."
             )
     if isinstance(cls, type) and issubclass(cls, TextLearner) and facts.shape is not None:
@@ -271,7 +271,7 @@ def _check(learner: dict[str, Any], facts: SampleFacts, learners: bool) -> None:
     ``learners``: whether the user gave ``num_classes`` to the learner; else it was filled in.
     """
     arguments = _arguments(learner)
-    cls = _class(arguments["network"])
+    cls = class_of(arguments["network"])
     network = _arguments(arguments["network"])
     ends = _ends(cls, network.get("sizes"))
     _check_classes(arguments.get("num_classes"), network, ends, facts, learners)

@@ -85,8 +85,8 @@ def uncounted(arms: Iterable[Traffic]) -> str:
     if all(arm.papers is not None for arm in arms):
         return ""
     return (
-        " What papers would count is not known for a method that is not part of this package, or "
-        "for a run without config.yaml."
+        " The report does not know the papers' count for a method that is not part of this "
+        "package, or for a run without config.yaml."
     )
 
 

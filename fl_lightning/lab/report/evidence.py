@@ -97,7 +97,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
     for one, other in sides:
         for seed in sorted(arms[one].keys() & arms[other].keys()):
             _refuse_other_partition(arms[one][seed], arms[other][seed])
-        _tell_alone(one, other, arms, notes)
+        _note_unpaired(one, other, arms, notes)
     names = list(dict.fromkeys(sum(sides, ())))
     # If no run logs the metric, a diverged run has not lost in it either.
     if not logged(found, claim.metric):
@@ -181,11 +181,11 @@ def between(scale: str, a: float | None, b: float | None) -> float | None:
     return a - b
 
 
-def _tell_alone(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str]) -> None:
+def _note_unpaired(one: str, other: str, arms: Mapping[str, Seeds], notes: list[str]) -> None:
     for name, partner in ((one, other), (other, one)):
-        if alone := sorted(arms[name].keys() - arms[partner].keys()):
-            one_seed = len(alone) == 1
-            which = f"Seed{'s' * (not one_seed)} {', '.join(map(str, alone))} of {name}"
+        if unpaired := sorted(arms[name].keys() - arms[partner].keys()):
+            one_seed = len(unpaired) == 1
+            which = f"Seed{'s' * (not one_seed)} {', '.join(map(str, unpaired))} of {name}"
             pairs = "has no pair" if one_seed else "have no pairs"
             seeds = "this seed" if one_seed else "these seeds"
             notes.append(f"{which} {pairs}: {partner} has no finished run with {seeds}.")

@@ -41,8 +41,8 @@ TARGETS = (
 )
 BUDGETS = (
     "The head of each column is its budget: the total cost of the run that spent least. Every run "
-    "is scored by its mean over the last third of this budget. What a run did after it had spent "
-    "the budget does not count."
+    "is scored by its mean over the last third of this budget. Rounds after the budget was "
+    "spent do not count."
 )
 PROCESSOR_SECONDS = (
     " Seconds are processor seconds of all threads and processes (time/cpu). Other work on the "
