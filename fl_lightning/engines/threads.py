@@ -7,7 +7,9 @@ so does the sequential engine on one thread.
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
@@ -26,6 +28,8 @@ WORTH = 20
 # Most memory of results that wait for their turn in the sum. Waiting lets the largest clients start
 # first.
 WAITING_BYTES = 2**28
+# Longest time that :meth:`Threads.close` waits for the system to end the threads.
+ENDING_SECONDS = 10
 
 
 class Threads:
@@ -43,9 +47,12 @@ class Threads:
         self.learner = learner
         self._warn = warn
         self._free = deque(workers)
-        self.pool = ThreadPoolExecutor(
-            len(workers), "client", initializer=torch.set_num_threads, initargs=(1,)
-        )
+        self._thread_ids: list[int] = []  # as the system counts them
+        self.pool = ThreadPoolExecutor(len(workers), "client", initializer=self._begin_thread)
+
+    def _begin_thread(self) -> None:
+        torch.set_num_threads(1)
+        self._thread_ids.append(threading.get_native_id())
 
     def train(
         self,
@@ -98,8 +105,22 @@ class Threads:
             )
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and wait until the system has ended them.
+
+        Python 3.11 reports a thread as ended a moment earlier. In that moment MKL frees the
+        thread's memory and holds a lock. A process that is forked then inherits the lock, which
+        nobody releases in it, so its first matrix product never ends.
+        """
         self.pool.shutdown(cancel_futures=True)
+        deadline = time.monotonic() + ENDING_SECONDS
+        while any(map(_exists, self._thread_ids)) and time.monotonic() < deadline:
+            time.sleep(0.0005)
+        self._thread_ids.clear()
+
+
+def _exists(thread_id: int) -> bool:
+    """Return whether the thread exists; False where the system does not list threads."""
+    return os.path.exists(f"/proc/self/task/{thread_id}")
 
 
 def largest_first(round: Round, leaves: list[tuple[int, int]]) -> list[tuple[int, int]]:

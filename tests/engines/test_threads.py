@@ -3,6 +3,7 @@ cannot."""
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 import time
@@ -154,6 +155,27 @@ def test_interrupting_a_round_stops_its_threads() -> None:
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer(1, [Interrupt()]).fit(module, blobs())
     assert not [t for t in threading.enumerate() if t.name.startswith("client")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux lists a process's threads")
+def test_the_system_has_ended_the_threads_of_a_run_that_ended() -> None:
+    """A thread that is about to end holds a lock of MKL's, which a process forked then inherits."""
+    used: set[int] = set()
+    left = []
+
+    class Seen(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            used.add(threading.get_native_id())
+            return super().training_step(batch, batch_idx)
+
+    for _ in range(20):
+        used.clear()
+        module = seeded(Seen, engine="concurrent", workers=3, participation=6, local_steps=1)
+        trainer(1).fit(module, blobs())
+        assert len(used) > 1
+        left.append({int(thread) for thread in os.listdir("/proc/self/task")} & used)
+    main = {threading.get_native_id()}
+    assert left == [main] * 20
 
 
 @pytest.mark.parametrize("kind", ["learner", "data"])
