@@ -342,6 +342,12 @@ def test_partition(cli: Cli) -> None:
         "Pathological",
         "--data.partition.classes",
         2,
+        # A run's own options have no effect on its split.
+        "--model.local_epochs=3",
+        "--ckpt_path",
+        "last",
+        "--monitor",
+        "val/loss",
     )
     assert result.returncode == 0, result.stderr
     assert "10 clients" in result.stdout and "hash" in result.stdout

@@ -113,8 +113,11 @@ def _name_enums(node: Any) -> None:
             _name_enums(value)
 
 
+_OF_TRAINING = re.compile(r"--(model|method|trainer|ckpt_path|monitor|monitor_mode)(?![\w-])")
+
+
 def _without_training(options: Sequence[str]) -> list[str]:
-    """Return the options of a command that are not of model, method or trainer.
+    """Return the options of a command that do not concern training.
 
     >>> _without_training(["--data.x", "1", "--model.lr", "2", "--trainer.a=3", "-o", "there"])
     ['--data.x', '1', '-o', 'there']
@@ -123,7 +126,7 @@ def _without_training(options: Sequence[str]) -> list[str]:
     left_out = False
     for option in options:
         if re.match(r"--|-[A-Za-z]$", option):
-            left_out = bool(re.match(r"--(model|method|trainer)\b", option))
+            left_out = bool(_OF_TRAINING.match(option))
         if not left_out:
             kept.append(option)
     return kept
