@@ -109,7 +109,7 @@ def place(path: Path, text: str) -> None:
 
 
 # An absolute folder of data, as the argument ``root`` has it in YAML, JSON or a command.
-DATA_ROOT = re.compile(r"""(\broot['":=,\s]+)/[^\s'",]+""")
+DATA_ROOT = re.compile(r"""(\broot['":=,\s]+)/[^\s'",}\]]+""")
 
 
 def copy(path: Path, target: Path) -> None:

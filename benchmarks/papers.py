@@ -353,15 +353,18 @@ def page_of(folders: Sequence[Path], results: Path, target: Path) -> int:
 def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
     """What the runs show where no claim was made, each entry with mean, low, high and n.
 
-    An entry has the arms a and b, or a alone, which gives a level. Its number of a seed is a
-    metric's ``score``, the ``tail`` where none is named; with ``until`` what was spent of that
-    until ``target``'s tail was reached; with ``over: layers`` the rank correlation of layers'
-    places and values, but for the layers of ``without``. ``scale: log_ratio`` compares by a factor.
+    An entry has the arms a and b, or only a, which gives a level. Its number of a seed is a
+    metric's ``score``, the ``tail`` if none is named. With ``gradients`` it is the mean over the
+    last third of that many local gradients. With ``until`` it is what was spent of that until
+    ``target``'s tail was reached. With ``over: layers`` it is the rank correlation of layers'
+    places and values, but for the layers of ``without``. ``plus`` names a metric whose score is
+    added, and ``times_square_of`` one by whose squared score the number is multiplied.
+    ``scale: log_ratio`` compares by a factor.
     """
     from fl_lightning.lab.report.evidence import between, over_layers
     from fl_lightning.lab.report.intervals import paired
     from fl_lightning.lab.report.runs import find
-    from fl_lightning.lab.report.scores import reached, score_of
+    from fl_lightning.lab.report.scores import reached, score_of, summed, tail_of
 
     if not entries.is_file():
         return []
@@ -371,11 +374,19 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
         run = next(run for run in arms[arm] if run.seed == seed)
         if "over" in entry:
             return over_layers(run, entry["metric"], entry["without"])
+        if "gradients" in entry:
+            spent = summed(run, "cost/gradients")
+            return tail_of(run, entry["metric"], spent, entry["gradients"])
         if "until" not in entry:
-            return score_of(run, entry["metric"], entry.get("score", "tail"))
+            asked = [entry.get(key) for key in ("metric", "plus", "times_square_of")]
+            score = entry.get("score", "tail")
+            value, added, factor = (of and score_of(run, of, score) for of in asked)
+            return value and (value + (added or 0)) * (factor or 1) ** 2
         target = number({"metric": entry["metric"]}, entry["target"], seed)
-        spent = None if target is None else reached(run, entry["metric"], target)[entry["until"]]
-        return None if spent is None else float(spent)
+        if target is None:
+            return None
+        reached_at = reached(run, entry["metric"], target)[entry["until"]]
+        return None if reached_at is None else float(reached_at)
 
     made = []
     for entry in parse_yaml(entries.read_text("utf-8")):
@@ -388,7 +399,10 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
             value = between(entry.get("scale", ""), *numbers) if pair else numbers[0]
             values += [] if value is None else [value]
         interval = paired(values)
-        made.append({**entry, **{key: getattr(interval, key) for key in INTERVAL}})
+        row = {**entry, **{key: getattr(interval, key) for key in INTERVAL}}
+        if "over" in entry:  # no correlation is beyond ± 1
+            row |= {"low": max(-1.0, interval.low), "high": min(1.0, interval.high)}
+        made.append(row)
     return made
 
 
@@ -418,15 +432,16 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
         f"{len(runs)} runs of {len(folders)} of {len(ROWS)} sweeps, made from {days[0]} to "
         f"{days[-1]}, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
         f"{machines(runs)} Other work ran on it meanwhile, so no seconds are compared.\n"
-        "`val/acc` is accuracy on the test images. Intervals cover the seeds: initial weights, "
-        "split, participants and batches. Rows share their seeds, and some their settings: equal "
+        "`val/acc` and `val/loss` are measured on the test set. Intervals cover the seeds: initial "
+        "weights, split, participants and batches. Rows share their seeds, and some their settings: equal "
         "runs stand in several rows, so verdicts of different rows are not independent.\n"
     )
 
 
 def of_a_paper(predicts: str) -> bool:
     """Whether a paper says so, by what the protocol notes as its prediction."""
-    return not predicts.startswith(("nothing", "no such rival", "not alike"))
+    ours = ("nothing", "no such rival", "not alike", "no prediction", "no difference")
+    return not predicts.startswith(ours)
 
 
 def claims_of(name: str) -> list[dict[str, Any]]:

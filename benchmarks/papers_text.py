@@ -7,9 +7,30 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+
+def factor(log: float) -> str:
+    """A factor, with two decimals, or with three digits.
+
+    >>> factor(0.3), factor(math.log(11_931)), factor(math.log(97_360_119))
+    ('1.35', '11,900', '97,400,000')
+    """
+    value = math.exp(log)
+    return f"{value:.2f}" if value < 50 else f"{float(f'{value:.3g}'):,.0f}"
+
+
+def points(share: float) -> str:
+    """A difference of shares in points of a hundred; 0 has no sign.
+
+    >>> points(0.0123), points(-0.00001)
+    ('+1.23', '0.00')
+    """
+    text = f"{100 * share:+.2f}"
+    return "0.00" if float(text) == 0 else text
+
+
 UNITS: dict[str, Callable[[float], str]] = {
-    "points": lambda value: f"{100 * value:+.2f}",
-    "factor": lambda value: f"{math.exp(value):,.{2 if value < 4 else 0}f}",
+    "points": points,
+    "factor": factor,
     "percent": lambda value: f"{100 * value:.2f}",
     "plain": lambda value: f"{value:.3f}",
     "signed": lambda value: f"{value:+.2f}",

@@ -99,11 +99,13 @@ def read_runs(sweep: Path) -> list[Run]:
 # Scores of one run.
 
 
-def tail(run: Run, metric: str) -> Number:
-    rows = run.evaluated(metric)
+def tail(run: Run, metric: str, gradients: Number = None) -> Number:
+    """The mean over the last third of so many gradients, or of the run's."""
+    end = run.spent[-1] if gradients is None else gradients
+    rows = [row for row in run.evaluated(metric) if run.spent[row] <= end]
     if not rows:
         return None
-    late = [row for row in rows if 3 * run.spent[row] > 2 * run.spent[-1]]
+    late = [row for row in rows if 3 * run.spent[row] > 2 * end]
     return float(np.mean([run.columns[metric][row] for row in late or rows[-1:]]))
 
 

@@ -364,9 +364,11 @@ def misquoted(findings: str, page: str, rows: dict[str, dict[str, Any]]) -> list
             value = row[key]
             value = value * 100 if form in ("points", "percent") else value
             value = math.exp(value) if form == "factor" else value
-            decimals = len(text.partition(".")[2])
+            last = 10.0 ** -len(text.partition(".")[2])
+            if form == "factor" and value >= 50:  # three digits
+                last = 10.0 ** (math.floor(math.log10(value)) - 2)
             shown = float(text.replace("\u2212", "-").replace(",", ""))
-            right = abs(value - shown) <= 0.5 * 10**-decimals + 1e-9
+            right = abs(value - shown) <= 0.5 * last * (1 + 1e-9)
         if not right:
             wrong.append(f"{claim}.{key}: the page says {text}, by hand it is {row[key]}")
     return wrong
@@ -388,7 +390,10 @@ def observed(arms: dict[str, dict[int, by_hand.Run]], file: Path) -> dict[str, d
                 value = by_hand.contrast(*numbers, "scale" in entry)
             values += [] if value is None else [value]
         found = by_hand.interval(values)
-        rows[entry["id"]] = {"mean": found.mean, "low": found.low, "high": found.high}
+        ends = [found.low, found.high]
+        if "over" in entry:
+            ends = [max(-1, found.low), min(1, found.high)]
+        rows[entry["id"]] = {"mean": found.mean, "low": ends[0], "high": ends[1]}
     return rows
 
 
@@ -397,8 +402,16 @@ def observed_of(run: by_hand.Run, entry: dict[str, Any], target: float | None) -
     metric = entry["metric"]
     if "over" in entry:
         return by_hand.correlation_with_depth(run, metric, entry["without"])
+    if "gradients" in entry:
+        return by_hand.tail(run, metric, entry["gradients"])
     if "until" not in entry:
-        return by_hand.SCORES[entry.get("score", "tail")](run, metric)
+        score = by_hand.SCORES[entry.get("score", "tail")]
+        number = score(run, metric)
+        if "plus" in entry:
+            number += score(run, entry["plus"])
+        if "times_square_of" in entry:
+            number *= score(run, entry["times_square_of"]) ** 2
+        return number
     row = by_hand.arrival(run, metric, target or 0.0, True)
     return None if row is None else by_hand.cost_until(run, row, entry["until"])
 

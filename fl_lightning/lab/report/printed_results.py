@@ -169,10 +169,13 @@ def _packaged_sweep(path: Path) -> list[str]:
 
 
 def setting(run: ReportedRun) -> str:
-    """Return network and data of a run: ``MLP on Digits``; "" without a config.yaml."""
+    """Return network and data of a run: ``MLP(sizes=[64, 10]) on Digits``; "" without a
+    config.yaml.
+    """
     data = _at(run.config, "data.class_path")
-    network = _at(run.config, "model.learner.init_args.network") or _at(run.config, "model.learner")
-    return " on ".join(class_name(item) for item in (network, data) if item is not None)
+    network = _at(run.config, "model.learner.init_args.network")
+    shown = network or _at(run.config, "model.learner.class_path")
+    return " on ".join(str(_plain(item)) for item in (shown, data) if item is not None)
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:

@@ -155,17 +155,20 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
     claim = said.claim
     between = said.interval
     shown = difference_unit(summary, said)
-    # The margin of a divergence claim is a factor between two scores.
-    margin = f"× {claim.factor:g}"
-    if claim.kind != "diverges":
+    if claim.kind == "diverges":
+        # The margin is a factor between two scores, and a seed diverges or does not.
+        margin = f"× {claim.factor:g}"
+        mean = Cell(f"{sum(said.evidence.values.values()):g} of {between.n} diverged", between.mean)
+    else:
         margin = shown.difference(claim.margin, named=True).lstrip("+")
+        mean = cell(shown.difference, between.mean)
     n = f"{between.n}"
     if said.evidence.left_out:
         n += f" ({said.evidence.left_out} left out)"
     return [
         f"{claim.id}: {sentence(claim, summary.called)}{' (primary)' * claim.primary}",
         Cell(said.printed, mark="verdict " + said.verdict.replace(" ", "-")),
-        cell(shown.difference, between.mean),
+        mean,
         _interval(shown, said),
         cell(p_value, said.p_holm),
         Cell(margin, claim.margin),
