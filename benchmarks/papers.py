@@ -434,7 +434,8 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
         f"{machines(runs)} Other work ran on it meanwhile, so no seconds are compared.\n"
         "`val/acc` and `val/loss` are measured on the test set. Intervals cover the seeds: initial "
         "weights, split, participants and batches. Rows share their seeds, and some their "
-        "settings: equal runs stand in several rows, so verdicts of different rows are not independent.\n"
+        "settings: equal runs stand in several rows, so verdicts of different rows are not "
+        "independent.\n"
     )
 
 
