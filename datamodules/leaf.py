@@ -35,16 +35,13 @@ TEXT = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """How samples of one kind become tensors.
-
-    Args:
-        length: length of an x, if all have the same; None: they differ.
-    """
+    """How samples of one kind become tensors."""
 
     name: str
     unknown: bool = False
 
     def length(self, x: Any) -> int | None:
+        """Return the length of an x, if all have the same; None: they differ."""
         return None if self.name in ("sent140", "celeba") else len(x)
 
     def right(self, x: Any) -> bool:

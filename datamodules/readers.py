@@ -120,7 +120,6 @@ class FileDataModule(FederatedDataModule):
     """
 
     default_partition = ByGroup()
-    _default_names: Sequence[str] = ()
 
     def __init__(
         self,

@@ -218,14 +218,11 @@ class Methods:
                 )
         return texts
 
-    def on_gradient(self, hooks: Sequence[str]) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the callbacks with these hooks of gradients, in order: names and functions."""
-        found: list[tuple[str, Callable[..., Any]]] = []
+    def on_gradient(self, hooks: Sequence[str]) -> list[Callable[..., Any]]:
+        """Return these hooks of gradients, in order."""
+        found: list[Callable[..., Any]] = []
         for hook in hooks:
-            calls = self._hooks.get(hook, [])
-            if hook in self._owners:
-                calls = [self._owners[hook]]
-            found += [(hook, call) for call in calls]
+            found += [self._owners[hook]] if hook in self._owners else self._hooks.get(hook, [])
         return found
 
     def bind_run(self, binding: RunBinding) -> None:

@@ -155,8 +155,8 @@ class LocalStep:
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
-        self.changes = [call for _, call in methods.on_gradient(BEFORE_CLIPPING)]
-        self.directions = [call for _, call in methods.on_gradient(AFTER_CLIPPING)]
+        self.changes = methods.on_gradient(BEFORE_CLIPPING)
+        self.directions = methods.on_gradient(AFTER_CLIPPING)
         self.rate = methods.owner("step_rate")
         self.step_ends = methods["on_local_step_end"]
         self.limit: Any = work.clip_norm  # a number, or one number per client (n, 1)
