@@ -14,9 +14,10 @@ from torch.utils._pytree import tree_map
 
 from fl_lightning.engines.accumulation import batches_in, by_step
 from fl_lightning.engines.client_optimizer import ClientOptimizer
-from fl_lightning.engines.looks import copied, versions_in
+from fl_lightning.engines.looks import copied
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
+from fl_lightning.learner.taps import versions
 from fl_lightning.methods import AFTER_CLIPPING, BEFORE_CLIPPING, Methods, checked_rows
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate, Round
@@ -311,7 +312,7 @@ class LocalStep:
             batch = tree_map(copied, batch)
         gradient = gradient_of(batch, self.index, **options)
         if batch is not self.batch and self.first:
-            self.changes_batch |= any(versions_in(batch))
+            self.changes_batch |= any(versions(batch))
         return gradient if self.resting is None else self.trained_part(gradient)
 
     def loss_gradient(self) -> Any:
