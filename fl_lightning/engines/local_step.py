@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fl_lightning.callback import takes_no_gradient
 from fl_lightning.engines.accumulation import batches_in, by_step
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.looks import copied
@@ -155,6 +156,8 @@ class LocalStep:
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
+        # What a blind perturbation takes besides the clients: a class of an older version, None.
+        self.unseen = () if self.perturb and takes_no_gradient(self.perturb) else (None,)
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = methods.on_gradient(BEFORE_CLIPPING)
         self.directions = methods.on_gradient(AFTER_CLIPPING)
@@ -322,7 +325,7 @@ class LocalStep:
             return self.passed(gradient_of)
         if self.blind:
             # The step's only pass: it logs, and buffers and generators continue after it.
-            e = self.methods.call(self.perturb, self.clients, None)
+            e = self.methods.call(self.perturb, self.clients, *self.unseen)
             e = self.trained_part(checked_rows(self.perturb, e, self.model.x))
             with self.model.shifted(e):
                 return self.passed(gradient_of)
