@@ -11,20 +11,15 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from fl_lightning.accepted import NonNegativeFloat, checked
+from fl_lightning.accepted import Checked, NonNegativeFloat
 from fl_lightning.datamodules.samples import Change, TensorSamples
 from fl_lightning.errors import UserError
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.sampling import generator
 
 
-@checked
-class Bias:
+class Bias(Checked):
     """Base class of biases."""
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        checked(cls)
 
     def __init__(self, std: NonNegativeFloat) -> None:
         self.std = std

@@ -251,14 +251,10 @@ class FromHDF5(FileDataModule):
     def _side(self, index: Arrays, side: str) -> Side:
         names = texts_of(index[f"{side} clients"])
         sizes = index[f"{side} sizes"]
-        labels = index[f"{side} labels"]
         place = texts_of(index[f"{side} place"])
         kind = texts_of(index["names"])
-        starts = np.cumsum(sizes) - sizes
-        read = partial(
-            samples_of, place, names, kind, int(index["pad"]), self.length, labels, starts
-        )
-        dataset: Any = OfClients(sizes, read, labels)
+        read = partial(x_of, place, names, kind, int(index["pad"]), self.length)
+        dataset = OfClients(sizes, read, index[f"{side} labels"])
         return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
 
 
@@ -337,17 +333,15 @@ def _keep_small(file: Any) -> None:
     file.id.set_mdc_config(config)
 
 
-def samples_of(
+def x_of(
     place: Sequence[str],
     names: Sequence[str],
     kind: Sequence[str],
     pad: int,
     length: int,
-    labels: NDArray[np.int64],
-    starts: NDArray[np.int64],
     client: int,
-) -> list[tuple[Tensor, int]]:
-    """A client's samples."""
+) -> Tensor:
+    """The x of a client's samples."""
     (path, group) = place
     (x, y, what) = kind
     own = opened(Path(path))[group][names[client]]
@@ -362,8 +356,7 @@ def samples_of(
         if values.dtype.kind == "f":
             _check_finite(values, f"The file {path!r}, group {own.name.strip('/')!r}", x)
         rows = tensor(values, what)
-    start = int(starts[client])
-    return list(zip(rows, labels[start : start + len(rows)].tolist(), strict=True))
+    return rows
 
 
 def _check_finite(values: NDArray[Any], where: str, x: str) -> None:

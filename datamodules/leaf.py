@@ -35,16 +35,13 @@ TEXT = 4
 
 @dataclass(frozen=True)
 class Kind:
-    """How samples of one kind become tensors.
-
-    Args:
-        length: length of an x, if all have the same; None: they differ.
-    """
+    """How samples of one kind become tensors."""
 
     name: str
     unknown: bool = False
 
     def length(self, x: Any) -> int | None:
+        """Return the length of an x, if all have the same; None: they differ."""
         return None if self.name in ("sent140", "celeba") else len(x)
 
     def right(self, x: Any) -> bool:
@@ -253,8 +250,7 @@ class FromLEAF(FileDataModule):
         rows = index[f"{side} rows"]
         sizes = rows[:, 3]
         files = [file for file in self._files if file.parent.name == side]
-        firsts = np.cumsum(sizes) - sizes
-        read = partial(_samples, files, rows, firsts, index[f"{side} labels"], self._made)
+        read = partial(_x_of, files, rows, self._made)
         dataset = OfClients(sizes, read, index[f"{side} labels"])
         return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
 
@@ -276,22 +272,13 @@ class FromLEAF(FileDataModule):
             self._made = {"femnist": _grey, "shakespeare": _letters, "numbers": _numbers}[kind]
 
 
-def _samples(
-    files: Sequence[Path],
-    rows: NDArray[np.int64],
-    firsts: NDArray[np.int64],
-    labels: NDArray[np.int64],
-    made: Any,
-    client: int,
-) -> list[Any]:
-    """Return a user's samples, read from its place in its file."""
+def _x_of(files: Sequence[Path], rows: NDArray[np.int64], made: Any, client: int) -> list[Tensor]:
+    """Return the x of a user's samples, read from its place in its file."""
     (number, start, stop, _) = rows[client].tolist()
     with open(files[number], "rb") as file:
         file.seek(start)
         found = json.loads(file.read(stop - start))
-    first = int(firsts[client])
-    pairs = zip(found["x"], labels[first : first + len(found["x"])].tolist(), strict=True)
-    return [(made(x), y) for x, y in pairs]
+    return [made(x) for x in found["x"]]
 
 
 def _grey(x: list[float]) -> Tensor:

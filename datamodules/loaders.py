@@ -162,10 +162,10 @@ def say(trainer: Any, text: str) -> None:
 def evaluation_loader(
     trainer: pl.Trainer | None,
     data: Samples | None,
-    index: Indices | None = None,
-    size: int | None = None,
-    source: Callable[[torch.device], torch.device] = lambda device: device,
-    seed: int = 0,
+    index: Indices | None,
+    size: int | None,
+    source: Callable[[torch.device], torch.device],
+    seed: int,
 ) -> Any:
     """Return a loader of large ready batches for evaluation.
 

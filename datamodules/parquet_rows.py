@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from copy import copy
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,12 @@ class ParquetRows:
     Args:
         files: files with the same columns.
         datasets: the library, which decodes pictures.
-        columns: columns of a row; None: all.
 
     Raises:
         UserError: a file has other columns or types than the first.
     """
 
-    def __init__(
-        self, files: Sequence[Path], datasets: Any, columns: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, files: Sequence[Path], datasets: Any) -> None:
         import pyarrow.parquet
 
         self._parquet = pyarrow.parquet
@@ -52,14 +50,11 @@ class ParquetRows:
                     )
         self._schema = schema
         self.features = datasets.Features.from_arrow_schema(schema)
-        self._bind(columns)
-
-    def _bind(self, columns: Sequence[str] | None) -> None:
-        self._columns = None if columns is None else list(columns)
+        self._columns: list[str] | None = None
         self._groups: list[tuple[int, int]] = []
         rows: list[int] = []
-        for file, found in enumerate(self._metadata):
-            self._groups += [(file, group) for group in range(found.num_row_groups)]
+        for number, found in enumerate(self._metadata):
+            self._groups += [(number, group) for group in range(found.num_row_groups)]
             rows += [found.row_group(group).num_rows for group in range(found.num_row_groups)]
         self._ends = np.cumsum(rows, dtype=np.int64)
         self._latest: OrderedDict[int, Any] = OrderedDict()
@@ -73,9 +68,9 @@ class ParquetRows:
 
     def select_columns(self, columns: Sequence[str]) -> ParquetRows:
         """Return the same rows with only these columns; others are not read."""
-        selected = object.__new__(ParquetRows)
-        selected.__dict__.update(self.__dict__)
-        selected._bind(columns)
+        selected = copy(self)
+        selected._columns = list(columns)
+        selected._latest = OrderedDict()
         return selected
 
     def column(self, name: str) -> Any:

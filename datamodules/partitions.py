@@ -17,7 +17,7 @@ from typing import Any, cast, overload
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fl_lightning.accepted import NonNegativeFloat, checked
+from fl_lightning.accepted import Checked, NonNegativeFloat
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
@@ -64,7 +64,7 @@ class LazyClients(Sequence[Indices]):
         return (self[i] for i in range(len(self)))
 
 
-class Partition:
+class Partition(Checked):
     """Base class of partitions: override ``split``.
 
     The constructor's arguments have to be kept as attributes of the same name.
@@ -78,10 +78,6 @@ class Partition:
     """
 
     needs_labels = True
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        checked(cls)
 
     @property
     def clients(self) -> int | None:

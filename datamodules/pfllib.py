@@ -141,16 +141,16 @@ def index_of(sides: dict[str, list[Path]]) -> Arrays:
 
 def side_of(files: list[Path], index: Arrays, side: str) -> Side:
     sizes = index[f"{side} sizes"]
-    dataset = OfClients(sizes, partial(samples_of, files), index[f"{side} labels"])
+    dataset = OfClients(sizes, partial(x_of, files), index[f"{side} labels"])
     if len(files) <= KEPT and int(index[f"{side} bytes"]) <= IN_MEMORY:
         dataset.keep_all()
     return Side([file.stem for file in files], np.repeat(np.arange(len(files)), sizes), dataset)
 
 
-def samples_of(files: list[Path], client: int) -> list[tuple[Tensor, int]]:
-    """A client's samples."""
-    x, y = arrays_of(files[client])
-    return list(zip(torch.from_numpy(x), y.tolist(), strict=True))
+def x_of(files: list[Path], client: int) -> Tensor:
+    """The x of a client's samples."""
+    x, _ = arrays_of(files[client])
+    return torch.from_numpy(x)
 
 
 class Harmless(pickle.Unpickler):

@@ -14,7 +14,6 @@ from fl_lightning.datamodules.partitions import Indices, Partition, need_samples
 from fl_lightning.datamodules.streams import (
     Source,
     Stream,
-    as_arrays,
     by_class,
     check_none_empty,
     check_share,
@@ -276,6 +275,3 @@ class LabelsPerClient(Partition):
             for client, piece in zip(of, np.array_split(own, len(of)), strict=True):
                 clients[client].extend(piece.tolist())
         return clients
-
-
-__all__ = ["DirichletByClass", "LabelsPerClient", "as_arrays"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,14 +38,14 @@ class OfClients(Dataset[Any]):
 
     Args:
         sizes: number of samples of each client ``(m,)``; samples are numbered client by client.
-        read: function that returns all samples of a client.
+        read: function that returns the x of all samples of a client.
         targets: labels of all samples ``(N,)``.
     """
 
     def __init__(
         self,
         sizes: NDArray[np.int64],
-        read: Callable[[int], Sequence[Any]],
+        read: Callable[[int], Iterable[Any]],
         targets: NDArray[np.int64],
     ) -> None:
         self.ends = np.cumsum(sizes)
@@ -60,7 +60,7 @@ class OfClients(Dataset[Any]):
         client = int(np.searchsorted(self.ends, i, side="right"))
         own = self._latest.get(client)
         if own is None:
-            own = self._read(client)
+            own = self._samples(client)
             # Threads may read in parallel, so another thread may have removed an entry already.
             while len(self._latest) >= KEPT:
                 try:
@@ -68,14 +68,21 @@ class OfClients(Dataset[Any]):
                 except KeyError:
                     break
             self._latest[client] = own
-        return own[i - (int(self.ends[client - 1]) if client else 0)]
+        return own[i - self._start(client)]
+
+    def _start(self, client: int) -> int:
+        return int(self.ends[client - 1]) if client else 0
+
+    def _samples(self, client: int) -> Sequence[Any]:
+        labels = self.targets[self._start(client) : self.ends[client]]
+        return list(zip(self._read(client), labels.tolist(), strict=True))
 
     def keep_all(self) -> None:
         """Read every client now, because forked worker processes would each read their clients
         in each round.
         """
         for client in range(len(self.ends)):
-            self._latest[client] = self._read(client)
+            self._latest[client] = self._samples(client)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": OrderedDict()}
@@ -120,7 +127,6 @@ class FileDataModule(FederatedDataModule):
     """
 
     default_partition = ByGroup()
-    _default_names: Sequence[str] = ()
 
     def __init__(
         self,

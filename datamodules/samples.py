@@ -36,27 +36,6 @@ EVALUATION_BYTES = 64 * 2**20
 Change = Callable[[Tensor, Tensor, slice], Tensor]
 
 
-class Samples(Protocol):
-    """Samples numbered from 0, of which batches can be made."""
-
-    labels: NDArray[np.int64] | None
-
-    def __len__(self) -> int: ...
-
-    def batches(
-        self,
-        index: NDArray[np.int64],
-        size: int,
-        device: torch.device = CPU,
-        biases: Change | None = None,
-        augment: Change | None = None,
-    ) -> Iterator[Batch]:
-        """Yield the samples ``index`` in this order, ``size`` at a time; the last batch has the
-        rest.
-        """
-        ...
-
-
 class TensorSamples:
     """Samples x ``(N, …)`` and y ``(N, …)`` in memory; batches are slices of one gathered tensor.
 
@@ -168,6 +147,9 @@ class TensorSamples:
         biases: Change | None = None,
         augment: Change | None = None,
     ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the samples ``index`` in this order, ``size`` at a time; the last batch has the
+        rest.
+        """
         bytes_each = max(1, self.x[0].numel() * (4 if self.image else self.x.element_size()))
         chunk = max(1, CHUNK_BYTES // (bytes_each * size)) * size
         for start in range(0, len(index), chunk):
@@ -290,6 +272,9 @@ class DatasetSamples:
             self._ahead.close(wait)
 
 
+Samples = TensorSamples | DatasetSamples
+
+
 def one_by_one(samples: Samples, index: NDArray[np.int64], biases: Change | None) -> Dataset[Any]:
     """Return the samples ``index`` as a dataset."""
     if isinstance(samples, DatasetSamples):
@@ -300,7 +285,9 @@ def one_by_one(samples: Samples, index: NDArray[np.int64], biases: Change | None
 class _Singles(Dataset[Any]):
     """Samples of tensors, each made on request."""
 
-    def __init__(self, samples: Samples, index: NDArray[np.int64], biases: Change | None) -> None:
+    def __init__(
+        self, samples: TensorSamples, index: NDArray[np.int64], biases: Change | None
+    ) -> None:
         self.samples = samples
         self.index = index
         self.biases = biases

@@ -233,3 +233,11 @@ def checked(cls: Class) -> Class:
 
     cls.__init__ = checking  # type: ignore[misc]
     return cls
+
+
+class Checked:
+    """Base class of classes that are :func:`checked`, each with its own ``__init__``."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        checked(cls)

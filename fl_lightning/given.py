@@ -9,7 +9,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from fl_lightning.accepted import checked
+from fl_lightning.accepted import Checked
 
 # A longer list is data, and not a setting.
 LONGEST = 1000
@@ -19,14 +19,10 @@ class NotKnown(Exception):
     """A value cannot be written into a config: it is data, a lambda, or a class of a script."""
 
 
-class Given:
+class Given(Checked):
     """Checks arguments of its subclasses' ``__init__``, and stores them for :func:`described`."""
 
     _made_with: tuple[dict[str, Any], list[str]]
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        checked(cls)
 
     def __new__(cls, /, *arguments: Any, **named: Any) -> Any:
         made = super().__new__(cls)

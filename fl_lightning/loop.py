@@ -31,7 +31,7 @@ from fl_lightning.round.server import Server
 from fl_lightning.round.settings import Settings
 from fl_lightning.round.totals import Total
 from fl_lightning.schedules import decay_factor
-from fl_lightning.storage.run_state import BaseAfter, RunState, Versions
+from fl_lightning.storage.run_state import BaseAfter, RoundOutcome, RunState, Versions
 from fl_lightning.virtual.planned_round import Plan
 
 RoundMetrics = dict[str, float]
@@ -126,7 +126,9 @@ class FederatedLoop:
             remembers = self.state.base is not None or remember_sent(self.methods)
             sent = ledger.round.ids if remembers else []
             base = self.changed_base(ledger)
-            self.state.commit(t, rows, server_states, metrics, chosen, versions, sent, base)
+            self.state.commit(
+                RoundOutcome(t, rows, server_states, metrics, chosen, versions, sent, base)
+            )
             # The store has the rows now, in memory or on disk.
             ledger.rows = {}
         except BaseException:

@@ -16,7 +16,6 @@ from fl_lightning.callback import (
     Refusal,
     RunBinding,
     RunFacts,
-    takes_no_gradient,
 )
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.notes import refuse_optimizer
@@ -124,8 +123,6 @@ class Methods:
                 )
             if owners:
                 self._owners[hook] = getattr(owners[0], hook)
-                if hook == "perturbation" and takes_no_gradient(owners[0].perturbation):
-                    self._owners[hook] = WithoutGradient(owners[0])
                 self._owned_by[hook] = owners[0]
                 if hook == "transmit":
                     self._sends = owners[0].sends
@@ -218,14 +215,11 @@ class Methods:
                 )
         return texts
 
-    def on_gradient(self, hooks: Sequence[str]) -> list[tuple[str, Callable[..., Any]]]:
-        """Return the callbacks with these hooks of gradients, in order: names and functions."""
-        found: list[tuple[str, Callable[..., Any]]] = []
+    def on_gradient(self, hooks: Sequence[str]) -> list[Callable[..., Any]]:
+        """Return these hooks of gradients, in order."""
+        found: list[Callable[..., Any]] = []
         for hook in hooks:
-            calls = self._hooks.get(hook, [])
-            if hook in self._owners:
-                calls = [self._owners[hook]]
-            found += [(hook, call) for call in calls]
+            found += [self._owners[hook]] if hook in self._owners else self._hooks.get(hook, [])
         return found
 
     def bind_run(self, binding: RunBinding) -> None:
@@ -447,19 +441,6 @@ class Methods:
         """Return the methods' names, without callbacks that only measure or simulate."""
         names = [c.title or type(c).__name__ for c in self.callbacks if c.is_method()]
         return " + ".join(names) or "FedAvg"
-
-
-class WithoutGradient:
-    """A ``perturbation`` that takes no gradient, called as if it took one."""
-
-    def __init__(self, callback: FederatedCallback) -> None:
-        self.__self__ = callback
-        self.__name__ = callback.perturbation.__name__
-        self.__qualname__ = callback.perturbation.__qualname__
-        self._hook: Callable[..., Tensor] = callback.perturbation
-
-    def __call__(self, clients: Any, gradient: Any) -> Tensor:
-        return self._hook(clients)
 
 
 def looks(callback: FederatedCallback) -> bool:

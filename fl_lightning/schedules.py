@@ -5,26 +5,22 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
-from typing import Annotated, Any
+from typing import Annotated
 
-from fl_lightning.accepted import AtLeast, FiniteFloat, checked
+from fl_lightning.accepted import AtLeast, Checked, FiniteFloat
 
 # A number of rounds that is no integer is no mistake.
 Rounds = Annotated[int | float, AtLeast(1)]
 LARGEST = (2 - 2**-23) * 2.0**127  # the largest number in single precision
 
 
-class Schedule(ABC):
+class Schedule(Checked, ABC):
     """A function of the round t = 0, 1, …: the factor of a learning rate, or the value of a
     coefficient.
 
     >>> [Exponential(0.5)(t) for t in range(3)]
     [1.0, 0.5, 0.25]
     """
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        checked(cls)
 
     @abstractmethod
     def __call__(self, round: int) -> float: ...

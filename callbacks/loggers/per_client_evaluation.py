@@ -22,11 +22,17 @@ from fl_lightning.errors import UserError
 from fl_lightning.evaluation import personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.client_figure import draw_clients
-from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading, lines_of
+from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading
 from fl_lightning.evaluation.domains import by_domain, over_domains, rows_of_domains
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.machine.processes import gathered
-from fl_lightning.metrics import Directions, check_mode, is_accuracy, without_prefix
+from fl_lightning.metrics import (
+    Directions,
+    check_mode,
+    comma_separated,
+    is_accuracy,
+    without_prefix,
+)
 from fl_lightning.sampling import generator
 from fl_lightning.storage.files import written_aside
 
@@ -274,7 +280,7 @@ class PerClientEvaluation(Measurement):
         if self.domains:
             lines = rows_of_domains(self.table, self.samples, self.domains, self._greater)
             with written_aside(folder / "domains.csv") as file:
-                file.write(lines_of(lines).encode())
+                file.write(comma_separated(lines).encode())
         names = [name for name in self.table if not name.endswith(TUNED)]
         others = [name for name in names if name != "loss"]
         shown = next(filter(is_accuracy, others), (others or ["loss"])[0])
@@ -290,7 +296,7 @@ class PerClientEvaluation(Measurement):
         The last column is ``name``, if the data have names of clients.
         """
         header = heading(self.table, self.names)
-        return lines_of([header, *client_rows(self.table, self.samples, self.names)])
+        return comma_separated([header, *client_rows(self.table, self.samples, self.names)])
 
     def _measure(self, trainer: Any) -> None:
         super()._measure(trainer)

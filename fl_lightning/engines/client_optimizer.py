@@ -219,24 +219,24 @@ class ClientOptimizer:
                     self._whole_at_rest.append(parameter)
 
     @contextmanager
-    def _state_at_rest(self) -> Iterator[None]:
-        """Within this context, a step does not change the state of resting coordinates."""
-        before = {name: value.clone() for name, (value, _) in self._state_by_coordinate().items()}
+    def _state_at_rest(self, resting: Tensor) -> Iterator[None]:
+        """Within this context, a step does not change the state of these coordinates ``(n, D)``."""
+        state = self._state_by_coordinate(resting)
+        before = {name: value.clone() for name, (value, _) in state.items()}
         with without_gradients(self._whole_at_rest):
             yield
-        for name, (value, rests) in self._state_by_coordinate().items():
+        for name, (value, rests) in self._state_by_coordinate(resting).items():
             # State that this step created starts at zero.
             earlier = before.get(name, torch.zeros_like(value))
             value.copy_(torch.where(rests, earlier, value))
 
-    def _state_by_coordinate(self) -> dict[str, tuple[Tensor, Tensor]]:
+    def _state_by_coordinate(self, resting: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
         """State that has a number for each coordinate, by name, with what of it rests."""
-        assert self._resting is not None
         places = {id(parameter): self._places[j] for j, parameter in self.by_parameter.items()}
         found = {}
         for key, value, parameter in self._entries():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
-                rests = self._resting[:, places[id(parameter)]] if places else self._resting
+                rests = resting[:, places[id(parameter)]] if places else resting
                 found[key] = value, rests.reshape(value.shape)
         return found
 
@@ -252,7 +252,8 @@ class ClientOptimizer:
                 return
             if gradient is not self.gradient:
                 self.gradient.copy_(gradient)
-            with nullcontext() if self._resting is None else self._state_at_rest():
+            resting = self._resting
+            with nullcontext() if resting is None else self._state_at_rest(resting):
                 self.optimizer.step()
 
     def step_each(self, gradients: tuple[Tensor, ...], missing: Sequence[int] = ()) -> None:
@@ -275,20 +276,13 @@ class ClientOptimizer:
             with without_gradients(left_out):
                 yield
         else:
-            x = self.x.view(-1)
-            before = {name: value.clone() for name, value in self._of_coordinates().items()}
-            before["x"] = x.clone()
-            yield
-            for name, value in {**self._of_coordinates(), "x": x}.items():
-                # State that this step created starts at zero.
-                earlier = before.get(name, torch.zeros_like(value))
-                for j in missing:
-                    value[self._places[j]] = earlier[self._places[j]]
-
-    def _of_coordinates(self) -> dict[str, Tensor]:
-        """The state of a flat optimizer that has a number for each coordinate."""
-        shape = self.x.view(-1).shape
-        return {name: value for name, value in self.tensors().items() if value.shape == shape}
+            resting = torch.zeros_like(self.x, dtype=torch.bool)
+            for j in missing:
+                resting[:, self._places[j]] = True
+            before = self.x.clone()
+            with self._state_at_rest(resting):
+                yield
+            self.x.copy_(torch.where(resting, before, self.x))
 
     def _fused(self, x: list[Tensor], gradients: list[Tensor]) -> None:
         """x ← x - η (g + λ x) in one pass, by torch.optim.SGD's own kernel.
@@ -358,13 +352,13 @@ class ClientOptimizer:
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that a step changes besides x, by name."""
-        if self.plain:
-            return {}
         entries = self._entries()
         return {f"optimizer.{key}": v for key, v, _ in entries if isinstance(v, Tensor)}
 
     def _entries(self) -> Iterator[tuple[str, Any, nn.Parameter]]:
         """The state of each parameter: a key, the value, and the parameter."""
+        if self.plain:
+            return
         for j, parameter in enumerate(self._parameters()):
             for name, value in self.optimizer.state.get(parameter, {}).items():
                 yield f"{j}.{name}", value, parameter

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from fl_lightning.callback import takes_no_gradient
 from fl_lightning.engines.accumulation import batches_in, by_step
 from fl_lightning.engines.client_optimizer import ClientOptimizer
-from fl_lightning.engines.looks import copied, versions_in
+from fl_lightning.engines.looks import copied
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
+from fl_lightning.learner.taps import versions
 from fl_lightning.methods import AFTER_CLIPPING, BEFORE_CLIPPING, Methods, checked_rows
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate, Round
@@ -154,9 +156,11 @@ class LocalStep:
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
+        # What a blind perturbation takes besides the clients: a class of an older version, None.
+        self.unseen = () if self.perturb and takes_no_gradient(self.perturb) else (None,)
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
-        self.changes = [call for _, call in methods.on_gradient(BEFORE_CLIPPING)]
-        self.directions = [call for _, call in methods.on_gradient(AFTER_CLIPPING)]
+        self.changes = methods.on_gradient(BEFORE_CLIPPING)
+        self.directions = methods.on_gradient(AFTER_CLIPPING)
         self.rate = methods.owner("step_rate")
         self.step_ends = methods["on_local_step_end"]
         self.limit: Any = work.clip_norm  # a number, or one number per client (n, 1)
@@ -311,7 +315,7 @@ class LocalStep:
             batch = tree_map(copied, batch)
         gradient = gradient_of(batch, self.index, **options)
         if batch is not self.batch and self.first:
-            self.changes_batch |= any(versions_in(batch))
+            self.changes_batch |= any(versions(batch))
         return gradient if self.resting is None else self.trained_part(gradient)
 
     def loss_gradient(self) -> Any:
@@ -321,7 +325,7 @@ class LocalStep:
             return self.passed(gradient_of)
         if self.blind:
             # The step's only pass: it logs, and buffers and generators continue after it.
-            e = self.methods.call(self.perturb, self.clients, None)
+            e = self.methods.call(self.perturb, self.clients, *self.unseen)
             e = self.trained_part(checked_rows(self.perturb, e, self.model.x))
             with self.model.shifted(e):
                 return self.passed(gradient_of)

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.errors import UserError
-from fl_lightning.learner.taps import Tap, calls, check_called, tapped, taps_of
+from fl_lightning.learner.taps import Tap, calls, check_called, tapped, taps_of, versions
 from fl_lightning.methods import Methods, checked_loss
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.group import ClientGroup
@@ -72,7 +72,7 @@ class Looks:
             before = RandomState(copy.x, not self.all_generators)
         # A learner changes its batch in place in a client's first step, or never.
         given = batch if self.changes_batch is False else tree_map(copied, batch)
-        versions = versions_in(batch) if self.changes_batch is None else None
+        before_step = versions(batch) if self.changes_batch is None else None
         self.latest = (given, step, before)
 
         def change(tap: Tap, output: Any) -> Any:
@@ -83,8 +83,8 @@ class Looks:
 
         with tapped(copy.learner, self.every, change) as seen:
             output, loss = copy.loss(batch, step)
-        if versions is not None:
-            self.changes_batch = versions_in(batch) != versions
+        if before_step is not None:
+            self.changes_batch = versions(batch) != before_step
         # Reading the generators of NumPy and Python is slow; a learner draws from them in its first
         # step or never.
         if self.all_generators and before is not None:
@@ -232,12 +232,6 @@ def copied(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-
-
-def versions_in(batch: Any) -> list[int]:
-    """How often each of a batch's tensors was changed in place."""
-    tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 def kept(memory: set[int], value: Any) -> Any:

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import UserError
+from fl_lightning.metrics import comma_separated
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
 
 Values = Mapping[str, Mapping[int, float]]  # metric → client → value
-
-
-def lines_of(rows: Iterable[list[object]]) -> str:
-    text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
-    return text.getvalue()
 
 
 def heading(table: Values, names: Sequence[str] = ()) -> list[object]:
@@ -56,7 +51,7 @@ class ClientRounds:
         header, rows = self._read()
         kept = [row for row in rows if int(str(row[0])) < before]
         with written_aside(self.path) as file:
-            file.write(lines_of([header, *kept]).encode())
+            file.write(comma_separated([header, *kept]).encode())
 
     def add(
         self, t: int, table: Values, samples: Mapping[int, int], names: Sequence[str] = ()
@@ -77,7 +72,7 @@ class ClientRounds:
         lock.check(self.path)
         try:
             with open(self.path, "a", encoding="utf-8", newline="") as file:
-                file.write(lines_of(new))
+                file.write(comma_separated(new))
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
 
@@ -87,12 +82,11 @@ class ClientRounds:
         every = [*old_header, *(name for name in header if name not in old_header)]
         named = [dict(zip(old_header, row, strict=True)) for row in old]
         named += [dict(zip(header, row, strict=True)) for row in new]
-        text = io.StringIO()
-        rows = csv.DictWriter(text, every, restval="", lineterminator="\n")
-        rows.writeheader()
-        rows.writerows(named)
+        lines = [every]
+        for row in named:
+            lines.append([row.get(name, "") for name in every])
         with written_aside(self.path) as file:
-            file.write(text.getvalue().encode())
+            file.write(comma_separated(lines).encode())
 
     def _header(self) -> list[object]:
         with open(self.path, encoding="utf-8", newline="") as file:

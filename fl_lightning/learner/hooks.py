@@ -131,18 +131,6 @@ class LearnerHooks(pl.LightningModule):
     def _put(self, name: str, function: Callable[..., Any]) -> None:
         object.__setattr__(self, name, types.MethodType(function, self))
 
-    def clients_optimizer(self) -> Any:
-        """Return the clients' optimizer at the round's rates: ``self.optimizers()`` between
-        rounds.
-        """
-        raise NotImplementedError  # FederatedModule overrides this
-
-    def clients_scheduler(self) -> Any:
-        """Return the learner's ``self.lr_schedulers()`` between rounds; None if it is not
-        stepped.
-        """
-        raise NotImplementedError  # the run knows it
-
     def connect_learner(self) -> None:
         """Give this run's trainer to the learner and to LightningModules in it, and collect
         their logs.
@@ -166,6 +154,7 @@ class LearnerHooks(pl.LightningModule):
         def log_dict(dictionary: Any, *args: Any, **kwargs: Any) -> None:
             self.log_dict(dictionary, *args, **over_processes(kwargs))
 
+        # FederatedModule knows the optimizer and the scheduler.
         def optimizers(use_pl_optimizer: bool = True) -> Any:
             return self.clients_optimizer()
 

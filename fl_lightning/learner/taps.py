@@ -109,7 +109,8 @@ class Seen(dict[Tap, Any]):
 
 def versions(value: Any) -> list[int]:
     """Return how often each tensor has been changed in place."""
-    return [leaf._version for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
 
 
 @contextmanager

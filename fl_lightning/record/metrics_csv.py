@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import os
 from argparse import Namespace
 from collections.abc import Mapping
@@ -12,7 +10,7 @@ from typing import Any
 
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import Logger, rank_zero_only
-from fl_lightning.metrics import Row, read_rows
+from fl_lightning.metrics import Row, comma_separated, read_rows
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
 
@@ -66,7 +64,7 @@ class MetricsCSV(Logger):
         new = [key for key in values if key not in columns]
         # A new column, or an earlier round, changes lines that have been written already.
         if step < self._round or new:
-            rows = {int(row["round"]): row for row in self._read()[1]}
+            rows = {int(row["round"]): row for row in read_rows(self.path)[1]}
             rows.setdefault(step, {"round": str(step)}).update(values)
             self._rewrite([*columns, *new], [rows[key] for key in sorted(rows)])
             return
@@ -102,13 +100,10 @@ class MetricsCSV(Logger):
     def _open(self) -> list[str]:
         """Return the columns; at first use they are read from the existing file."""
         if self._columns is None:
-            columns, rows = self._read() if self.path.exists() else (["round"], [])
+            columns, rows = read_rows(self.path) if self.path.exists() else (["round"], [])
             self._rewrite(columns, rows)
         assert self._columns is not None
         return self._columns
-
-    def _read(self) -> tuple[list[str], list[Row]]:
-        return read_rows(self.path)
 
     def _rewrite(self, columns: list[str], rows: list[Row]) -> None:
         lines = [self._line(row, columns) for row in rows]
@@ -122,9 +117,7 @@ class MetricsCSV(Logger):
 
     @staticmethod
     def _line(row: Row, columns: list[str]) -> bytes:
-        text = io.StringIO()
-        csv.writer(text, lineterminator="\n").writerow([row.get(column, "") for column in columns])
-        return text.getvalue().encode()
+        return comma_separated([[row.get(column, "") for column in columns]]).encode()
 
 
 def _text(value: Any) -> str:

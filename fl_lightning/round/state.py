@@ -396,22 +396,21 @@ class StateRows:
     """``self.name`` of a :class:`ClientState` or :class:`Scratch`, with rows by ``[clients]``."""
 
     def __init__(self, callback: Owner, declaration: PerClient) -> None:
-        self._callback = callback
+        self._key = declaration.key(callback)
         self._declaration = declaration
 
     def __getitem__(self, clients: ClientsLike) -> Tensor:
-        return clients._group.read(self._declaration.key(self._callback), self._declaration)
+        return clients._group.read(self._key, self._declaration)
 
     def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:
-        key = self._declaration.key(self._callback)
-        clients._group.write(key, self._declaration, value)
+        clients._group.write(self._key, self._declaration, value)
 
     def staged(self, server: Staged) -> Iterator[tuple[Tensor, Tensor]]:
         """Return ``(ids, rows)`` that were written in this round, ascending; for ``on_round_end``.
 
         The rows are the same in every process.
         """
-        return server.staged(self._declaration.key(self._callback), self._declaration)
+        return server.staged(self._key, self._declaration)
 
     def rows(self, server: Staged, ids: Tensor | Sequence[int]) -> Tensor:
         """Return committed rows ``(k, …)`` of these clients, in hooks that take ``server``.
@@ -424,7 +423,7 @@ class StateRows:
                 f"{self._declaration.name} exists for one round only, and has no committed rows. "
                 "Use a ClientState"
             )
-        return server.committed(self._declaration.key(self._callback), self._declaration, ids)
+        return server.committed(self._key, self._declaration, ids)
 
 
 class UploadSums:
@@ -434,11 +433,11 @@ class UploadSums:
 
     def __init__(self, callback: Owner, declaration: Upload) -> None:
         self._callback = callback
+        self._key = declaration.key(callback)
         self._declaration = declaration
 
     def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:
-        key = self._declaration.key(self._callback)
-        clients._group.upload(key, self._declaration, value)
+        clients._group.upload(self._key, self._declaration, value)
 
     def sum(self) -> Tensor:
         """Return Σ over the clients that finished."""
@@ -451,14 +450,10 @@ class UploadSums:
 
     def weighted(self) -> Tensor:
         """Return the p_i-weighted mean over the clients that finished."""
-        return self._callback._ledger.uploaded_weighted(
-            self._declaration.key(self._callback), self._declaration
-        )
+        return self._callback._ledger.uploaded_weighted(self._key, self._declaration)
 
     def _total(self) -> tuple[Tensor, int]:
-        return self._callback._ledger.uploaded(
-            self._declaration.key(self._callback), self._declaration
-        )
+        return self._callback._ledger.uploaded(self._key, self._declaration)
 
 
 class Coefficient:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -36,8 +36,8 @@ class RoundOutcome:
     logged: dict[str, float]
     chosen: tuple[int, ...] | None
     versions: Versions
-    sent: Sequence[int] = ()
-    base: BaseAfter | None = None
+    sent: Sequence[int]
+    base: BaseAfter | None
 
 
 @dataclass
@@ -70,24 +70,14 @@ class RunState:
     base: Any = None
     _outcome: RoundOutcome | None = None
 
-    def commit(
-        self,
-        t: int,
-        rows: Rows,
-        server: dict[str, Tensor],
-        logged: dict[str, float],
-        chosen: tuple[int, ...] | None = None,
-        versions: Versions | None = None,
-        sent: Sequence[int] = (),
-        base: BaseAfter | None = None,
-    ) -> None:
-        """Make the result of round t, which is over, the state."""
+    def commit(self, outcome: RoundOutcome) -> None:
+        """Make the result of a round that is over the state."""
         # Copying rows needs memory and may fail; then the round has not happened.
-        rows = self.rows.store.owned(rows)
+        outcome = replace(outcome, rows=self.rows.store.owned(outcome.rows))
         # This one assignment decides: from here on the round counts. If an interrupt follows,
         # `finish_commit` completes it.
-        self._outcome = RoundOutcome(t, rows, server, logged, chosen, versions or {}, sent, base)
-        self.finish_commit(t)
+        self._outcome = outcome
+        self.finish_commit(outcome.t)
 
     def keep_rows_for(self, data: Any) -> None:
         """From now on treat rows as those of these data's clients.
