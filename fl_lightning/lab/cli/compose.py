@@ -9,6 +9,7 @@ configs is replaced by that of any other config, in either order.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -313,6 +314,20 @@ def class_name(item: Any) -> str:
     if isinstance(item, dict):
         item = item.get("class_path", "?")
     return str(item).rsplit(".", 1)[-1]
+
+
+def class_of(node: Any) -> Any:
+    """Return the class or function that a node of a config names; None if it names none.
+
+    Another check then reports the error.
+    """
+    path = node.get("class_path") if isinstance(node, dict) else node
+    module, _, name = str(path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:
+        # The user's own module may raise anything.
+        return None
 
 
 @dataclass
