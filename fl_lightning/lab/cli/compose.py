@@ -504,12 +504,8 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
 def _names(option: str, key: str) -> bool:
     """Return whether an option of the command line sets the key, or a part that contains it."""
     typed = option.removeprefix("--").partition("=")[0]
-    return option.startswith("--") and (f"{typed}.".startswith(f"{key}.") or typed in _above(key))
-
-
-def _above(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:place]) for place in range(1, len(parts))]
+    one, other = f"{typed}.", f"{key}."
+    return option.startswith("--") and (one.startswith(other) or other.startswith(one))
 
 
 def _has(config: Any, key: str) -> bool:
