@@ -98,7 +98,7 @@ class Bare:
         for _ in range(self.work.epochs):
             for x, y in self.epoch(samples):
                 optimizer.zero_grad()
-                loss = self.loss(model, x, y)
+                loss = loss_of(model(x), y)
                 loss.backward()
                 if self.scaffold:
                     for p, add in zip(model.parameters(), correction, strict=True):
@@ -108,7 +108,3 @@ class Bare:
                 losses.append(loss.detach())
                 steps += 1
         return steps
-
-    def loss(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-        """What a step minimises."""
-        return loss_of(model(x), y)

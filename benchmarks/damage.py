@@ -29,8 +29,8 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -222,21 +222,15 @@ def flips(given: argparse.Namespace, folder: Path) -> int:
     return int(bool(bad))
 
 
-class Mounted:
-    """A tmpfs of a size; entered, it is there."""
-
-    def __init__(self, folder: Path, megabytes: int) -> None:
-        self.folder = folder
-        self.megabytes = megabytes
-
-    def __enter__(self) -> Path:
-        self.folder.mkdir()
-        size = f"size={self.megabytes}m"
-        subprocess.run(["mount", "-t", "tmpfs", "-o", size, "tmpfs", self.folder], check=True)
-        return self.folder
-
-    def __exit__(self, *error: object) -> None:
-        subprocess.run(["umount", self.folder], check=True)
+@contextmanager
+def tmpfs(folder: Path) -> Iterator[None]:
+    """Within this context the folder is a file system of 64 MiB."""
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 def of_a_run(folder: Path, log: Path, *more: str) -> dict[str, str]:
@@ -246,9 +240,9 @@ def of_a_run(folder: Path, log: Path, *more: str) -> dict[str, str]:
     return in_a_process(folder)
 
 
-def compared(name: str, folder: Path, expected: dict[str, str], log: Path) -> str:
+def compared(name: str, folder: Path, expected: dict[str, str], log: Path, *more: str) -> str:
     """Start again, with room, and compare; what was wrong."""
-    if called([*RUN, "--trainer.default_root_dir", str(folder)], log):
+    if called([*RUN, "--trainer.default_root_dir", str(folder), *more], log):
         return f"{name}: it does not go on: {told(log)}"
     return "" if in_a_process(folder) == expected else f"{name}: it went on to other bits"
 
@@ -265,7 +259,8 @@ def disk(given: argparse.Namespace, folder: Path) -> int:
     for number in range(given.number):
         way, place = ways[number % len(ways)]
         name = f"{way} {place}".strip()
-        with Mounted(folder / f"disk-{number}", 64) as mounted:
+        mounted = folder / f"disk-{number}"
+        with tmpfs(mounted):
             run = mounted / "run"
             start = [*RUN, "--trainer.default_root_dir", str(run)]
             status = damaged(start, mounted, way, place, draw, log)
@@ -405,10 +400,8 @@ def memory(given: argparse.Namespace, folder: Path) -> int:
         if broken(log) or not status:
             wrong.append(f"after {steps} steps: status {status}: {text}")
         met[text[:160].replace(str(run), "RUN")] += 1
-        if called([*RUN, "--trainer.default_root_dir", str(run), *wide], log):
-            wrong.append(f"after {steps} steps: it does not go on: {told(log)}")
-        elif in_a_process(run) != expected:
-            wrong.append(f"after {steps} steps: it went on to other bits")
+        name = f"after {steps} steps"
+        wrong += filter(None, [compared(name, run, expected, log, *wide)])
         shutil.rmtree(run)
     for text, n in met.items():
         print(f"{n} × {text}")

@@ -25,6 +25,7 @@ import pytorch_lightning as pl
 import torch
 
 from benchmarks.cores import Memory
+from benchmarks.workloads import quiet_trainer
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning.models import CausalLanguageModel
 
@@ -98,15 +99,7 @@ def measured(shape: str, workers: int, given: dict[str, Any]) -> dict[str, Any]:
             workers=workers,
         )
         clock = Clock()
-        trainer = pl.Trainer(
-            max_epochs=given["rounds"],
-            callbacks=[clock],
-            accelerator="cpu",
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-        )
+        trainer = quiet_trainer(given["rounds"], [clock])
         built = memory.most_mb
         trainer.fit(module, data)
     return {

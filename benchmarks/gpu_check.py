@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks import workloads
 from benchmarks.bare import prepared
 from benchmarks.speed import timed
 from benchmarks.workloads import WORKLOADS, Ours, Workload
@@ -30,13 +31,7 @@ from fl_lightning import callbacks
 
 METHODS: dict[str, tuple[str, ...]] = {
     "FedAvg": (),
-    "FedInit": ("RelaxedInitialization",),
-    "FedProx": ("ProximalTerm",),
-    "FedDyn": ("DynamicRegularization",),
-    "FedCM": ("ClientMomentum",),
-    "SCAFFOLD": ("ControlVariates",),
-    "FedSAM": ("SharpnessAwareMinimization",),
-    "FedSMOO": ("GlobalSharpnessAwareMinimization", "DynamicRegularization"),
+    **workloads.METHODS,
     "FedALS": ("PartialAveraging",),
 }
 # twelve steps, a short batch

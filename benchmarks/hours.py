@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
-import tempfile
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.scaling import Configuration
+from benchmarks.scaling import Configuration, point
 
 MEMORY = 4096  # MiB
 WINDOW = 20  # rounds that are compared
@@ -41,10 +38,7 @@ def main() -> int:
         parameters=given.parameters,
         rounds=given.rounds,
     )
-    with tempfile.TemporaryDirectory(prefix="hours-") as name:
-        point = [sys.executable, "-m", "benchmarks.scaling_point", json.dumps(asdict(wanted)), name]
-        subprocess.run(point, check=True)
-        facts = json.loads(Path(name, "facts-0.json").read_text())
+    facts = point(wanted)
     given.json.write_text(json.dumps(facts))
     draw(facts, wanted, given.json.with_suffix(".png"))
     return told(facts, wanted)

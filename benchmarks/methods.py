@@ -31,14 +31,15 @@ from torch import Tensor, nn
 from benchmarks.kept import unpacked
 from benchmarks.papers import keep, report, sweeps
 from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
+from fl_lightning.given import made as object_of
 from fl_lightning.lab.cli.cite_command import cited, references
 from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
-from fl_lightning.lab.cli.method_options import method_class, names_of_ours
+from fl_lightning.lab.cli.method_options import full_paths, method_class
 from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
 from fl_lightning.lab.report.text_tables import PERCENT
 from fl_lightning.lightning import pl
 from fl_lightning.methods import Methods
-from fl_lightning.systems import Buffered
+from fl_lightning.systems import Buffered, Devices
 
 COSTS = Path("docs/methods.md")
 COMPARED = Path("docs/methods/compared.md")
@@ -160,17 +161,9 @@ def federation() -> InMemoryDataModule:
     return InMemoryDataModule((x, y), clients=clients, batch_size=4)
 
 
-def built(node: Any) -> Any:
-    """What a config names, with the arguments that it gives."""
-    if isinstance(node, list):
-        return [built(item) for item in node]
-    if not isinstance(node, dict):
-        return node
-    if "class_path" not in node:
-        return {key: built(value) for key, value in node.items()}
-    path = node["class_path"]
-    module, _, name = names_of_ours().get(path, path).rpartition(".")
-    return getattr(import_module(module), name)(**built(node.get("init_args") or {}))
+def built(options: dict[str, Any]) -> dict[str, Any]:
+    """A config's options, with the objects that it names."""
+    return {key: object_of(value) for key, value in full_paths(options).items()}
 
 
 def optimizer_of(node: dict[str, Any]) -> Callable[[Any], torch.optim.Optimizer]:
@@ -198,10 +191,7 @@ class Packaged:
         return found
 
     def made(self) -> list[FederatedCallback]:
-        return [
-            method_class(item)(**{key: built(value) for key, value in item["init_args"].items()})
-            for item in self.items
-        ]
+        return [method_class(item)(**built(item["init_args"])) for item in self.items]
 
     def arguments(self) -> dict[str, Any]:
         """Of FederatedModule, by its config."""
@@ -211,9 +201,9 @@ class Packaged:
             if (node := given.pop(side, None)) is not None:
                 given[side] = optimizer_of(node)
         if "asynchronous" in given:
-            options = {key: built(value) for key, value in given["asynchronous"].items()}
-            devices = import_module("fl_lightning.systems").Devices(**options.pop("devices"))
-            given["asynchronous"] = Buffered(devices, **options)
+            options = dict(given["asynchronous"])
+            devices = Devices(**built(options.pop("devices")))
+            given["asynchronous"] = Buffered(devices, **built(options))
         return {"participation": 1.0, "local_epochs": 1, **given}
 
     def run(self, *more: FederatedCallback, rounds: int = 1, **options: Any) -> Any:

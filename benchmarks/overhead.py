@@ -15,18 +15,8 @@ import statistics
 import sys
 from pathlib import Path
 
-from benchmarks.workloads import WORKLOADS, Ours
+from benchmarks.workloads import METHODS, WORKLOADS, Ours
 from fl_lightning import callbacks
-
-METHODS = {
-    "FedInit": ["RelaxedInitialization"],
-    "FedProx": ["ProximalTerm"],
-    "FedDyn": ["DynamicRegularization"],
-    "FedCM": ["ClientMomentum"],
-    "SCAFFOLD": ["ControlVariates"],
-    "FedSAM": ["SharpnessAwareMinimization"],
-    "FedSMOO": ["GlobalSharpnessAwareMinimization", "DynamicRegularization"],
-}
 
 
 def main() -> None:

@@ -11,19 +11,17 @@ setting.
 from __future__ import annotations
 
 import argparse
-import logging
 import multiprocessing
 import os
 import statistics
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pytorch_lightning as pl
 import torch
 from torch import nn
 
+from benchmarks.workloads import quiet_trainer
 from fl_lightning import FederatedModule
 from fl_lightning import callbacks as c
 from fl_lightning.callbacks.loggers.per_client_evaluation import summary
@@ -68,21 +66,8 @@ def trained(data: Any, callbacks: list[Any], seed: int, rounds: int, **arguments
         **arguments,
     }
     module = FederatedModule(ImageClassifier(network, 10, lr=0.1), **given)
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "num_sanity_val_steps": 0,
-    }
-    trainer = pl.Trainer(
-        max_epochs=rounds,
-        callbacks=callbacks,
-        accelerator="cpu",
-        enable_model_summary=False,
-        limit_val_batches=0,
-        **quiet,
-    )
-    trainer.fit(module, data)
+    without_validation = {"limit_val_batches": 0, "num_sanity_val_steps": 0}
+    quiet_trainer(rounds, callbacks, **without_validation).fit(module, data)
     return module
 
 
@@ -125,8 +110,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
         runs = pool.starmap(
             scores, [(seed, options.rounds) for seed in range(options.seeds)], chunksize=1

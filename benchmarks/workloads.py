@@ -48,6 +48,15 @@ from fl_lightning.models import MLP, LeNet, ResNet18GN, ResNet20
 
 LR = 0.1
 FEDSMOO = ("GlobalSharpnessAwareMinimization", "DynamicRegularization")
+METHODS: dict[str, tuple[str, ...]] = {
+    "FedInit": ("RelaxedInitialization",),
+    "FedProx": ("ProximalTerm",),
+    "FedDyn": ("DynamicRegularization",),
+    "FedCM": ("ClientMomentum",),
+    "SCAFFOLD": ("ControlVariates",),
+    "FedSAM": ("SharpnessAwareMinimization",),
+    "FedSMOO": FEDSMOO,
+}
 
 
 OptimizerOf = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

@@ -20,6 +20,7 @@ from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.deploy.transport import Array, Message, said, words
 from fl_lightning.errors import UserError
+from fl_lightning.round.coding import as_array
 from fl_lightning.round.context import Round
 
 BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
@@ -29,11 +30,8 @@ def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
     """Put a tensor among the arrays, by value; NumPy has no bfloat16, so its bits are sent
     instead.
     """
-    values = values.detach().cpu().contiguous()
-    if values.dtype == torch.bfloat16:
-        arrays[name + BFLOAT] = values.view(torch.int16).numpy().copy()
-    else:
-        arrays[name] = values.numpy().copy()
+    suffix = BFLOAT if values.dtype == torch.bfloat16 else ""
+    arrays[name + suffix] = as_array(values).copy()
 
 
 def got(arrays: Mapping[str, Array], name: str) -> Tensor:

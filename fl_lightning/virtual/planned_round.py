@@ -65,6 +65,7 @@ class ScheduledJob:
     update: int | None
 
 
+@dataclass(eq=False)
 class Synchronous:
     """Rounds in which the server waits: for all clients, or on a virtual clock for the first ones.
 
@@ -77,21 +78,14 @@ class Synchronous:
         deadline: deadline of the clock.
     """
 
-    def __init__(
-        self,
-        heterogeneity: Heterogeneity,
-        drawn: Drawn,
-        wanted: int | None,
-        steps: StepsOf,
-        durations: Durations | None = None,
-        deadline: Deadline | None = None,
-    ) -> None:
-        self.heterogeneity = heterogeneity
-        self.drawn = drawn
-        self.wanted = wanted
-        self.steps = steps
-        self.durations = durations
-        self.deadline = deadline
+    heterogeneity: Heterogeneity
+    drawn: Drawn
+    wanted: int | None
+    steps: StepsOf
+    durations: Durations | None = None
+    deadline: Deadline | None = None
+
+    def __post_init__(self) -> None:
         self._begins = [0]
 
     def planned(self, t: int, ids: Sequence[int] | None = None) -> Planned:
@@ -151,6 +145,7 @@ class Synchronous:
                 yield ScheduledJob(client, t, begin, begin + ticks, arrived, update)
 
 
+@dataclass(eq=False)
 class Asynchronous:
     """Rounds that end when enough clients have delivered.
 
@@ -161,17 +156,12 @@ class Asynchronous:
         durations: of jobs.
     """
 
-    def __init__(
-        self,
-        settings: Buffered,
-        heterogeneity: Heterogeneity,
-        steps: StepsOf,
-        durations: Durations,
-    ) -> None:
-        self.settings = settings
-        self.heterogeneity = heterogeneity
-        self.steps = steps
-        self.durations = durations
+    settings: Buffered
+    heterogeneity: Heterogeneity
+    steps: StepsOf
+    durations: Durations
+
+    def __post_init__(self) -> None:
         self._events = self._anew()
         self._latest: Update | None = None
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from fl_lightning.evaluation.curvature import Curvature
 from fl_lightning.lab.analysis.landscape import Grid, Landscape
 from fl_lightning.lab.analysis.opened import Opened
-from fl_lightning.lab.report.drawing import COLOURS, figure, plain, png, styled
+from fl_lightning.lab.report.drawing import COLOURS, figure, plain, saved, styled
 
 COLOURMAP = "viridis"
 
@@ -47,7 +47,7 @@ def along_eigenvector(
     )
     plain(axes)
     axes.legend()
-    return png(drawn)
+    return saved(drawn, "png")
 
 
 @styled
@@ -86,7 +86,7 @@ def landscapes(found: Sequence[Landscape]) -> bytes:
             flat.set_ylabel("step along the second direction")
     if image is not None:
         drawn.colorbar(image, ax=drawn.axes[1::2], label="loss", shrink=0.9, format="%.2g")
-    return png(drawn)
+    return saved(drawn, "png")
 
 
 def _limits(losses: Sequence[Grid]) -> tuple[float, float]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from collections.abc import Sequence
 
 from fl_lightning.errors import UserError, suggest
@@ -53,11 +52,7 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog=f"fl-lightning check {argv[0]}", exit_on_error=False)
     parser.add_class_arguments(cls, instantiate=False)
     try:
-        with warnings.catch_warnings():
-            # jsonargparse 4.49 renamed this method to `instantiate`, which earlier versions do not
-            # have.
-            warnings.simplefilter("ignore")
-            options = vars(parser.instantiate_classes(parser.parse_args(list(argv[1:]))))
+        options = vars(parser.instantiate(parser.parse_args(list(argv[1:]))))
     except (ArgumentError, argparse.ArgumentError) as error:
         raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
     # The contracts also build the method with other settings, such as its neutral one.

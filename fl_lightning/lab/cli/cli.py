@@ -28,6 +28,7 @@ from fl_lightning.lab.cli.compose import (
     as_list,
     as_loggers,
     class_name,
+    class_of,
     is_file,
     parse_yaml,
     plain_yaml,
@@ -39,7 +40,7 @@ from fl_lightning.lab.cli.method_options import (
     full_paths,
     method_class,
 )
-from fl_lightning.lab.cli.network_sizes import class_of, fit_network_to_data
+from fl_lightning.lab.cli.network_sizes import fit_network_to_data
 from fl_lightning.lab.cli.parsing_errors import ParserRefusal, not_found, why_not_built
 from fl_lightning.lab.cli.run_folder import (
     RunCheckpoint,

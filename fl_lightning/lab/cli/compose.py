@@ -9,6 +9,7 @@ configs is replaced by that of any other config, in either order.
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from collections.abc import Iterator
@@ -315,6 +316,20 @@ def class_name(item: Any) -> str:
     return str(item).rsplit(".", 1)[-1]
 
 
+def class_of(node: Any) -> Any:
+    """Return the class or function that a node of a config names; None if it names none.
+
+    Another check then reports the error.
+    """
+    path = node.get("class_path") if isinstance(node, dict) else node
+    module, _, name = str(path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception:
+        # The user's own module may raise anything.
+        return None
+
+
 @dataclass
 class Command:
     """A command line, sorted: ``config`` from every ``-c``, and the options that override it.
@@ -489,12 +504,8 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
 def _names(option: str, key: str) -> bool:
     """Return whether an option of the command line sets the key, or a part that contains it."""
     typed = option.removeprefix("--").partition("=")[0]
-    return option.startswith("--") and (f"{typed}.".startswith(f"{key}.") or typed in _above(key))
-
-
-def _above(key: str) -> list[str]:
-    parts = key.split(".")
-    return [".".join(parts[:place]) for place in range(1, len(parts))]
+    one, other = f"{typed}.", f"{key}."
+    return option.startswith("--") and (one.startswith(other) or other.startswith(one))
 
 
 def _has(config: Any, key: str) -> bool:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Iterator, Mapping
-from importlib import import_module
 from typing import Any
 
 from torch.utils.data import Dataset
 
 from fl_lightning.errors import suggest
+from fl_lightning.lab.cli.compose import class_of
 
 # Arguments of FromDatasets.
 OPTIONS = ("train", "val", "test", "clients", "test_clients")
@@ -30,12 +30,12 @@ def fault_of_datasets(option: str, config: Mapping[str, Any]) -> str:
     if name not in OPTIONS:
         return ""
     for place, one in _each(option, node):
-        path = one if isinstance(one, str) else one.get("class_path")
-        made = _imported(path) if isinstance(path, str) else None
+        path = one if isinstance(one, str) else one["class_path"]
+        made = class_of(one)
         if made is None:
             continue
         if not _gives_a_dataset(made):
-            return f"{place}: {_what(made, str(path))}"
+            return f"{place}: {_what(made, path)}"
         given = {} if isinstance(one, str) else one.get("init_args") or {}
         if unknown := _unknown(made, given):
             accepted = list(inspect.signature(made).parameters)
@@ -58,17 +58,6 @@ def _each(option: str, node: Any) -> Iterator[tuple[str, Any]]:
 
 def _names(one: Any) -> bool:
     return isinstance(one, str) or (isinstance(one, Mapping) and "class_path" in one)
-
-
-def _imported(path: str) -> Any:
-    """Import the class or function of a path; None if it does not exist, which another check
-    reports.
-    """
-    module, _, name = path.rpartition(".")
-    try:
-        return getattr(import_module(module), name, None) if module else None
-    except Exception:  # a user's module may raise anything
-        return None
 
 
 def _gives_a_dataset(made: Any) -> bool:

@@ -6,7 +6,6 @@ is built, so the run's config.yaml has plain numbers.
 
 from __future__ import annotations
 
-import importlib
 import math
 from copy import deepcopy
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from typing import Any
 
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError
-from fl_lightning.lab.cli.compose import Command, merge, plain_yaml
+from fl_lightning.lab.cli.compose import Command, class_of, merge, plain_yaml
 from fl_lightning.lab.cli.method_options import full_paths, names_of_ours
 from fl_lightning.lab.cli.parsing_errors import parameters
 from fl_lightning.models import MLP, ImageClassifier
@@ -162,20 +161,6 @@ def _put(node: Any, path: list[str], value: Any) -> Any:
     if {"class_path", "init_args"} & set(node) and key not in ("init_args", "dict_kwargs"):
         return {**node, "init_args": _put(node.get("init_args") or {}, path, value)}
     return {**node, key: _put(node.get(key), rest, value)}
-
-
-def class_of(node: Any) -> Any:
-    """Return the class that a node of the configuration names; None if it names none.
-
-    The parser then reports the error.
-    """
-    path = node.get("class_path") if isinstance(node, dict) else node
-    module, _, name = str(path).rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception:
-        # The user's own module may raise anything.
-        return None
 
 
 def _arguments(node: Any) -> dict[str, Any]:

@@ -149,27 +149,22 @@ class RunFolder(Checkpoint):
         self._record.on_train_start(trainer, pl_module)
         self._checkpoint.on_train_start(trainer, pl_module)
 
+    def _parts(self, trainer: pl.Trainer) -> list[pl.Callback]:
+        """Return the callbacks of this fit, in the order of their hooks; none in a trial run."""
+        parts = (self._card, self._record, self._checkpoint) if _writes(trainer) else ()
+        return [part for part in parts if part is not None]
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._card is not None:
-            self._card.on_train_epoch_start(trainer, pl_module)
+        for part in self._parts(trainer):
+            part.on_train_epoch_start(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _writes(trainer):
-            return
-        if self._card is not None:
-            self._card.on_train_epoch_end(trainer, pl_module)
-        if self._record is not None:
-            self._record.on_train_epoch_end(trainer, pl_module)
-        self._checkpoint.on_train_epoch_end(trainer, pl_module)
+        for part in self._parts(trainer):
+            part.on_train_epoch_end(trainer, pl_module)
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not _writes(trainer):
-            return
-        if self._card is not None:
-            self._card.on_fit_end(trainer, pl_module)
-        if self._record is not None:
-            self._record.on_fit_end(trainer, pl_module)
-        self._checkpoint.on_fit_end(trainer, pl_module)
+        for part in self._parts(trainer):
+            part.on_fit_end(trainer, pl_module)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -16,8 +16,6 @@ from typing import Any, Literal, TypeVar
 
 import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
@@ -251,58 +249,31 @@ def beside(axes: Axes, handles: Mapping[str, Any]) -> None:
     )
 
 
-def laid_out(drawn: Figure) -> None:
-    """Lay out the figure's parts once, and not again for each format."""
+FORMATS = ("png", "svg", "pdf")
+# A date in the file would give the same figure other bytes.
+_METADATA: dict[str, Any] = {
+    "svg": {"Date": None, "Creator": None},
+    "pdf": {"CreationDate": None, "Creator": None, "Producer": None},
+}
+
+
+@styled
+def saved(drawn: Figure, form: str, transparent: bool = False) -> bytes:
+    """Return the figure in one of the formats; the same figure gives the same bytes."""
+    # Lay out the figure's parts once, and not again for each format.
     if drawn.get_layout_engine() is not None:
         drawn.draw_without_rendering()
         drawn.set_layout_engine(None)
-
-
-@styled
-def png(drawn: Figure) -> bytes:
-    """Return the figure as PNG."""
-    laid_out(drawn)
     file = io.BytesIO()
-    FigureCanvasAgg(drawn)
-    drawn.savefig(file, format="png", dpi=style().dpi)
+    dpi: Any = style().dpi if form == "png" else "figure"
+    metadata = _METADATA.get(form)
+    drawn.savefig(file, format=form, dpi=dpi, metadata=metadata, transparent=transparent)
     return file.getvalue()
-
-
-@styled
-def pdf(drawn: Figure) -> bytes:
-    """Return the figure as PDF; the same figure gives the same bytes."""
-    laid_out(drawn)
-    file = io.BytesIO()
-    # A date in the file would give the same figure other bytes.
-    metadata: Any = {"CreationDate": None, "Creator": None, "Producer": None}
-    drawn.savefig(file, format="pdf", metadata=metadata)
-    return file.getvalue()
-
-
-@styled
-def svg(drawn: Figure, transparent: bool = False) -> str:
-    """Return the figure as SVG; the same figure gives the same bytes."""
-    laid_out(drawn)
-    # A date in the file would give the same figure other bytes.
-    file = io.BytesIO()
-    FigureCanvasSVG(drawn)
-    drawn.savefig(
-        file, format="svg", metadata={"Date": None, "Creator": None}, transparent=transparent
-    )
-    return file.getvalue().decode()
-
-
-# File ending → the function that writes a figure in that format.
-FORMATS: dict[str, Callable[[Figure], bytes]] = {
-    "png": png,
-    "svg": lambda drawn: svg(drawn).encode(),
-    "pdf": pdf,
-}
 
 
 def inline(drawing: Drawing) -> str:
     """Return the figure as part of an HTML page, with a label for readers who cannot see it."""
-    text = svg(drawing.figure, transparent=True)
+    text = saved(drawing.figure, "svg", transparent=True).decode()
     text = text[text.index("<svg") :]
     unused = r"<metadata>.*?</metadata>|<style[^>]*>.*?</style>|<!--.*?-->"
     text = re.sub(unused, "", text, flags=re.DOTALL)

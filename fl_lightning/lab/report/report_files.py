@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fl_lightning.lab.report import charts, curves, sections
-from fl_lightning.lab.report.drawing import FORMATS, Drawing, in_style, inline
+from fl_lightning.lab.report.drawing import FORMATS, Drawing, in_style, inline, saved
 from fl_lightning.lab.report.labels import relabelled
 from fl_lightning.lab.report.latex import breakable, heading, tex, widths
 from fl_lightning.lab.report.scores import SCORES
@@ -75,7 +75,7 @@ def contents(
     title: str,
     labels: Mapping[str, str] | None = None,
     style: str = "page",
-    formats: Sequence[str] = tuple(FORMATS),
+    formats: Sequence[str] = FORMATS,
 ) -> dict[str, bytes]:
     """Return name → bytes of every file of the report.
 
@@ -125,7 +125,7 @@ def _contents(
     written = {name: text.encode() for name, text in texts.items()}
     for drawing in drawings:
         for ending in formats:
-            written[f"figures/{drawing.key}.{ending}"] = FORMATS[ending](drawing.figure)
+            written[f"figures/{drawing.key}.{ending}"] = saved(drawing.figure, ending)
     return written
 
 
