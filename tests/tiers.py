@@ -49,7 +49,6 @@ LEFT_OUT = [
     "tests/callbacks/test_identities.py::test_fedspeed_as_printed_is_the_same",
     "tests/callbacks/test_identities.py::test_fedlesam",
     "tests/callbacks/test_identities.py::test_scaffnew_reaches_the_optimum",
-    "tests/callbacks/test_properties.py",
     "tests/callbacks/test_robust_aggregation.py::test_every_contract_holds",
     "tests/callbacks/test_robust_aggregation.py::test_three_of_ten",
     "tests/callbacks/test_table_of_costs.py",

@@ -427,20 +427,6 @@ def test_hetlora(
         assert rule.rho != dict(enumerate(RANKS)), "somebody prunes"
 
 
-def test_unequal_ranks_without_norms_and_pruning_are_the_frameworks_mean(how: Training) -> None:
-    for over in ("zeros", "holders"):
-        run = ours([c.PaddedRanks(RANKS, False, 1.0, averaged_over=over)], how)
-        agree(run, oracle.Het(NET, dict(enumerate(RANKS)), False, 1.0, 0.0, over), how)
-
-
-@pytest.mark.parametrize("name", ["sequential", "concurrent", "stacked"])
-def test_neutral_hetlora_has_fedavgs_bits(name: str) -> None:
-    how = TRAININGS["sgd"]
-    neutral = c.PaddedRanks(norm_weighted=False, gamma=1.0)
-    one, other = (ours(method, how, engine=name) for method in ([neutral], []))
-    assert np.array_equal(one.record.w, other.record.w)
-
-
 def test_one_clients_product_stays(how: Training) -> None:
     one, other = (
         ours(method, how, participation=1, rounds=1) for method in ([c.TruncatedProduct()], [])

@@ -160,7 +160,6 @@ METHODS = [
     MODERN,
     "tests/callbacks/test_identities.py",
     "tests/callbacks/test_clustered_models.py",
-    "tests/callbacks/test_properties.py",
     "tests/callbacks/test_compositions.py",
     COMPRESSION,
     "tests/callbacks/test_partial_averaging.py",
