@@ -87,20 +87,9 @@ def agree(run: Run, rule: Rule, how: Training) -> list[oracle.Outcome]:
     return expected
 
 
-ENGINES: dict[str, dict[str, Any]] = {
-    "sequential": {},
-    "concurrent": {"engine": "concurrent", "workers": 2},
-}
-
-
 @pytest.fixture(params=TRAININGS)
 def how(request: Any) -> Training:
     return TRAININGS[request.param]
-
-
-@pytest.fixture(params=ENGINES)
-def engine(request: Any) -> dict[str, Any]:
-    return ENGINES[request.param]
 
 
 # --------------------------------------------------------------------------- masks of a user's own
@@ -122,10 +111,10 @@ class Halves(FederatedCallback):
 
 @pytest.mark.parametrize("over", ["holders", "all", "zeros"])
 @pytest.mark.parametrize("untrained", ["given", "zero"])
-def test_masks(how: Training, untrained: Any, over: Any, engine: Any) -> None:
+def test_masks(how: Training, untrained: Any, over: Any) -> None:
     method = Halves()
     method.untrained, method.averaged_over = untrained, over
-    run = ours([method], how, **engine)
+    run = ours([method], how)
     agree(run, oracle.Given(NET, drawn, untrained, over), how)
 
 
@@ -139,8 +128,8 @@ def test_stacked_clients_agree_to_rounding(how: Training) -> None:
 
 
 @pytest.mark.parametrize("factors", [["B"], ["B", "A"], ["A", "AB", "B"]])
-def test_factors_in_turn(how: Training, factors: list[str], engine: Any) -> None:
-    run = ours([c.FactorSchedule(factors)], how, **engine)
+def test_factors_in_turn(how: Training, factors: list[str]) -> None:
+    run = ours([c.FactorSchedule(factors)], how)
     agree(run, oracle.Turns(NET, factors), how)
 
 
@@ -403,8 +392,8 @@ RANKS = [1, 2, 3, 1, 3, 2, 2]
 
 
 @pytest.mark.parametrize("ranks", [None, RANKS], ids=["equal", "unequal"])
-def test_flexlora(how: Training, ranks: Any, engine: Any) -> None:
-    run = ours([c.TruncatedProduct(ranks)], how, **engine)
+def test_flexlora(how: Training, ranks: Any) -> None:
+    run = ours([c.TruncatedProduct(ranks)], how)
     given = dict(enumerate(ranks or [3] * 7))
     agree(run, oracle.Flex(NET, given), how)
 
@@ -414,10 +403,10 @@ def test_flexlora(how: Training, ranks: Any, engine: Any) -> None:
     ("norm_weighted", "gamma", "penalty"), [(True, 0.5, 0.05), (False, 0.7, 0.3), (True, 1.0, 0.1)]
 )
 def test_hetlora(
-    how: Training, norm_weighted: bool, gamma: float, penalty: float, over: Any, engine: Any
+    how: Training, norm_weighted: bool, gamma: float, penalty: float, over: Any
 ) -> None:
     method = c.PaddedRanks(RANKS, norm_weighted, gamma, penalty, over)
-    run = ours([method], how, **engine)
+    run = ours([method], how)
     rule = oracle.Het(NET, dict(enumerate(RANKS)), norm_weighted, gamma, penalty, over)
     expected = agree(run, rule, how)
     for t, rows in enumerate(run.record.rows):

@@ -16,7 +16,6 @@ from fl_lightning.lab.contracts.federation import in_processes, outcome, quiet, 
 from fl_lightning.sampling import generator
 from fl_lightning.systems import Buffered, Devices, LogNormal
 from tests.callbacks.test_adapters import (
-    ENGINES,
     NET,
     RANKS,
     TRAININGS,
@@ -37,15 +36,10 @@ def how(request: Any) -> Training:
     return TRAININGS[request.param]
 
 
-@pytest.fixture(params=ENGINES)
-def engine(request: Any) -> dict[str, Any]:
-    return ENGINES[request.param]
-
-
 @pytest.mark.parametrize("draw", ["round", "client"])
 @pytest.mark.parametrize("ranks", [None, RANKS], ids=["equal", "unequal"])
-def test_flora(how: Training, ranks: Any, draw: Any, engine: Any) -> None:
-    run = ours([c.StackedAdapters(ranks, draw)], how, **engine)
+def test_flora(how: Training, ranks: Any, draw: Any) -> None:
+    run = ours([c.StackedAdapters(ranks, draw)], how)
     own = None
     if draw == "client":
 
@@ -64,13 +58,13 @@ def test_flora(how: Training, ranks: Any, draw: Any, engine: Any) -> None:
 
 
 @pytest.mark.parametrize("rank", [None, 0, 1, 2, 5])
-def test_fedex_lora(how: Training, rank: Any, engine: Any) -> None:
-    agree(ours([c.ResidualMerge(rank)], how, **engine), oracle.Residual(NET, rank), how)
+def test_fedex_lora(how: Training, rank: Any) -> None:
+    agree(ours([c.ResidualMerge(rank)], how), oracle.Residual(NET, rank), how)
 
 
 @pytest.mark.parametrize("penalty", [0.01, 0.0, 2.0])
-def test_lora_fair(how: Training, penalty: float, engine: Any) -> None:
-    agree(ours([c.CorrectedFactor(penalty)], how, **engine), oracle.Fair(NET, penalty), how)
+def test_lora_fair(how: Training, penalty: float) -> None:
+    agree(ours([c.CorrectedFactor(penalty)], how), oracle.Fair(NET, penalty), how)
 
 
 def test_one_client_leaves_fedex_fedavg_and_flora_its_product(how: Training) -> None:
