@@ -452,15 +452,8 @@ def test_equal_steps_make_the_share_of_zeros_adams_global_step() -> None:
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        (lambda: c.AdamDirection(betas=(1.0, 0.9)), None, r"betas=\(1.0"),
-        (lambda: c.AdamDirection(epsilon=0.0), None, "epsilon=0.0"),
-        (lambda: c.AdamDirection(share="heads"), None, "share='heads'"),  # type: ignore[arg-type]
         (lambda: c.MuonDirection(variates=True), None, "start='own' and"),
-        (lambda: c.MuonDirection(ns_steps=0), None, "ns_steps=0"),
-        (lambda: c.ControlVariates(momentum=0.0), None, "momentum=0.0"),
         (lambda: c.MomentumGuidedPerturbation(lower=0.9, upper=0.1), None, "above upper"),
-        (lambda: c.MetaGradient(hessian="full"), None, "hessian"),  # type: ignore[arg-type]
-        (lambda: c.PrototypePull(0, 4), None, "classes=0"),
         (
             lambda: c.LookaheadMomentum(),
             {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.9)},
