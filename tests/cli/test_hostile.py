@@ -10,19 +10,10 @@ import os
 import pytest
 
 from fl_lightning.lab.cli.compose import plain_yaml
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Result
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "-c",
-    "debug/tiny",
-    "--trainer.enable_progress_bar",
-    "false",
-)
+FIT = typed("fit -c base -c trainer/cpu -c debug/tiny --trainer.enable_progress_bar false")
 FOLDER = ("--trainer.default_root_dir", "x")
 
 
@@ -214,11 +205,6 @@ def test_config(cli: Cli, case: str) -> None:
     text, *words = CONFIGS[case]
     (cli.folder / "mine.yaml").write_text(text)
     said(cli, cli(*FIT, *FOLDER, "-c", "mine.yaml"), *words)
-
-
-def test_a_config_alone_with_a_misspelt_argument(cli: Cli) -> None:
-    (cli.folder / "mine.yaml").write_text("data: {init_args: {num_clientz: 3}}")
-    said(cli, cli("fit", "-c", "base", "-c", "mine.yaml"), "data.num_clientz", "'num_clients'")
 
 
 @pytest.mark.parametrize("text", ["trainer:", "model:", "data: {class_path: Digits, init_args: }"])

@@ -12,19 +12,10 @@ from fl_lightning.accepted import PositiveFloat, check
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "-c",
-    "debug/tiny",
-    "--trainer.default_root_dir",
-    "x",
-)
+FIT = typed("fit -c base -c trainer/cpu -c debug/tiny --trainer.default_root_dir x")
 REFUSED = {
     "negative": (("--model.lr_decay", "-0.5"), "lr_decay=-0.5", "above 0"),
     "zero": (("--model.lr_decay", "0"), "lr_decay=0", "above 0"),

@@ -116,6 +116,7 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_frozen_parameters.py",
     ],
     "fl_lightning/engines/attributes.py": [
+        "tests/engines/test_attributes.py",
         "tests/engines/test_hidden_state.py",
         "tests/engines/test_caches.py",
         "tests/engines/fast/test_capture_refusals.py",
