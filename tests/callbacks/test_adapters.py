@@ -334,8 +334,6 @@ def test_masks_that_are_none(mask: Any, alike: bool, says: str) -> None:
             {"sampling": "poisson", "participation": 0.5},
             "Halves and DifferentialPrivacy",
         ),
-        ([c.FactorSchedule(["B", "A"]), c.ControlVariates()], {}, "and ControlVariates"),
-        ([c.FactorSchedule(["B", "A"]), c.ModelContrast()], {}, "and ModelContrast"),
         ([c.FactorSchedule(["B"]), c.SignUpdate()], {}, "and SignUpdate"),
         ([Restarting(), c.ClientMomentum()], {}, "Restarting and ClientMomentum"),
         ([Restarting()], {"keep_optimizer_state": True}, "Restarting.*keep_optimizer_state"),
@@ -454,10 +452,7 @@ def test_ranks_that_are_none(method: Any, ranks: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("callbacks", "options", "says"),
     [
-        ([c.TruncatedProduct(), c.ControlVariates()], {}, "TruncatedProduct and ControlVariates"),
-        ([c.PaddedRanks(), c.ModelContrast()], {}, "PaddedRanks and ModelContrast"),
         ([c.PaddedRanks(), c.TruncatedProduct()], {}, "PaddedRanks and TruncatedProduct both"),
-        ([c.TruncatedProduct(), c.RobustAggregation("median")], {}, "both decide"),
         ([c.TruncatedProduct()], {"keep_optimizer_state": True}, "keep_optimizer_state"),
         (
             [c.PaddedRanks()],

@@ -89,8 +89,12 @@ def near(ours: Any, theirs: Any) -> bool:
     return bool(np.abs(ours - theirs).max(initial=0) <= 1e-9 * np.abs(theirs).max(initial=1e-3))
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize("name", RULES)
+# Of the others, and of rounds side by side, test_oracle_agreement has it on a smaller network.
+LARGE = ["QSGD, two levels, max, whole", *(name for name in RULES if name.startswith("PowerSGD"))]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("name", [*LARGE, "EF21, signs, all", "top-k"])
 def test_ten_rounds_agree_with_the_oracle(name: str, engine: str) -> None:
     ours = wide([compressor(RULES[name]), c.CommunicationLogger()], engine=engine)
     config = Config(lr=0.3, weight_decay=0.01, compression=RULES[name])
