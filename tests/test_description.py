@@ -19,6 +19,7 @@ from fl_lightning.callbacks import RelaxedInitialization, RunCard
 from fl_lightning.description import as_paths
 from fl_lightning.schedules import Exponential
 from fl_lightning.systems import Buffered, Constant, Devices, Polynomial
+from tests.helpers.commands import typed
 from tests.helpers.learners import Lit, blobs, federated, momentum, trainer
 from tests.helpers.zygote import Cli
 
@@ -130,22 +131,6 @@ def test_a_store_of_files_keeps_them_all(tmp_path: Path) -> None:
     assert (tmp_path / "ml" / "learner" / "hidden").read_text() == "6"
 
 
-def test_mlflow_keeps_them_all(tmp_path: Path) -> None:
-    missing = "mlflow is not installed: pip install -e '.[trackers]'"
-    mlflow = pytest.importorskip("mlflow", reason=missing)
-    from pytorch_lightning.loggers import MLFlowLogger
-
-    store = f"sqlite:///{tmp_path / 'ml.db'}"
-    logger = MLFlowLogger("x", tracking_uri=store)
-    csv = CSVLogger(tmp_path, "csv")
-    trainer(1, logger=[csv, logger], default_root_dir=tmp_path).fit(
-        federated(Lit(hidden=6)), blobs()
-    )
-    told = yaml.safe_load((Path(csv.log_dir) / "hparams.yaml").read_text())
-    kept = mlflow.MlflowClient(store).get_run(logger.run_id).data.params
-    assert len(kept) == len(told) and kept["learner/hidden"] == "6"
-
-
 def test_names_that_a_path_cannot_hold_stay_apart() -> None:
     names = {"a": 1, "a/b": 2, "a.class": 3, "../x": 4, "/y": 5, "f(1)": 6, "f[1]": 7, "a//c": 8}
     paths = as_paths(names)
@@ -170,17 +155,7 @@ def test_a_logger_that_refuses_them_does_not_end_the_run() -> None:
 
 
 def test_the_run_folder_of_the_command_line_has_them_in_tensorboard(cli: Cli) -> None:
-    fit = (
-        "fit",
-        "-c",
-        "base",
-        "-c",
-        "trainer/cpu",
-        "--trainer.max_epochs",
-        1,
-        "--model.participation",
-        1,
-    )
+    fit = typed("fit -c base -c trainer/cpu --trainer.max_epochs 1 --model.participation 1")
     assert cli(*fit, "--trainer.default_root_dir", "x").returncode == 0
     told = of_tensorboard(cli.folder / "x")
     assert (

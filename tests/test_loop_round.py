@@ -21,7 +21,7 @@ from fl_lightning.callbacks import (
     QuantizedUpdate,
     TopKCompression,
 )
-from fl_lightning.errors import Diverged, UserError
+from fl_lightning.errors import UserError
 from fl_lightning.testing import tiny_run
 from tests.helpers.learners import InPlace, Lit, blobs, client_rows, federated, momentum, trainer
 
@@ -37,24 +37,6 @@ class Diverging(Lit):
 
 def sized(clients: int = 5) -> Any:
     return blobs(clients=clients, per_client=24)
-
-
-def test_who_diverges_is_named_or_left_out_of_the_round() -> None:
-    module = federated(Diverging(), participation="all")
-    with pytest.raises(Diverged, match=r"the update of client 3 .*in round 1"):
-        trainer(2).fit(module, sized())
-    skipping, finished = (
-        federated(Diverging(), participation="all", on_nonfinite="skip"),
-        list[list[int]](),
-    )
-
-    class Watching(FederatedCallback):
-        def on_round_end(self, server: Any) -> None:
-            finished.append(server.ids.tolist())
-
-    with pytest.warns(UserWarning, match=r"round 1: clients \[3\] were left out"):
-        trainer(2, [Watching()]).fit(skipping, sized())
-    assert finished == [[0, 1, 2, 3, 4], [0, 1, 2, 4]]
 
 
 def test_a_client_that_diverged_leaves_neither_rows_nor_logs_nor_buffers() -> None:

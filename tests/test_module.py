@@ -56,26 +56,6 @@ def test_a_learner_of_the_other_namespace_is_trained_too() -> None:
     assert run.callback_metrics["accuracy"] > 0.9 and "loss" in run.callback_metrics
 
 
-def test_one_client_with_everything_is_plain_training() -> None:
-    """Full participation of one client, one step a batch.
-
-    The same weights as a loop over its batches.
-    """
-    data = blobs(clients=1)
-    module = federated(participation="all", local_epochs=3)
-    before = {k: v.clone() for k, v in module.learner.state_dict().items()}
-    trainer(1).fit(module, data)
-    learner = Lit().double()
-    learner.load_state_dict(before)
-    optimizer = learner.configure_optimizers()
-    for x, y in data.client_batches(0, 0, 9):
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(learner.net(x), y).backward()
-        optimizer.step()
-    for name, value in learner.state_dict().items():
-        torch.testing.assert_close(module.export().state_dict()[name], value, rtol=0, atol=1e-12)
-
-
 def test_test_and_predict_run_on_the_global_model() -> None:
     module, run, data = federated(), trainer(6), blobs()
     run.fit(module, data)

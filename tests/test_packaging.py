@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import typed
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -82,13 +84,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         )
     build = [
         sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--quiet",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
+        *typed("-m pip wheel --quiet --no-deps --no-build-isolation -w"),
         str(folder),
         str(source),
     ]
@@ -113,12 +109,7 @@ def test_wheel_runs_outside_the_checkout(wheel: Path, bare_python: str, tmp_path
     site = tmp_path / "site"
     install = [
         sys.executable,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--target",
+        *typed("-m pip install --quiet --no-deps --target"),
         str(site),
         str(wheel),
     ]

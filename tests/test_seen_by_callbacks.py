@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from typing import Any
 
 import pytest
@@ -53,14 +51,6 @@ def test_a_callback_finds_the_learner_and_the_rounds_loss(engine: str) -> None:
     with pytest.raises(AttributeError, match="'FederatedModule' object has no attribute 'nowhere'"):
         module.nowhere  # noqa: B018
     assert not hasattr(module, "_hparams_name_of_nothing")
-
-
-def test_a_module_is_copied_and_pickled_with_its_learner() -> None:
-    module: Any = federated(Normed())
-    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(federated()))):
-        assert (
-            isinstance(other, FederatedModule) and other.net is other.learner.net is not module.net
-        )
 
 
 class Looking(Lit):

@@ -15,28 +15,11 @@ from fl_lightning import load
 from fl_lightning.lab.analysis.landscape import directions
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "data/digits",
-    "-c",
-    "trainer/cpu",
-    "--trainer.enable_progress_bar",
-    "false",
-)
-FIT = (
-    *FIT,
-    "--model.engine",
-    "sequential",
-    "--trainer.max_epochs",
-    "2",
-    "--model.local_epochs",
-    "1",
-)
+FIT = typed("fit -c base -c data/digits -c trainer/cpu --trainer.enable_progress_bar false")
+FIT = (*FIT, *typed("--model.engine sequential --trainer.max_epochs 2 --model.local_epochs 1"))
 MEASURED = ("--method+", "GlobalLossLogger", "--method+", "HessianLogger", "--method.probes", "5")
 
 
@@ -82,16 +65,7 @@ def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> Non
 def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> None:
     folders = [fitted(cli, "a"), fitted(cli, "b", "-c", "method/fedprox")]
     result = cli(
-        "analyse",
-        "landscape",
-        "a",
-        "b/checkpoints/last.ckpt",
-        "--points",
-        "5",
-        "--samples",
-        "all",
-        "--out",
-        "o",
+        *typed("analyse landscape a b/checkpoints/last.ckpt --points 5 --samples all --out o")
     )
     assert result.returncode == 0, result.stderr
     found = read(cli.folder / "o/landscape.json")

@@ -32,6 +32,7 @@ from fl_lightning.metrics import Metrics
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
+from tests.helpers.commands import typed
 
 torch.set_num_threads(1)
 
@@ -283,17 +284,7 @@ def test_a_real_run_gives_back_its_learner_and_partition(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = str(tmp_path / "x")
-    fit = [
-        "fit",
-        "-c",
-        "base",
-        "-c",
-        "data/digits",
-        "-c",
-        "method/scaffold",
-        "--trainer.max_epochs",
-        "1",
-    ]
+    fit = list(typed("fit -c base -c data/digits -c method/scaffold --trainer.max_epochs 1"))
     assert main([*fit, "--trainer.default_root_dir", folder, "--seed_everything", "5"]) == 0
     torch.manual_seed(1)
     wanted = torch.rand(1)

@@ -15,7 +15,6 @@ from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.sampling import generator
 from tests.callbacks.test_adapters import (
-    ENGINES,
     NET,
     RANKS,
     TRAININGS,
@@ -35,11 +34,10 @@ def drawn(t: int) -> Any:
     return generator(1, "flora", t).random(A_NUMBERS)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("training", TRAININGS)
-def test_fedsa_lora(training: str, engine: str) -> None:
+def test_fedsa_lora(training: str) -> None:
     how = TRAININGS[training]
-    run = ours([c.PartialAveraging({"*lora_B*": "never"})], how, **ENGINES[engine])
+    run = ours([c.PartialAveraging({"*lora_B*": "never"})], how)
     rule = oracle.OwnFactor(NET)
     start = base_of(Adapted())
     expected = oracle.run(rule, run.start, start, run.schedule, len(run.record.w), how)

@@ -113,15 +113,6 @@ def test_how_far_an_attack_hides() -> None:
     assert hiding(2, 1) == 0.0 and hiding(10, 6) == pytest.approx(3.0) and hiding(10, 1) == 0.0
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ({"attack": "sign-flip"}, r"attack='sign-flip'.*Did you mean 'sign_flip'"),
-        ({"fraction": 1.0}, r"fraction=1\.0"),
-        ({"scale": 0}, "scale=0"),
-        ({"attack": "label_flip", "scale": 1.0}, "label flips have no scale"),
-    ],
-)
-def test_what_is_not_accepted_is_said(arguments: Any, words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        ByzantineClients(**arguments)
+def test_label_flips_with_a_scale_are_refused() -> None:
+    with pytest.raises(UserError, match="label flips have no scale"):
+        ByzantineClients("label_flip", scale=1.0)

@@ -89,8 +89,12 @@ def near(ours: Any, theirs: Any) -> bool:
     return bool(np.abs(ours - theirs).max(initial=0) <= 1e-9 * np.abs(theirs).max(initial=1e-3))
 
 
-@pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
-@pytest.mark.parametrize("name", RULES)
+# Of the others, and of rounds side by side, test_oracle_agreement has it on a smaller network.
+LARGE = ["QSGD, two levels, max, whole", *(name for name in RULES if name.startswith("PowerSGD"))]
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize("name", [*LARGE, "EF21, signs, all", "top-k"])
 def test_ten_rounds_agree_with_the_oracle(name: str, engine: str) -> None:
     ours = wide([compressor(RULES[name]), c.CommunicationLogger()], engine=engine)
     config = Config(lr=0.3, weight_decay=0.01, compression=RULES[name])
@@ -385,25 +389,6 @@ def test_without_levels_the_server_knows_what_it_knows_in_fedavg() -> None:
     assert [sent[name] for sent in beside] == [3 * 31, 3 * 31, 2 * 3 * 31]
 
 
-def test_ef21_without_a_compressor_is_fedavg_for_participants_alone() -> None:
-    fedavg = np.array(network([], 6, clip_norm=0.9).record.w)
-    ours = np.array(network([c.ErrorFeedback21(None)], 6, clip_norm=0.9).record.w)
-    stale = np.array(network([c.ErrorFeedback21(None, "all")], 6, clip_norm=0.9).record.w)
-    assert np.abs(ours - fedavg).max() < 1e-12
-    assert np.abs(stale - fedavg).max() > 1e-3
-    everyone = {"participation": "all"}
-    ours = np.array(network([c.ErrorFeedback21(None, "all")], 6, **everyone).record.w)
-    assert np.abs(ours - np.array(network([], 6, **everyone).record.w)).max() < 1e-12
-
-
-def test_ef21s_compressor_keeps_nothing_and_its_mean_is_that_of_all_clients() -> None:
-    method = c.ErrorFeedback21(c.TopKCompression(0.2), "all")
-    record = network([method], 6).record
-    assert set(record.rows[-1]) == {"ErrorFeedback21.h"}
-    mean = sum(record.rows[-1]["ErrorFeedback21.h"].values()) / 8
-    assert np.abs(record.server[-1]["ErrorFeedback21.mean"] - mean).max() < 1e-15
-
-
 def test_what_others_add_to_the_update_is_no_part_of_ef21s_mean() -> None:
     """FedDyn changes the update in place, and the server's mean of all is what EF21 returned."""
     method = c.ErrorFeedback21(c.TopKCompression(0.2), "all")
@@ -425,48 +410,11 @@ def test_small_tensors_of_powersgd_travel_as_they_are() -> None:
     assert np.array_equal(raw, wide([], 3).record.w)
 
 
-def test_error_feedback_loses_nothing() -> None:
-    """Everything that was to be sent was sent, or is remembered."""
-    for name in ("EF-signSGD", "rand-k, memory", "PowerSGD, rank 1", "top-k"):
-        letters: dict[Any, Message] = {}
-        made = encoding(RULES[name], letters, "transmit first")
-        updates: dict[int, Any] = {}
-        sent: dict[int, Any] = {}
-        cls: Any = type(made)
-
-        def transmit(self: Any, clients: Any, update: Tensor, cls: Any = cls) -> Tensor:
-            (i,) = clients.client_ids
-            updates[i] = updates.get(i, 0) + update[0].numpy()  # noqa: B023
-            result: Tensor = cls.transmit(self, clients, update)
-            sent[i] = sent.get(i, 0) + result[0].numpy()  # noqa: B023
-            return result
-
-        made.__class__ = type(cls.__name__, (cls,), {"transmit": transmit})
-        record = wide([made], 6).record
-        (key,) = (key for key in record.rows[-1] if key.endswith(".error"))
-        for i, row in record.rows[-1][key].items():
-            assert np.abs(updates[i] - sent[i] - row).max() < 1e-12, name
-
-
 REFUSED: list[tuple[Any, str]] = [
-    (lambda: c.QuantizedUpdate(0), "levels=0"),
-    (lambda: c.QuantizedUpdate(2.5), "levels=2.5"),
-    (lambda: c.QuantizedUpdate(2**31), "levels=2147483648"),
-    (lambda: c.QuantizedUpdate(norm="l1"), "norm='l1'"),
-    (lambda: c.QuantizedUpdate(per_layer=1), "per_layer=1"),
-    (lambda: c.QuantizedBroadcast(0), "levels=0"),
-    (lambda: c.QuantizedBroadcast(1.5), "levels=1.5"),
-    (lambda: c.SignUpdate("no"), "per_layer='no'"),
-    (lambda: c.RandomK(0), "fraction=0"),
-    (lambda: c.RandomK(1.5), "fraction=1.5"),
-    (lambda: c.RandomK(0.5, "yes"), "memory='yes'"),
-    (lambda: c.LowRankUpdate(0), "rank=0"),
-    (lambda: c.LowRankUpdate(1.5), "rank=1.5"),
     (lambda: c.ErrorFeedback21(c.QuantizedUpdate()), "QuantizedUpdate.*needs a contraction"),
     (lambda: c.ErrorFeedback21(c.RandomK(0.5)), "memory=False.*needs a contraction"),
     (lambda: c.ErrorFeedback21(c.LowRankUpdate()), "LowRankUpdate.*needs a contraction"),
     (lambda: c.ErrorFeedback21("top-k"), "'top-k'.*needs a contraction"),
-    (lambda: c.ErrorFeedback21(None, "everyone"), "average='everyone'"),
 ]
 
 

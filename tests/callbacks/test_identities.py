@@ -59,13 +59,6 @@ def test_fedlesam_costs_one_gradient_a_step(engine: str) -> None:
     assert (lesam.record.w[-1] != fedavg.record.w[-1]).all()
 
 
-@pytest.mark.parametrize("source", ["received", "last"])
-@pytest.mark.parametrize("engine", ENGINES)
-def test_fedlesam_with_radius_zero_is_fedavg_to_the_bit(engine: str, source: Any) -> None:
-    options = {"engine": engine, **ENGINES[engine]}
-    same(run(c.LocallyEstimatedPerturbation(0.0, source), **options), run(**options))
-
-
 def test_a_client_receives_its_own_previous_model_or_everybody_the_last() -> None:
     """With everybody there the two are one."""
     full = {"participation": "all"}

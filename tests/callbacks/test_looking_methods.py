@@ -147,8 +147,6 @@ def wrong(value: Any) -> Any:
         (lambda: c.ModelContrast(mu=float("nan")), "mu=nan"),
         (lambda: c.NotTrueDistillation(temperature=-1.0), "temperature=-1.0"),
         (lambda: c.NotTrueDistillation(strength=wrong("much")), "strength='much'"),
-        (lambda: c.LogitCalibration(tau=-0.5), "tau=-0.5"),
-        (lambda: c.LogitCalibration(exclude_true=wrong("yes")), "exclude_true='yes'"),
     ],
 )
 def test_arguments_that_mean_nothing_are_refused(make: Callable[[], Any], says: str) -> None:

@@ -449,35 +449,11 @@ def test_equal_steps_make_the_share_of_zeros_adams_global_step() -> None:
     near(states["AdamDirection.second_share"], 0.999**12, "r")
 
 
-def test_neutral_settings_are_fedavg_to_the_last_bit() -> None:
-    plain = network([], 3, **SETTINGS).record.w[-1]
-    for method in (
-        c.LookaheadMomentum(0.0),
-        c.ServerAscent(0.0),
-        c.GlobalDirection(0.0),
-        c.GlobalUpdateGuidance(0.0, beta=0.0),
-        c.AdaptiveLocalAggregation(steps=0),
-        c.DecayWithinRound(1.0),
-        c.MetaGradient(0.0),
-        c.MixedPersonalModel(),
-        c.PersonalHead(0.0),
-    ):
-        assert np.array_equal(network([method], 3, **SETTINGS).record.w[-1], plain)
-    assert not np.array_equal(network([c.LookaheadMomentum()], 3, **SETTINGS).record.w[-1], plain)
-
-
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        (lambda: c.AdamDirection(betas=(1.0, 0.9)), None, r"betas=\(1.0"),
-        (lambda: c.AdamDirection(epsilon=0.0), None, "epsilon=0.0"),
-        (lambda: c.AdamDirection(share="heads"), None, "share='heads'"),  # type: ignore[arg-type]
         (lambda: c.MuonDirection(variates=True), None, "start='own' and"),
-        (lambda: c.MuonDirection(ns_steps=0), None, "ns_steps=0"),
-        (lambda: c.ControlVariates(momentum=0.0), None, "momentum=0.0"),
         (lambda: c.MomentumGuidedPerturbation(lower=0.9, upper=0.1), None, "above upper"),
-        (lambda: c.MetaGradient(hessian="full"), None, "hessian"),  # type: ignore[arg-type]
-        (lambda: c.PrototypePull(0, 4), None, "classes=0"),
         (
             lambda: c.LookaheadMomentum(),
             {"server_optimizer": lambda w: torch.optim.SGD(w, 1.0, momentum=0.9)},

@@ -17,12 +17,6 @@ from fl_lightning.lab.contracts.federation import Learner, fit, quiet
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (
-            lambda: c.MuonDirection(betas=(0.9,)),
-            r"betas=\(0.9,\) is not accepted; it has to be 2 values",
-        ),
-        (lambda: c.MuonDirection(betas=(0.9, 0.95, 0.99)), "it has to be 2 values"),
-        (lambda: c.AdamDirection(betas=0.9), "betas=0.9 is not accepted; it has to be 2 values"),
         (lambda: c.MuonDirection(exclude=0.5), "exclude=0.5 has to be patterns"),
         (lambda: c.MuonDirection(exclude="haed.*"), "exclude: no parameter is called 'haed"),
         (lambda: c.GlobalDirection(1.5, "mix"), "alpha=1.5 is not accepted"),

@@ -38,15 +38,6 @@ def test_steps_are_recorded_with_the_same_bits(name: str, learner: type[Lit]) ->
     assert_same(captured[1], plain[1])
 
 
-@pytest.mark.parametrize("strength", [0.0, 0.1, 5.0])
-def test_dittos_global_model_is_fedavgs_to_the_last_bit(strength: float) -> None:
-    fedavg, ditto = (
-        network(m, 4, clip_norm=0.9, momentum=0.9)
-        for m in ([], [c.ProximalPersonalModel(strength)])
-    )
-    assert all(np.array_equal(a, b) for a, b in zip(fedavg.record.w, ditto.record.w, strict=True))
-
-
 def test_in_fedrep_nothing_that_rests_moves_whatever_the_order_of_callbacks() -> None:
     """Momentum and weight decay, and a correction listed after it.
 

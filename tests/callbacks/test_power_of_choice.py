@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from fl_lightning import UserError
 from fl_lightning.callbacks import CommunicationLogger, PowerOfChoice
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import SIZES, network
@@ -61,13 +60,6 @@ def test_those_with_the_largest_known_loss_take_part(engine: str, candidates: in
         assert (
             set(rows) == set(losses) and max(abs(float(rows[i]) - losses[i]) for i in rows) < 1e-9
         )
-
-
-def test_a_number_of_candidates_that_is_none_is_refused() -> None:
-    wrong: Any
-    for wrong in (0, 2.5, True):
-        with pytest.raises(UserError, match="candidates"):
-            PowerOfChoice(wrong)
 
 
 def test_a_loss_is_sent_beside_the_update() -> None:

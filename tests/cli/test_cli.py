@@ -22,19 +22,16 @@ import yaml
 from fl_lightning.__main__ import main
 from fl_lightning.lab.cli.compose import packaged, prepare, read
 from fl_lightning.models import ImageClassifier
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Zygote
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.enable_progress_bar", "false")
 SKEWED = (
     *FIT,
-    "-c",
-    "method/fedinit",
-    "--model.participation",
-    1,
-    "--data.partition",
-    "Dirichlet",
-    "--data.partition.alpha",
-    0.1,
+    *typed(
+        "-c method/fedinit --model.participation 1 --data.partition Dirichlet",
+        "--data.partition.alpha 0.1",
+    ),
 )
 LEARNER = """
 import time, torch, pytorch_lightning as pl
@@ -334,21 +331,10 @@ def test_fast_dev_run_writes_nothing(cli: Cli) -> None:
 
 
 def test_partition(cli: Cli) -> None:
-    result = cli(
-        "partition",
-        "-c",
-        "data/digits",
-        "--data.partition",
-        "Pathological",
-        "--data.partition.classes",
-        2,
-        # A run's own options have no effect on its split.
-        "--model.local_epochs=3",
-        "--ckpt_path",
-        "last",
-        "--monitor",
-        "val/loss",
-    )
+    # A run's own options have no effect on its split.
+    of_a_run = "--model.local_epochs=3 --ckpt_path last --monitor val/loss"
+    split = "partition -c data/digits --data.partition Pathological --data.partition.classes 2"
+    result = cli(*typed(split, of_a_run))
     assert result.returncode == 0, result.stderr
     assert "10 clients" in result.stdout and "hash" in result.stdout
     assert {"partition.png", "partition.npz"} == set(os.listdir(cli.folder))
@@ -363,10 +349,7 @@ def own(cli: Cli, *argv: object, **options: object) -> tuple[object, ...]:
     settings = [f"--model.learner.{name}={value}" for name, value in options.items()]
     return (
         *FIT,
-        "--trainer.default_root_dir",
-        "x",
-        "--model.learner",
-        "my_learner.Lit",
+        *typed("--trainer.default_root_dir x --model.learner my_learner.Lit"),
         *settings,
         *argv,
     )
@@ -393,10 +376,7 @@ def test_own_learner_and_monitor(cli: Cli) -> None:
     result = cli(
         *own(
             cli,
-            "--trainer.max_epochs",
-            3,
-            "--ckpt_path",
-            "last",
+            *typed("--trainer.max_epochs 3 --ckpt_path last"),
             *quality[2:],
             "--monitor",
             "val/qualitty",
@@ -438,10 +418,7 @@ def test_diverged(cli: Cli) -> None:
 def test_a_signal_ends_the_run_after_its_round(cli: Cli, number: signal.Signals) -> None:
     argv = own(
         cli,
-        "--trainer.max_epochs",
-        9,
-        "--model.local_epochs=null",
-        "--model.local_steps=8",
+        *typed("--trainer.max_epochs 9 --model.local_epochs=null --model.local_steps=8"),
         sleep=0.05,
     )
     process = cli.start(*argv)
@@ -460,10 +437,7 @@ def test_a_signal_ends_the_run_after_its_round(cli: Cli, number: signal.Signals)
 def test_a_second_interrupt_stops_at_once(cli: Cli) -> None:
     argv = own(
         cli,
-        "--trainer.max_epochs",
-        2,
-        "--model.local_epochs=null",
-        "--model.local_steps=400",
+        *typed("--trainer.max_epochs 2 --model.local_epochs=null --model.local_steps=400"),
         sleep=0.05,
     )
     process = cli.start(*argv)
@@ -524,14 +498,7 @@ def works_in(process: Path, folder: Path) -> bool:
 
 
 def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:
-    options = (
-        "--method.mu",
-        "Exponential",
-        "--method.mu.gamma",
-        "0.5",
-        "--trainer.max_epochs",
-        "2",
-    )
+    options = typed("--method.mu Exponential --method.mu.gamma 0.5 --trainer.max_epochs 2")
     result = cli("fit", "-c", "base", "-c", "data/digits", "-c", "method/fedprox", *options)
     assert result.returncode == 0, result.stderr
     card = (cli.folder / "runs/digits-fedprox-1/card.md").read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
-"""Every mistake of issue's list: one paragraph that names option, value and what is accepted.
+"""Every mistake of issue's list, and what nobody should type or write.
 
-Nothing written.
+Each ends, before training, in one paragraph that names option, value and what is accepted. Nothing
+is written.
 """
 
 from __future__ import annotations
@@ -8,23 +9,18 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.compose import plain_yaml
 from fl_lightning.lab.cli.method_options import method_class
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Result
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "--trainer.max_epochs",
-    1,
-    "--trainer.enable_progress_bar",
-    "false",
+FIT = typed(
+    "fit -c base -c trainer/cpu --trainer.max_epochs 1", "--trainer.enable_progress_bar false"
 )
 
 
@@ -40,169 +36,142 @@ def said(result: Result, *words: str) -> None:
         assert word in lines[0], f"{word!r} is not in: {lines[0]}"
 
 
-OPTIONS = {
-    "a list is wanted": (
-        "--data.test_clients",
-        "5",
-        ["data.test_clients", "'5'", "a list or null"],
+OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, and what is said of it
+    ("--data.test_clients 5", "data.test_clients", "'5'", "a list or null"),
+    ("--data.biases 5", "data.biases", "'5'", "a list"),
+    ("--trainer.max_epoch 3", "--trainer.max_epoch", "`--trainer.max_epochs`"),
+    ("--data.num_client 3", "data.num_client", "'num_clients'", "batch_size"),
+    ("--model.learner.num_clases 3", "model.learner.num_clases", "'num_classes'"),
+    ("--data Digitz", "data", "'Digitz'", "'Digits'", "CIFAR10"),
+    ("--data.partition Dirichle", "data.partition", "'Dirichlet'", "Pathological"),
+    ("--method FedInit", "method", "'FedInit'", "-c method/fedinit"),
+    ("--method scafold", "method", "'scafold'", "Did you mean -c method/scaffold?"),
+    (
+        "--data.partiton.alpha 0.1",
+        "data.partiton.alpha",
+        "Did you mean `--data.partition.alpha`?",
+        "batch_size",
     ),
-    "a list of biases": ("--data.biases", "5", ["data.biases", "'5'", "a list"]),
-    "misspelt option": (
-        "--trainer.max_epoch",
-        3,
-        ["--trainer.max_epoch", "`--trainer.max_epochs`"],
+    (
+        "--model.learner.netwrk.sizes [64]",
+        "model.learner.netwrk.sizes",
+        "Did you mean `--model.learner.network.sizes`?",
     ),
-    "misspelt argument": (
-        "--data.num_client",
-        3,
-        ["data.num_client", "'num_clients'", "batch_size"],
+    ("--model.lerner.lr 0.1", "--model.lerner.lr", "Did you mean `--model.learner.lr`?"),
+    (
+        "--data.alpha 0.3",
+        "data.alpha",
+        "`--data.partition.alpha`, of Dirichlet, DirichletByClass,",
+        "batch_size",
     ),
-    "misspelt learner argument": (
-        "--model.learner.num_clases",
-        3,
-        ["model.learner.num_clases", "'num_classes'"],
+    ("--model.lr 0.3", "--model.lr", "`--model.learner.lr`, of"),
+    ("--model.client_optimizer SDG", "model.client_optimizer", "'SDG'", "'SGD'", "Adam"),
+    ("--model.learner my.Net", "model.learner", "'my.Net'", "No module named 'my'"),
+    ("--trainer.callbacks EarlyStoping", "trainer.callbacks", "'EarlyStopping'"),
+    ("--model.learner collections.OrderedDict", "model.learner", "OrderedDict"),
+    ("--model.local_epochs many", "model.local_epochs", "'many'", "a number"),
+    ("--data.num_clients many", "data.num_clients", "'many'", "an integer from 1"),
+    ("--model.participation some", "participation", "some", "all"),
+    ("--data.num_clients 2000", "num_clients", "2000", "1438"),
+    ("--trainer.strategy federate", "federate"),
+    ("--trainer.precision 16-mixed", "precision", "16-mixed"),
+    ("--trainer.precision bf16-true", "precision", "bf16-mixed"),
+    ("--trainer.max_steps 5", "max_steps", "5"),
+    (
+        "--trainer.limit_val_batches {r:4,target_modules:[query]}",
+        "lacks a blank",
+        "'{r: 4,target_modules: [query]}'",
     ),
-    "unknown data": ("--data", "Digitz", ["data", "'Digitz'", "'Digits'", "CIFAR10"]),
-    "unknown partition": (
-        "--data.partition",
-        "Dirichle",
-        ["data.partition", "'Dirichlet'", "Pathological"],
+    ("--trainer.devices 2", "devices", "2", "federated"),
+    ("--ckpt_path no.ckpt", "--ckpt_path", "no.ckpt", "last"),
+    ("--method.beta", "--method.beta"),
+    ("--data.batch_size 0", "batch_size=0", "an integer from 1"),
+    (("--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}",), "alpha=0.0", "above 0"),
+    (
+        ("--data.partition={class_path: Dirichlet, alpha: 0.1}",),
+        "data.partition: alpha of Dirichlet",
+        "init_args: {alpha: …}",
     ),
-    "unknown method": ("--method", "FedInit", ["method", "'FedInit'", "-c method/fedinit"]),
-    "misspelt method": (
-        "--method",
-        "scafold",
-        ["method", "'scafold'", "Did you mean -c method/scaffold?"],
+    (
+        "--data.partition Dirichlet",
+        "data.partition: Dirichlet needs alpha",
+        "--data.partition.alpha",
     ),
-    "misspelt in the middle": (
-        "--data.partiton.alpha",
-        0.1,
-        ["data.partiton.alpha", "Did you mean `--data.partition.alpha`?", "batch_size"],
+    ("--model.participation true", "participation", "true", "fraction"),
+    ("--model.learner.lr -1", "SGD", "learning rate: -1.0", "model.client_optimizer"),
+    ("stray", "stray"),
+    ("--model.workers 1.5", "model.workers: '1.5'", "an integer from 1, or 'auto'"),
+    ("--model.workers many", "model.workers: 'many'", "an integer from 1, or 'auto'"),
+    ("--seed_everything -1", "--seed_everything -1", "0 to 4294967295"),
+    ("--seed_everything 4294967296", "--seed_everything 4294967296", "0 to 4294967295"),
+    ("--trainer.check_val_every_n_epoch 0", "check_val_every_n_epoch=0", "limit_val_batches"),
+    ("--trainer.check_val_every_n_epoch -1", "check_val_every_n_epoch=-1", "from 1"),
+    ("--trainer.accelerator tpu", "accelerator tpu", "torch_xla"),
+    ("--trainer.precision transformer-engine", "precision transformer-engine", "install"),
+    ("--trainer.strategy ddp_notebook", "--trainer.strategy ddp_notebook", "auto, federated"),
+    ("--trainer.strategy ddp_spawn", "--trainer.strategy ddp_spawn", "auto, federated"),
+    ("--trainer.callbacks BackboneFinetuning", "BackboneFinetuning", "unfreezes"),
+    ("--trainer.callbacks LearningRateFinder", "LearningRateFinder", "of the server"),
+    ("--trainer.callbacks BatchSizeFinder", "BatchSizeFinder", "data.batch_size"),
+    ("--trainer.callbacks RichProgressBar", "RichProgressBar"),
+    (("--trainer.default_root_dir", "a" * 300), "--trainer.default_root_dir", "too long"),
+    (("--trainer.default_root_dir", "/".join(["b" * 200] * 30)), "default_root_dir", "too long"),
+    (("--trainer.default_root_dir", "a\x00b"), "--trainer.default_root_dir", "zero byte"),
+    (("--trainer.default_root_dir", "\udc80"), "--trainer.default_root_dir", "no text"),
+    ("-c data.digits", "-c data.digits", "Did you mean data/digits?"),
+    ("-c mine.Mine", "-c mine.Mine", "--method mine.Mine"),
+    (("-c", "a" * 5000), "-c aaa", "neither a file"),
+    (("--ckpt_path", "a" * 5000), "--ckpt_path aaa", "no such file"),
+    ("--method [{", "--method", "not valid YAML"),
+    ("-c method/fedprox --method.mu [1", "--method.mu", "not valid YAML"),
+    ("-c method/fedprox --method.mu 2020-01-01", "--method.mu", "date", "quotes"),
+    (("-c", "method/fedprox", "--method.mu", "!!set {a}"), "--method.mu", "set"),
+    ("--data.batch_size 111111111111111111111111", "--data.batch_size 111", "63 bits"),
+    ("-c method/ifca --method.k 111111111111111111111111", "--method.0.k 111", "63 bits"),
+    ("--trainer.devices 111111111111111111111111", "trainer:", "cannot fit"),
+    ("--model.init_from .", "init_from='.'", "is a folder"),
+    ("--model.init_from mine.yaml", "init_from='mine.yaml'", "cannot be loaded"),
+    ("--model.participation [1", "--model.participation", "not valid YAML"),
+    # Rates that no run can use.
+    ("--model.lr_decay -0.5", "lr_decay=-0.5", "above 0"),
+    ("--model.lr_decay 0", "lr_decay=0", "above 0"),
+    ("--model.server_lr_decay .nan", "server_lr_decay=nan", "above 0"),
+    ("--model.server_lr_decay=.inf", "server_lr_decay=inf", "above 0"),
+    (
+        "--trainer.max_epochs 2 --model.server_lr_decay 1e308",
+        "server_lr_decay=1e+308",
+        "larger than any",
     ),
-    "misspelt in the learner": (
-        "--model.learner.netwrk.sizes",
-        "[64]",
-        ["model.learner.netwrk.sizes", "Did you mean `--model.learner.network.sizes`?"],
+    ("--model.lr_decay=1.1 --trainer.max_epochs=1000", "lr_decay=1.1", "1000 rounds"),
+    ("--model.lr_decay=1.1 --trainer.max_epochs=-1", "lr_decay=1.1", "max_epochs=-1"),
+    ("--model.lr_decay Exponential --model.lr_decay.gamma=.nan", "gamma=nan", "finite"),
+    (
+        "--trainer.max_epochs 2 --model.lr_decay Exponential --model.lr_decay.gamma=-0.5",
+        "gives -0.5 in round 1",
     ),
-    "misspelt near the front": (
-        "--model.lerner.lr",
-        0.1,
-        ["--model.lerner.lr", "Did you mean `--model.learner.lr`?"],
+    (
+        "--trainer.max_epochs 2 --model.lr_decay=Cosine --model.lr_decay.rounds=1 "
+        "--model.lr_decay.end=-1",
+        "Cosine",
+        "gives -1",
     ),
-    "of a part that is not chosen": (
-        "--data.alpha",
-        0.3,
-        ["data.alpha", "`--data.partition.alpha`, of Dirichlet, DirichletByClass,", "batch_size"],
+    (
+        (
+            "--trainer.max_epochs=2",
+            "--model.server_lr_decay={class_path: Steps, init_args: {values: {1: -3}}}",
+        ),
+        "Steps",
+        "gives -3.0",
     ),
-    "of the learner": ("--model.lr", 0.3, ["--model.lr", "`--model.learner.lr`, of"]),
-    "unknown optimizer": (
-        "--model.client_optimizer",
-        "SDG",
-        ["model.client_optimizer", "'SDG'", "'SGD'", "Adam"],
-    ),
-    "unknown module": (
-        "--model.learner",
-        "my.Net",
-        ["model.learner", "'my.Net'", "No module named 'my'"],
-    ),
-    "unknown callback": (
-        "--trainer.callbacks",
-        "EarlyStoping",
-        ["trainer.callbacks", "'EarlyStopping'"],
-    ),
-    "not a learner": (
-        "--model.learner",
-        "collections.OrderedDict",
-        ["model.learner", "OrderedDict"],
-    ),
-    "text for a number": (
-        "--model.local_epochs",
-        "many",
-        ["model.local_epochs", "'many'", "a number"],
-    ),
-    "text for clients": (
-        "--data.num_clients",
-        "many",
-        ["data.num_clients", "'many'", "an integer from 1"],
-    ),
-    "no such participation": ("--model.participation", "some", ["participation", "some", "all"]),
-    "participation 0": ("--model.participation", 0, ["participation", "0", "fraction"]),
-    "participation 1.5": ("--model.participation", 1.5, ["participation", "1.5", "fraction"]),
-    "participation above m": ("--model.participation", 11, ["participation", "11", "10"]),
-    "more clients than samples": ("--data.num_clients", 2000, ["num_clients", "2000", "1438"]),
-    "unknown strategy": ("--trainer.strategy", "federate", ["federate"]),
-    "sampling": (
-        "--model.sampling",
-        "bernouli",
-        ["sampling", "'bernouli'", "'bernoulli'", "uniform"],
-    ),
-    "precision": ("--trainer.precision", "16-mixed", ["precision", "16-mixed"]),
-    "half precision": ("--trainer.precision", "bf16-true", ["precision", "bf16-mixed"]),
-    "max_steps": ("--trainer.max_steps", 5, ["max_steps", "5"]),
-    "accumulate_grad_batches": (
-        "--trainer.accumulate_grad_batches",
-        2,
-        ["accumulate_grad_batches", "2", "model.accumulate"],
-    ),
-    "no blank after a colon": (
-        "--trainer.limit_val_batches",
-        "{r:4,target_modules:[query]}",
-        ["lacks a blank", "'{r: 4,target_modules: [query]}'"],
-    ),
-    "gradient_clip_val": (
-        "--trainer.gradient_clip_val",
-        1.0,
-        ["gradient_clip_val", "1.0", "clip_norm"],
-    ),
-    "val_check_interval": ("--trainer.val_check_interval", 0.5, ["val_check_interval", "0.5"]),
-    "limit_train_batches": ("--trainer.limit_train_batches", 0.5, ["limit_train_batches", "0.5"]),
-    "overfit_batches": ("--trainer.overfit_batches", 1, ["overfit_batches", "1"]),
-    "two processes": ("--trainer.devices", 2, ["devices", "2", "federated"]),
-    "no checkpoint": ("--ckpt_path", "no.ckpt", ["--ckpt_path", "no.ckpt", "last"]),
-    "no value": ("--method.beta", "", ["--method.beta"]),
-    "batch_size 0": ("--data.batch_size", 0, ["batch_size=0", "an integer from 1"]),
-    "alpha 0": (
-        "--data.partition={class_path: Dirichlet, init_args: {alpha: 0}}",
-        "",
-        ["alpha=0.0", "above 0"],
-    ),
-    "alpha beside the class": (
-        "--data.partition={class_path: Dirichlet, alpha: 0.1}",
-        "",
-        ["data.partition: alpha of Dirichlet", "init_args: {alpha: …}"],
-    ),
-    "no alpha": (
-        "--data.partition",
-        "Dirichlet",
-        ["data.partition: Dirichlet needs alpha", "--data.partition.alpha"],
-    ),
-    "participation true": ("--model.participation", "true", ["participation", "true", "fraction"]),
-    "negative learning rate": (
-        "--model.learner.lr",
-        -1,
-        ["SGD", "learning rate: -1.0", "model.client_optimizer"],
-    ),
-    "stray word": ("stray", "", ["stray"]),
-    "a part of a worker": (
-        "--model.workers",
-        "1.5",
-        ["model.workers: '1.5'", "an integer from 1, or 'auto'"],
-    ),
-    "workers in words": (
-        "--model.workers",
-        "many",
-        ["model.workers: 'many'", "an integer from 1, or 'auto'"],
-    ),
-}
+    ("--model.server_optimizer=FedAdam --model.server_optimizer.lr=.inf", "FedAdam: lr=inf"),
+    ("--model.learner.lr .nan", "lr=nan", "finite"),
+]
 
 
-@pytest.mark.parametrize("case", OPTIONS)
-def test_option(cli: Cli, case: str) -> None:
-    option, value, words = OPTIONS[case]
-    result = cli(*FIT, *[a for a in (option, value) if a != ""], "--trainer.default_root_dir=out")
-    if case == "no value":
-        result = cli(*FIT, "--trainer.default_root_dir=out", option)
-    said(result, *words)
+@pytest.mark.parametrize(("argv", "words"), [(argv, words) for argv, *words in OPTIONS])
+def test_option(cli: Cli, argv: Any, words: list[str]) -> None:
+    argv = typed(argv) if isinstance(argv, str) else argv
+    said(cli(*FIT, "--trainer.default_root_dir=out", *argv), *words)
     assert os.listdir(cli.folder) == []
 
 
@@ -296,6 +265,52 @@ def test_data_sets_that_are_not_there_are_named_with_their_option(
 def test_config(cli: Cli, text: str, words: list[str]) -> None:
     (cli.folder / "mine.yaml").write_text(text)
     said(cli(*FIT, "-c", "mine.yaml"), *words)
+    assert os.listdir(cli.folder) == ["mine.yaml"]
+
+
+ODD_CONFIGS = [
+    ("trainer: {max_epochs: !!binary aGVsbG8=}", "mine.yaml: trainer.max_epochs", "bytes"),
+    ("model: {participation: !!set {a, b}}", "mine.yaml: model.participation", "set"),
+    ("trainer: {max_epochs: 2020-01-01}", "mine.yaml: trainer.max_epochs", "date '2020-01-01'"),
+    ("monitor: 2020-99-99", "mine.yaml", "not valid YAML: month"),
+    (
+        "model: {participation: 0.5}\nmodel: {local_epochs: 2}",
+        "mine.yaml, line 2, column 1",
+        "the key 'model' stands twice",
+    ),
+    (
+        "model: {local_epochs: 1, local_epochs: 2}",
+        "mine.yaml, line 1, column 26",
+        "the key 'local_epochs' stands twice",
+    ),
+    ("model:\n\tlocal_epochs: 1", "line 2, column 1", "YAML takes spaces"),
+    (
+        "model:\n   local_epochs: 1\n  participation: 1",
+        "line 3, column 3",
+        "indent it as the lines",
+    ),
+    ("monitor: x\n  monitor_mode: max", "line 2, column 15", "keys their indentation"),
+    ("model: &a {learner: *a}", "mine.yaml: model.learner", "contains itself"),
+    ("method: &a [*a]", "mine.yaml: method", "contains itself"),
+    ("model: " + "[" * 3000 + "]" * 3000, "mine.yaml", "nested too deeply"),
+    ("model: " + "{a: " * 60 + "1" + "}" * 60, "mine.yaml", "more than 50 deep"),
+    ("trainer: {max_epochs: 1" + "0" * 5000 + "}", "mine.yaml", "digits"),
+    ("trainer: [1]", "mine.yaml: trainer is list", "mapping"),
+    ("trainer: 3", "mine.yaml: trainer is int", "mapping"),
+    ("model: [1]", "mine.yaml: model is list", "mapping"),
+    ("trainer+: 3", "mine.yaml: trainer+", "Accepted: trainer"),
+    ("data: {class_path: 3}", "mine.yaml: data", "class_path '3'"),
+    ("data: {class_path: }", "mine.yaml: data", "class_path 'None'"),
+    ("data: {class_path: Digits, init_args: [1]}", "mine.yaml: data", "init_args '[1]'"),
+    ("method: 3", "method: '3' names no class", "ProximalTerm"),
+    ("method: [[a]]", "method: \"['a']\" names no class", "ProximalTerm"),
+]
+
+
+@pytest.mark.parametrize(("text", "words"), [(text, words) for text, *words in ODD_CONFIGS])
+def test_config_that_nobody_should_write(cli: Cli, text: str, words: list[str]) -> None:
+    (cli.folder / "mine.yaml").write_text(text)
+    said(cli(*FIT, "--trainer.default_root_dir=out", "-c", "mine.yaml"), *words)
     assert os.listdir(cli.folder) == ["mine.yaml"]
 
 
@@ -409,3 +424,34 @@ def test_checkpoint(cli: Cli, a_run: Path) -> None:
     said(cli("test", "x"), "last.ckpt", "--ckpt_path x/checkpoints/best.ckpt")
     (run / "checkpoints" / "best.ckpt").unlink()
     said(cli("test", "x"), "last.ckpt", "no checkpoint")
+
+
+@pytest.mark.parametrize("text", ["trainer:", "model:", "data: {class_path: Digits, init_args: }"])
+def test_an_empty_section_is_none(cli: Cli, text: str) -> None:
+    (cli.folder / "mine.yaml").write_text(text)
+    assert (
+        cli(
+            *FIT, "-c", "debug/tiny", "--trainer.fast_dev_run", "true", "-c", "mine.yaml"
+        ).returncode
+        == 0
+    )
+
+
+def test_the_defaults_of_lightning_s_timer_go_into_the_config_and_back(cli: Cli) -> None:
+    result = cli(
+        *FIT, "-c", "debug/tiny", "--trainer.default_root_dir", "x", "--trainer.callbacks", "Timer"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "interval: step" in (cli.folder / "x/config.yaml").read_text()
+    result = cli("fit", "x", "--trainer.max_epochs", 2)
+    assert result.returncode == 0, result.stderr
+
+
+def test_a_mapping_that_takes_in_another_may_itself_be_taken_in() -> None:
+    text = """
+    first: {of: [&a {x: 1, y: 2}, &b {<<: *a, x: 3}]}
+    second: [{<<: *b, x: 4}, {<<: [*a, *b], z: 5}]
+    """
+    read = plain_yaml(text, "here")
+    assert read["first"] == {"of": [{"x": 1, "y": 2}, {"x": 3, "y": 2}]}
+    assert read["second"] == [{"x": 4, "y": 2}, {"x": 1, "y": 2, "z": 5}]

@@ -12,18 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Zygote
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "--trainer.enable_progress_bar",
-    "false",
-    "--model.participation",
-    1,
+FIT = typed(
+    "fit -c base -c trainer/cpu --trainer.enable_progress_bar false", "--model.participation 1"
 )
 X = ("--trainer.default_root_dir", "x")
 

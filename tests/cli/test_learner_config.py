@@ -10,18 +10,11 @@ import pytest
 import torch
 
 from fl_lightning.models import MLP, ImageClassifier
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Zygote
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "--trainer.enable_progress_bar",
-    "false",
-    "--model.participation",
-    1,
+FIT = typed(
+    "fit -c base -c trainer/cpu --trainer.enable_progress_bar false", "--model.participation 1"
 )
 LEARNER = """
 import pathlib, torch, pytorch_lightning as pl

@@ -16,6 +16,7 @@ import pytest
 
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Process
 
 SLOW = """
@@ -26,26 +27,8 @@ class Slow(ImageClassifier):
         time.sleep(0.002)
         return super().training_step(batch, i)
 """
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "-c",
-    "method/scaffold",
-    "--trainer.enable_progress_bar",
-    "false",
-)
-RUN = (
-    *FIT,
-    "--model.participation",
-    2,
-    "--model.engine",
-    "sequential",
-    "--trainer.logger",
-    "false",
-)
+FIT = typed("fit -c base -c trainer/cpu -c method/scaffold", "--trainer.enable_progress_bar false")
+RUN = (*FIT, *typed("--model.participation 2 --model.engine sequential --trainer.logger false"))
 X = ("--trainer.default_root_dir", "x", "--ckpt_path", "last")
 
 

@@ -8,33 +8,16 @@ import json
 import torch
 
 from fl_lightning import load
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "--trainer.enable_progress_bar",
-    "false",
-    "--trainer.max_epochs",
-    2,
+FIT = typed(
+    "fit -c base -c trainer/cpu --trainer.enable_progress_bar false", "--trainer.max_epochs 2"
 )
-SKEWED = (
-    "--data.partition",
-    "Dirichlet",
-    "--data.partition.alpha",
-    0.1,
-    "--data.client_test_fraction",
-    0.25,
+SKEWED = typed(
+    "--data.partition Dirichlet --data.partition.alpha 0.1", "--data.client_test_fraction 0.25"
 )
-EVALUATED = (
-    "--trainer.callbacks+",
-    "PerClientEvaluation",
-    "--trainer.callbacks.finetune_epochs",
-    1,
-)
+EVALUATED = typed("--trainer.callbacks+ PerClientEvaluation --trainer.callbacks.finetune_epochs 1")
 
 
 def test_a_client_without_a_model_of_its_own_is_told(cli: Cli) -> None:
@@ -104,24 +87,9 @@ def test_who_never_trained_exports_the_centre_that_fits_it_best(cli: Cli) -> Non
 
 
 def test_kept_parts_and_own_buffers_are_exported(cli: Cli) -> None:
-    fit = (
-        *FIT,
-        "-c",
-        "data/digits",
-        "-c",
-        "model/resnet20",
-        "-c",
-        "method/fedbn",
-        "--model.participation",
-        3,
-    )
-    small = (
-        "--model.learner.network.depth",
-        8,
-        "--model.learner.network.width",
-        4,
-        "--model.local_steps",
-        2,
+    fit = (*FIT, *typed("-c data/digits -c model/resnet20 -c method/fedbn --model.participation 3"))
+    small = typed(
+        "--model.learner.network.depth 8 --model.learner.network.width 4", "--model.local_steps 2"
     )
     refused = cli(*FIT, "-c", "method/fedbn")
     assert refused.returncode == 2 and "no normalisation layer" in refused.stderr

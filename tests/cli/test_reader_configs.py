@@ -13,6 +13,7 @@ import pytest
 from PIL import Image
 from scipy.io import savemat
 
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
 FIT = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1)
@@ -54,13 +55,7 @@ def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli:
     pictures(cli.folder / "pets")
     (cli.folder / "pets/art/cat/Thumbs.db").touch()
     where = ("--data", "FromFolders", "--data.path", "pets", "--data.image_size", 8)
-    trained = (
-        "--model.learner.num_classes",
-        2,
-        "--trainer.max_epochs=3",
-        "--model.lr_decay",
-        "-.5",
-    )
+    trained = typed("--model.learner.num_classes 2 --trainer.max_epochs=3 --model.lr_decay -.5")
     shown = cli("partition", "-c", "base", *where, *trained)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[0].split() == ["client", "samples", "name", "cat", "dog"]

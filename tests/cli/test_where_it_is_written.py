@@ -8,19 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "-c",
-    "debug/tiny",
-    "--trainer.enable_progress_bar",
-    "false",
-)
+FIT = typed("fit -c base -c trainer/cpu -c debug/tiny --trainer.enable_progress_bar false")
 pytestmark = pytest.mark.slow
 
 

@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from fl_lightning import InMemoryDataModule
-from fl_lightning.datamodules import Digits, Dirichlet, FromDataModule, FromDatasets
+from fl_lightning.datamodules import Digits, FromDataModule, FromDatasets
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
-from tests.helpers.learners import Lit, federated, trainer
 
 SIZES = [9, 8, 3, 1, 12]
 
@@ -80,30 +79,6 @@ def test_the_loaders_drop_last_is_honoured():
     assert FromDataModule(Plain(), num_clients=2, drop_last=False).batches_per_epoch(0) == 2
 
 
-def test_batch_norm_trains_where_the_batch_of_one_is_dropped():
-    class Normed(Lit):
-        def __init__(self):
-            super().__init__()
-            self.net = torch.nn.Sequential(
-                torch.nn.Linear(20, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 4)
-            )
-
-    x, y = torch.randn(27, 20, dtype=torch.float64), torch.arange(27) % 4
-    for drop_last in (False, True):
-        data = InMemoryDataModule((x, y), num_clients=3, batch_size=4, drop_last=drop_last)
-        module = federated(Normed(), participation="all", engine="sequential")
-        if not drop_last:
-            with pytest.raises(
-                UserError, match="client 0 has 9 samples, of which batch_size=4 leaves 1"
-            ):
-                trainer(1).fit(module, data)
-            continue
-        trainer(1).fit(module, data)
-        assert module.steps(0, 0) == 2
-        smallest, client = data.smallest_batch()
-        assert (smallest, client) == (4, 0) and len(data.one_batch(client, smallest)[0]) == 4
-
-
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("batch_size", [1, 3, 4, 50, None])
 def test_the_smallest_batch_is_the_smallest_that_clients_meet(batch_size, drop_last):
@@ -117,14 +92,6 @@ def test_the_smallest_batch_is_the_smallest_that_clients_meet(batch_size, drop_l
         met = [min(lengths(data, i, int(k))) for i, k in enumerate(numbers)]
         smallest, client = data.smallest_batch(steps)
         assert smallest == min(met) and client == met.index(smallest)
-
-
-def test_the_smallest_batch_of_a_million_clients_costs_no_draw():
-    partition = Dirichlet(0.5, replacement=True, samples_per_client=23)
-    data = Digits(partition=partition, num_clients=1_000_000, batch_size=11)
-    data.setup()
-    data._split.clients.draw = None  # nobody's samples are asked for
-    assert data.smallest_batch() == (1, 0) and data.smallest_batch(2) == (11, 0)
 
 
 class Large(Dataset):

@@ -7,7 +7,6 @@ from itertools import chain
 
 import numpy as np
 import pytest
-import pytorch_lightning as pl
 import torch
 
 from fl_lightning.datamodules import (
@@ -285,41 +284,6 @@ def test_seed_is_ones_own_else_the_runs(monkeypatch):
     assert data.partition_hash == Digits(seed=8).partition_hash
     data.setup("fit")
     assert data.partition_hash == Digits(seed=8).partition_hash
-
-
-def test_a_learner_by_itself_is_evaluated_and_its_training_refused():
-    class Learner(pl.LightningModule):
-        def __init__(self):
-            super().__init__()
-            self.layer, self.seen = torch.nn.Linear(64, 10), []
-
-        def training_step(self, batch, i):
-            self.seen.append(("train", tuple(batch.shape)))
-            return self.layer.weight.sum()
-
-        def validation_step(self, batch, i):
-            self.seen.append(("val", len(batch[1])))
-
-        def configure_optimizers(self):
-            return torch.optim.SGD(self.parameters(), 0.0)
-
-    learner = Learner()
-    options = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    trainer = pl.Trainer(
-        max_epochs=2,
-        accelerator="cpu",
-        num_sanity_val_steps=0,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.validate(learner, datamodule=Digits(), verbose=False)
-    assert learner.seen == [("val", 359)]
-    with pytest.raises(
-        UserError,
-        match="Digits is for federated runs, but the Trainer got Learner without a FederatedModule",
-    ):
-        trainer.fit(learner, datamodule=Digits())
-    assert learner.seen == [("val", 359)]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     Dataset,
-    IterableDataset,
     Subset,
     TensorDataset,
 )
@@ -121,14 +120,9 @@ def test_a_data_module_is_federated():
 
 
 def test_refusals():
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter([1])
-
     for make, word in (
         (lambda: FromDatasets(), "one of the two"),
         (lambda: FromDatasets(Words(), clients=[Words()]), "one of the two"),
-        (lambda: FromDatasets(Stream(), num_clients=2), "Stream"),
         (
             lambda: FromDatasets(Words(), targets=[0, 1], num_clients=2).setup(),
             r"\(2,\).*12 samples",
@@ -136,10 +130,6 @@ def test_refusals():
         (lambda: FromDatasets(clients=[Words(2), Words(0)]).setup(), "Client 1"),
         (lambda: FromDatasets(clients=[]).setup(), "no samples|clients is empty"),
         (lambda: FromDatasets(Words(), num_clients=13).setup(), "num_clients is 13"),
-        (
-            lambda: FromDataModule(Plain(DataLoader(Stream())), num_clients=2).setup(),
-            "Stream.*map-style",
-        ),
         (lambda: FromDataModule(Plain([1]), num_clients=2).setup(), "is a list"),
     ):
         with pytest.raises(UserError, match=word):

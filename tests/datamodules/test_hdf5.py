@@ -9,13 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
-from fl_lightning import FederatedModule, UserError
+from fl_lightning import UserError
 from fl_lightning.datamodules import FromHDF5
 from fl_lightning.datamodules.hdf5 import CHARACTERS
-from fl_lightning.models import ImageClassifier
-from tests.helpers.learners import trainer
 
 h5py = pytest.importorskip("h5py", reason="h5py, of the extra hdf5, is not installed")
 DRAW = np.random.default_rng(0)
@@ -177,22 +174,6 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
         FromHDF5(path).setup()
     with pytest.raises(UserError, match="there is no such file"):
         FromHDF5(tmp_path / "b.h5").setup()
-
-
-def test_clients_in_forked_processes_read_the_file_with_the_bits_of_one_process(
-    tmp_path: Path,
-) -> None:
-    path = written(tmp_path / "train.h5", {f"c{i}": pixels(7 + i) for i in range(6)})
-    ends = []
-    for engine in ("sequential", "concurrent"):
-        torch.manual_seed(0)
-        network = nn.Sequential(nn.Flatten(), nn.Dropout(0.5), nn.Linear(784, 10))
-        learner = ImageClassifier(network, num_classes=10, lr=0.1)
-        module = FederatedModule(learner, participation="all", engine=engine, workers=2, seed=1)
-        trainer(2).fit(module, FromHDF5(path, batch_size=4))
-        assert ("processes" in module.engine_facts.get("workers", "")) == (engine == "concurrent")
-        ends.append(module.global_vector)
-    assert torch.equal(*ends)
 
 
 @pytest.mark.skipif(

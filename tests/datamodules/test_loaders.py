@@ -229,7 +229,7 @@ def test_no_val_dataloader_is_no_validation_and_said_in_one_line():
         ),
         (
             lambda: FromDataModule(Plain(Stream()), num_clients=2),
-            "dataset of Plain is a Stream, an IterableDataset",
+            "dataset of Plain is a Stream, an IterableDataset.*map-style",
         ),
         (lambda: FromDatasets(Stream(), num_clients=2), "train is a Stream.*clients=.*list"),
         (lambda: FromDatasets(Numbers(), val=Stream(), num_clients=2), "val is a Stream"),

@@ -13,15 +13,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
-from fl_lightning import FederatedModule
-from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.datamodules import IID, FromTable
 from fl_lightning.datamodules.tables import codes
 from fl_lightning.errors import UserError
-from fl_lightning.models import ImageClassifier
-from tests.helpers.learners import trainer
 
 HEADER = ["age", "hospital", "pulse", "outcome"]
 ROWS: list[list[Any]] = [
@@ -200,34 +195,6 @@ def test_codes_keep_the_order_of_numbers_whatever_their_text(values: list[Any]) 
     assert [names[code] for code in found] == texts
     floats = np.array([float(name) for name in names])
     assert (np.diff(floats) >= 0).all()
-
-
-def test_it_trains(tmp_path: Path) -> None:
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(90, 2, generator=draw)
-    rows = [
-        [a, f"h{i % 4}", b, "up" if a + b > 0 else "down"] for i, (a, b) in enumerate(x.tolist())
-    ]
-    data = FromTable(written(tmp_path / "t.csv", rows), "outcome", "hospital", test=0.2)
-    network = nn.Linear(2, 2)
-    module = FederatedModule(ImageClassifier(network, num_classes=2, lr=0.5), participation=0.5)
-    fit = trainer(8)
-    fit.fit(module, data)
-    assert float(fit.callback_metrics["val/acc"]) > 0.8
-
-
-def test_its_clients_names_stand_in_the_tables_of_clients(tmp_path: Path) -> None:
-    rows = [[i, ["south", "east", "north"][i % 3], 1.0, i // 3 % 2] for i in range(60)]
-    table = written(tmp_path / "t.csv", rows)
-    data = FromTable(table, "outcome", "hospital", client_test_fraction=0.3)
-    learner = ImageClassifier(nn.Linear(2, 2), num_classes=2, lr=0.01)
-    folder = tmp_path / "run"
-    fit = trainer(2, [PerClientEvaluation()], default_root_dir=folder, enable_checkpointing=True)
-    fit.fit(FederatedModule(learner), data)
-    for name in ("clients.csv", "clients_rounds.csv"):
-        told = list(csv.DictReader((folder / name).open()))
-        names = {(row["client"], row["name"]) for row in told}
-        assert names == {("0", "east"), ("1", "north"), ("2", "south")}, name
 
 
 def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(

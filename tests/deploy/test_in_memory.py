@@ -39,9 +39,8 @@ from fl_lightning.callbacks import (
 from fl_lightning.deploy import site as at_site
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
-from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import InMemoryTransport, Killed, Message, Post
-from fl_lightning.storage.store import ClientStore
+from tests.deploy.flower_runs import rows_at, rows_of
 from tests.helpers.rows import Times
 
 SIZES = [10, 6, 12, 4, 7, 20, 3, 8, 6]
@@ -170,22 +169,6 @@ def over_sites(
     return module, metrics, transport
 
 
-def rows_at(folder: Path) -> dict[tuple[str, int], Tensor]:
-    """The rows that sites hold after the last round, which nobody has committed yet."""
-    rows = {}
-    for place in sorted(folder.iterdir()):
-        held = SiteRows(place, ClientStore())
-        held.settle({client: t for client, (t, _) in held.staged.items()})
-        for name in held.store.names():
-            for client in map(int, held.store.clients(name)):
-                if not name.startswith("staged."):
-                    row = held.store.read(name, client)
-                    assert row is not None
-                    rows[name, client] = row
-        held.lock.release()
-    return rows
-
-
 def same(ours: dict[Any, Tensor], theirs: dict[Any, Tensor]) -> None:
     assert ours.keys() == theirs.keys()
     different = [key for key in ours if not torch.equal(ours[key], theirs[key])]
@@ -203,14 +186,7 @@ def check_same(
         same({"w": simulated.evaluated_vector}, {"w": over.evaluated_vector})
     same(dict(simulated.learner.named_buffers()), dict(over.learner.named_buffers()))
     same(simulated.server_states, over.server_states)
-    store = simulated.client_rows.store
-    rows = {}
-    for name in store.names():
-        for client in map(int, store.clients(name)):
-            row = store.read(name, client)
-            assert row is not None
-            rows[name, client] = row
-    same(rows, rows_at(folder))
+    same(rows_of(simulated.client_rows.store), rows_at(sorted(folder.iterdir())))
 
 
 def federated_als() -> list[Any]:
@@ -391,16 +367,9 @@ def test_all_sites_that_refuse_are_told_in_one_paragraph(tmp_path: Path) -> None
     assert "\n" not in str(error.value)
 
 
-def test_other_models_and_other_versions_are_told_with_the_site(
+def test_another_version_is_told_with_the_site(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def other(name: str, post: Post) -> None:
-        site([0], tmp_path / name, lambda: [], {"learner": Smaller}, post)
-
-    transport = InMemoryTransport({"odd": partial(other, "odd")})
-    with pytest.raises(UserError, match="site odd: its model has 54 parameters, and the server's"):
-        trained([AtServer(transport, run=7)], 1, [])
-    transport.close()
     monkeypatch.setattr(at_site, "version_of", lambda package: "0.0.7")
     with pytest.raises(UserError, match=r"site a: it has fl-lightning 0\.0\.7, and the server"):
         over_sites(lambda: [], tmp_path, shares={"a": [0]}, rounds=1)
@@ -563,7 +532,7 @@ def test_the_arrays_of_a_round_take_what_the_logger_counts(name: str, tmp_path: 
 def test_rows_are_read_back_from_a_site_folder(tmp_path: Path) -> None:
     methods, _ = METHODS["scaffold"]
     over_sites(methods, tmp_path, rounds=2)
-    rows = rows_at(tmp_path)
+    rows = rows_at(sorted(tmp_path.iterdir()))
     assert rows
     for name, folder in SHARES.items():
         run = load(tmp_path / name)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import FederatedModule, InMemoryDataModule
+from fl_lightning import InMemoryDataModule
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import (
     ControlVariates,
@@ -227,17 +227,6 @@ def test_a_count_that_is_no_number_is_refused(count: Any) -> None:
 
     with pytest.raises(UserError, match=r"count=.*a number from 0|count="):
         trainer(1).fit(federated(Wrong(), accumulate=2), blobs())
-
-
-@pytest.mark.parametrize("value", [0, 1.5, "two", True])
-def test_wrong_values_are_refused(value: Any) -> None:
-    with pytest.raises(UserError, match=r"accumulate=.*an integer from 1"):
-        FederatedModule(Lit(), accumulate=value)
-
-
-def test_the_trainers_option_names_ours() -> None:
-    with pytest.raises(UserError, match=r"model\.accumulate"):
-        trainer(1, accumulate_grad_batches=4).fit(federated(), blobs())
 
 
 def test_batch_normalisation_is_told() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 import threading
 from collections.abc import Callable
@@ -19,6 +20,10 @@ from fl_lightning.engines.attributes import Attributes
 TOTAL = [0]
 
 
+class Slotted:
+    __slots__ = ("calls",)
+
+
 class Keeping(nn.Module):
     calls = 0
 
@@ -28,7 +33,9 @@ class Keeping(nn.Module):
         self.number = 1
         self.torch, self.numpy = torch.Generator(), np.random.default_rng(0)
         self.python = random.Random(0)
-        self.iterator = iter([1, 2, 3])
+        self.iterator, self.counted = iter([1, 2, 3]), itertools.count()
+        self.long, self.slots = [float(i) for i in range(5000)], Slotted()
+        self.slots.calls = 0
         self.nested = SimpleNamespace(a={"b": [[0.0]]})
         self.hidden = [nn.Linear(2, 2)]
         self.tensor = torch.zeros(2)
@@ -56,6 +63,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "numpy": lambda k: k.numpy.random(),
     "python": lambda k: k.python.random(),
     "iterator": lambda k: next(k.iterator),
+    "counted": lambda k: next(k.counted),
+    "long": lambda k: k.long.__setitem__(4000, -1.0),
+    "slots": lambda k: setattr(k.slots, "calls", 1),
     "nested": lambda k: k.nested.a["b"][0].append(1.0),
     "hidden": lambda k: k.hidden[0].weight.data.add_(1),
     "tensor": lambda k: k.tensor.add_(1),

@@ -97,20 +97,6 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
     assert threading.main_thread() not in callers
 
 
-@pytest.mark.fast
-def test_resuming_with_another_engine_says_that_bits_change(tmp_path: Path) -> None:
-    run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
-    run.fit(federated(Lit(), engine="sequential"), blobs())
-    with pytest.warns(
-        UserWarning, match="engine='stacked' continues a run that 'sequential' began"
-    ):
-        trainer(2, default_root_dir=tmp_path, enable_checkpointing=True).fit(
-            federated(Lit(), engine="stacked"),
-            blobs(),
-            ckpt_path=run.checkpoint_callback.best_model_path,
-        )
-
-
 def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> None:
     class Locked(Lit):
         def __init__(self) -> None:

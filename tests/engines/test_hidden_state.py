@@ -6,9 +6,7 @@ Auto gives sequential's bits each time, and trials leave no trace.
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -24,17 +22,6 @@ NUMBERS = [0.01 * (i % 17) for i in range(1000)]
 
 class Factor:
     """Anneals a loss; a plain object."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self) -> float:
-        self.calls += 1
-        return 1 / (1 + 0.01 * self.calls)
-
-
-class Slotted:
-    __slots__ = ("calls",)
 
     def __init__(self) -> None:
         self.calls = 0
@@ -69,21 +56,6 @@ def of_module() -> float:
     return 1 / (1 + 0.01 * CALLS)
 
 
-def generator_of_torch() -> Callable[[], float]:
-    draws = torch.Generator().manual_seed(0)
-    return lambda: float(torch.rand((), generator=draws))
-
-
-def nested() -> Callable[[], float]:
-    held = SimpleNamespace(a={"b": [[[[0.0]]]]})
-
-    def factor() -> float:
-        held.a["b"][0][0][0][0] += 0.01
-        return 1 / (1 + float(held.a["b"][0][0][0][0]))
-
-    return factor
-
-
 class Weighted(Lit):
     """Its loss is weighted by ``self.factor()``, each time by another number."""
 
@@ -102,53 +74,6 @@ def weighted(make: Callable[[], Any]) -> type[Lit]:
             self.factor = make()
 
     return Made
-
-
-class OwnGenerator(Weighted):
-    def __init__(self, kind: str = "torch") -> None:
-        super().__init__()
-        made: dict[str, Any] = {
-            "torch": torch.Generator().manual_seed(0),
-            "numpy": np.random.default_rng(0),
-            "python": random.Random(0),
-        }
-        self.draws, self.factor = made[kind], self.draw
-
-    def draw(self) -> float:
-        if isinstance(self.draws, torch.Generator):
-            return float(torch.rand((), generator=self.draws))
-        return float(self.draws.random())
-
-
-class LongList(Weighted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers, self.factor = [float(i) for i in range(5000)], self.next
-
-    def next(self) -> float:
-        self.numbers[4000] += 1
-        return 1 / (1 + self.numbers[4000] / 4000)
-
-
-class Iterating(Weighted):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = iter(NUMBERS)
-        self.factor = lambda: 1.0
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step(batch, batch_idx) * (1 + next(self.numbers))
-
-
-def class_attribute() -> type[Lit]:
-    class OfClass(Weighted):
-        calls = 0
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            type(self).calls += 1
-            return super().training_step(batch, batch_idx) / (1 + 0.01 * type(self).calls)
-
-    return OfClass
 
 
 class Rare(Weighted):
@@ -179,22 +104,6 @@ def class_list() -> type[Lit]:
     return Listing
 
 
-class Hiding(Lit):
-    """A teacher that no module holds."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.teacher = [nn.Linear(20, 8).double()]
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        (teacher,) = self.teacher
-        teacher.weight.data.mul_(0.9).add_(0.1 * self.net[0].weight.detach())
-        return (
-            super().training_step(batch, batch_idx)
-            + (self.net[0](batch[0]) - teacher(batch[0]).detach()).square().mean()
-        )
-
-
 def drawing_data() -> Any:
     """Its transform has a generator of its own."""
     data, draws = blobs(), torch.Generator().manual_seed(0)
@@ -203,23 +112,13 @@ def drawing_data() -> Any:
 
 
 LEARNERS: dict[str, Callable[[], Any]] = {
-    "torch's generator": lambda: OwnGenerator("torch"),
-    "numpy's generator": lambda: OwnGenerator("numpy"),
-    "python's generator": lambda: OwnGenerator("python"),
-    "generator in a closure": weighted(generator_of_torch),
-    "iterator": Iterating,
     "itertools": weighted(of_itertools),
     "object": weighted(Factor),
-    "slots": weighted(Slotted),
-    "class attribute": lambda: class_attribute()(),
     "class list": lambda: class_list()(),
     "after a thousand steps": weighted(Later),
     "closure": weighted(closure),
     "global": weighted(lambda: of_module),
-    "nested": weighted(nested),
-    "long list": LongList,
     "last step": Rare,
-    "hidden module": Hiding,
 }
 
 

@@ -11,11 +11,9 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-import torchmetrics
 from pytorch_lightning.callbacks import BaseFinetuning
 from torch import Tensor, nn
 
-from fl_lightning.callbacks import ControlVariates
 from fl_lightning.errors import UserError
 from tests.helpers.learners import InPlace, Lit, blobs, federated, fitted, trainer
 
@@ -41,76 +39,6 @@ def test_assigning_to_a_buffer_is_as_changing_it_in_place(arguments: dict[str, A
         module.learner.running_mean.any()
     )
     assert torch.equal(module.global_vector, reference.global_vector)
-
-
-class Metered(Lit):
-    """Logs a metric that it only updates; Lightning's way to log a value over an epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torchmetrics.MeanMetric()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.mean.update(batch[1].double())
-        self.log("train/label", self.mean)
-        return super().training_step(batch, batch_idx)
-
-
-@pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked", "workers": 2}])
-@pytest.mark.filterwarnings("ignore:engine='stacked'")
-def test_a_metric_that_is_updated_is_logged_over_the_clients_samples(
-    arguments: dict[str, Any],
-) -> None:
-    data = blobs()
-    data.setup("fit")
-    labels = [torch.cat([y for (_, y), _ in data.full_batches(i)]).double() for i in range(10)]
-    _, logged = fitted(Metered, **arguments)  # an epoch: each sample once
-    expected = torch.cat(labels).mean()
-    torch.testing.assert_close(logged["train/label"].double(), expected, rtol=1e-6, atol=0)
-
-
-def test_a_collection_of_metrics_is_the_same_side_by_side() -> None:
-    class Collected(Lit):
-        def __init__(self) -> None:
-            super().__init__()
-            arguments: dict[str, Any] = {"task": "multiclass", "num_classes": 4, "average": "macro"}
-            kinds = {
-                k.__name__: k(**arguments) for k in (torchmetrics.Precision, torchmetrics.Recall)
-            }
-            self.alone = torchmetrics.Recall(**arguments)
-            self.updated = torchmetrics.MetricCollection(kinds)
-            self.called = self.updated.clone(prefix="each")
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            for collection in (self.updated, self.called):
-                (collection.update if collection is self.updated else collection)(
-                    self.net(batch[0]), batch[1]
-                )
-                self.log_dict(collection)
-            self.alone.update(self.net(batch[0]), batch[1])
-            self.log("alone", self.alone)
-            return super().training_step(batch, batch_idx)
-
-    (_, one), (_, two) = (fitted(Collected, **arguments) for arguments in ENGINES[::2])
-    names = ("Precision", "Recall", "eachPrecision", "eachRecall")
-    assert all(one[name] == two[name] for name in names) and one["Recall"] == one["alone"]
-
-
-def test_full_gradients_are_not_counted_by_metrics() -> None:
-    _, plain = fitted(Metered, 1, engine="sequential")
-    run = trainer(1, [ControlVariates(estimate="gradient")])
-    torch.manual_seed(3)
-    run.fit(federated(Metered(), engine="sequential", participation=1.0), blobs())
-    assert run.callback_metrics["train/label"] == plain["train/label"]
-
-
-def test_a_step_without_a_loss_says_the_way_out() -> None:
-    class Skipping(Lit):
-        def training_step(self, batch: Any, batch_idx: int) -> Any:
-            return None
-
-    with pytest.raises(TypeError, match=r"returned NoneType.*return a zero loss"):
-        fitted(Skipping, engine="sequential")
 
 
 class Counting(Lit):

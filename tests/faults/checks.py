@@ -116,6 +116,7 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_frozen_parameters.py",
     ],
     "fl_lightning/engines/attributes.py": [
+        "tests/engines/test_attributes.py",
         "tests/engines/test_hidden_state.py",
         "tests/engines/test_caches.py",
         "tests/engines/fast/test_capture_refusals.py",
@@ -160,7 +161,6 @@ METHODS = [
     MODERN,
     "tests/callbacks/test_identities.py",
     "tests/callbacks/test_clustered_models.py",
-    "tests/callbacks/test_properties.py",
     "tests/callbacks/test_compositions.py",
     COMPRESSION,
     "tests/callbacks/test_partial_averaging.py",

@@ -8,7 +8,7 @@ import torch
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import InMemoryDataModule
-from fl_lightning.models import LSTM, ImageClassifier, NextToken
+from fl_lightning.models import LSTM, NextToken
 
 
 def test_sizes_are_those_of_the_papers() -> None:
@@ -53,8 +53,3 @@ def test_a_token_beyond_the_network_is_refused() -> None:
     for wrong in ({"tokens": 0}, {"tokens": 3, "outputs": "all"}, {"tokens": 3, "projection": 0}):
         with pytest.raises(UserError, match=r"LSTM: (tokens|outputs|projection)="):
             LSTM(**wrong)
-
-
-def test_a_checkpoint_is_read_again(tmp_path: object) -> None:
-    learner = ImageClassifier(LSTM(9, 3, 4, 5), num_classes=3)
-    assert learner(torch.zeros(2, 4, dtype=torch.int64)).shape == (2, 3)

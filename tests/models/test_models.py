@@ -23,7 +23,6 @@ from fl_lightning.models import MLP, VGG11, ImageClassifier, LeNet, ResNet18GN, 
         (lambda: LeNet(7, in_channels=1, input_size=28), (1, 28, 28), 572_999),
         (lambda: LeNet(10, channels=16), (3, 32, 32), 237_466),
         (lambda: ResNet18GN(10), (3, 32, 32), 11_181_642),
-        (lambda: ResNet20(10), (3, 32, 32), 269_722),
         (lambda: VGG11(10), (3, 32, 32), 9_750_922),
     ],
 )

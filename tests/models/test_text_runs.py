@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from tests.helpers.commands import typed
 from tests.helpers.texts import multinli_files, opt, opt_layer, opt_rest, text_file
 from tests.helpers.zygote import Cli
 
@@ -177,25 +178,11 @@ def test_the_published_experiment_on_a_small_folder(cli: Cli, split: str) -> Non
         "-c",
         "experiment/fedals/method/fedals-opt",
     )
-    here = (
-        "--model.learner.path",
-        "opt",
-        "--data.tokenizer",
-        "opt",
-        "--data.root",
-        "texts",
-        "--data.length",
-        32,
+    here = typed(
+        "--model.learner.path opt --data.tokenizer opt --data.root texts", "--data.length 32"
     )
-    small = (
-        "--trainer.max_epochs",
-        2,
-        "--model.local_steps",
-        1,
-        "-c",
-        "trainer/cpu",
-        "--model.engine",
-        "sequential",
+    small = typed(
+        "--trainer.max_epochs 2 --model.local_steps 1 -c trainer/cpu", "--model.engine sequential"
     )
     result = cli("fit", *experiment, *here, *small, "--trainer.default_root_dir", "x")
     assert result.returncode == 0, result.stderr
@@ -205,13 +192,8 @@ def test_the_published_experiment_on_a_small_folder(cli: Cli, split: str) -> Non
     assert 0 < float(last["val/loss"]) < 10
     card = (cli.folder / "x/card.md").read_text()
     assert ("0 fiction, 1 government" in card) == (split == "genre")
-    classified = (
-        "--model.learner",
-        "TextClassifier",
-        "--model.learner.path",
-        "opt",
-        "--model.learner.num_classes",
-        3,
+    classified = typed(
+        "--model.learner TextClassifier --model.learner.path opt", "--model.learner.num_classes 3"
     )
     result = cli("fit", *experiment, *here, *small, *classified, "--trainer.default_root_dir", "y")
     assert result.returncode == 0, result.stderr

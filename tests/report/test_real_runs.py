@@ -13,19 +13,10 @@ from typing import Any
 import pytest
 
 from fl_lightning.lab.report.text_tables import size
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "data/digits",
-    "-c",
-    "trainer/cpu",
-    "--trainer.enable_progress_bar",
-    "false",
-)
+FIT = typed("fit -c base -c data/digits -c trainer/cpu --trainer.enable_progress_bar false")
 FIT = (*FIT, "--model.engine", "sequential")
 LEARNER = """
 import time, torch, pytorch_lightning as pl
@@ -177,10 +168,7 @@ def test_a_run_that_ends_badly_says_how(cli: Cli, fault: str, status: str) -> No
 def test_a_killed_run_is_running_a_stopped_one_stopped_and_going_on_ends_it(cli: Cli) -> None:
     argv = (
         *own(cli, "slow"),
-        "--model.local_epochs=null",
-        "--model.local_steps=8",
-        "--ckpt_path",
-        "last",
+        *typed("--model.local_epochs=null --model.local_steps=8 --ckpt_path last"),
     )
     for number, status in ((signal.SIGKILL, "running"), (signal.SIGTERM, "stopped")):
         process = cli.start(*argv)

@@ -33,7 +33,7 @@ def refused(out: Path, *argv: object) -> str:
     return str(error.value)
 
 
-def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
+def test_pairs_of_three_arms(tmp_path: Path) -> None:
     """Noisy curves, four seeds of two arms and three of the last.
 
     The first arm is what the others are paired with.
@@ -68,16 +68,7 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
     }
     for arm, own in curves.items():
         entry = found["arms"][arm]
-        assert (entry["n"], entry["diverged"], entry["unfinished"]) == (len(own), 0, 0)
         assert entry["runs"] == [str(tmp_path / "s" / arm / f"seed-{s}") for s in own]
-        scores = entry["scores"]["last10"]
-        assert set(entry["scores"]) == {"last", "last10", "max", "smoothed", "tail"}
-        assert close(scores["mean"], float(np.mean(list(last10[arm].values()))))
-        assert close(scores["sd"], float(np.std(list(last10[arm].values()), ddof=1)))
-        assert all(close(scores["values"][str(s)], v) for s, v in last10[arm].items())
-        assert all(
-            close(entry["scores"]["max"]["values"][str(s)], float(c.max())) for s, c in own.items()
-        )
     assert [(p["a"], p["b"], p["score"], p["n"]) for p in found["pairs"]] == [
         ("same", "base", "tail", 3), ("better", "base", "tail", 4),  # of 30 rounds the last ten
     ]  # fmt: skip
@@ -96,45 +87,6 @@ def test_scores_and_pairs_of_three_arms(tmp_path: Path) -> None:
         close(pair["p_holm"], min(1, corrected[p]))
         for pair, p in zip(found["pairs"], p_values, strict=True)
     )
-
-
-def test_a_diverged_run_scores_zero_where_greater_is_better(tmp_path: Path) -> None:
-    make_arm(tmp_path / "s", "a", LEVELS)
-    for seed in (0, 1):
-        make_run(tmp_path / "s/b" / f"seed-{seed}", "b", seed, {"val/acc": [0.8] * 20})
-    make_run(tmp_path / "s/b/seed-2", "b", 2, {"val/acc": [0.95] * 5}, "diverged")
-    make_run(tmp_path / "s/b/seed-3", "b", 3, {}, "diverged")  # before anything was measured
-    found = report(tmp_path / "out", tmp_path / "s", "--targets", "0.5")
-    b, (pair,) = found["arms"]["b"], found["pairs"]
-    assert (b["n"], b["diverged"], b["unfinished"]) == (4, 2, 0)
-    assert b["scores"]["last"]["values"] == {"0": 0.8, "1": 0.8, "2": 0.0, "3": 0.0}
-    assert close(b["scores"]["last"]["mean"], 0.4) and b["rounds_to"]["0.5"] == {
-        "0": 1,
-        "1": 1,
-        "2": None,
-        "3": None,
-    }
-    differences = [0.8 - 0.70, 0.8 - 0.72, -0.69, -0.75]
-    assert pair["n"] == 4 and close(pair["mean"], sum(differences) / 4)
-    assert close(pair["p"], float(stats.ttest_1samp(differences, 0).pvalue))
-
-
-def test_a_diverged_run_has_no_score_where_less_is_better(tmp_path: Path) -> None:
-    make_arm(tmp_path / "s", "a", LEVELS, "val/loss")
-    make_arm(tmp_path / "s", "b", {0: 0.5, 1: 0.5}, "val/loss")
-    make_run(tmp_path / "s/b/seed-2", "b", 2, {"val/loss": [0.1] * 20}, "diverged")
-    found = report(
-        tmp_path / "out", tmp_path / "s", "--metric", "val/loss", "--targets", "0.6,0.71"
-    )
-    b, (pair,) = found["arms"]["b"], found["pairs"]
-    assert b["n"] == 3 and b["scores"]["last10"]["values"] == {"0": 0.5, "1": 0.5, "2": None}
-    assert close(b["scores"]["last10"]["mean"], 0.5) and close(b["scores"]["last10"]["sd"], 0.0)
-    assert b["rounds_to"] == {
-        "0.6": {"0": 1, "1": 1, "2": None},
-        "0.71": {"0": 1, "1": 1, "2": None},
-    }
-    assert found["arms"]["a"]["rounds_to"]["0.71"] == {"0": 1, "1": None, "2": 1, "3": None}
-    assert pair["n"] == 2 and close(pair["mean"], (0.5 - 0.70 + 0.5 - 0.72) / 2)
 
 
 def test_unfinished_runs_and_missing_seeds_are_shown_and_kept_out(tmp_path: Path) -> None:

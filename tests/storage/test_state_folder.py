@@ -13,29 +13,15 @@ from pytorch_lightning.loggers import CSVLogger
 
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.storage.segments import segment_number
+from tests.helpers.commands import typed
 from tests.helpers.learners import blobs, client_rows, federated, trainer
 from tests.helpers.zygote import Cli
 
-FIT = (
-    "fit",
-    "-c",
-    "base",
-    "-c",
-    "trainer/cpu",
-    "-c",
-    "method/scaffold",
-    "--trainer.enable_progress_bar",
-    "false",
-)
-USERS = (
-    "--trainer.logger",
-    "CSVLogger",
-    "--trainer.logger.save_dir",
-    "elsewhere",
-    "--trainer.callbacks+",
-    "pytorch_lightning.callbacks.ModelCheckpoint",
-    "--trainer.callbacks.filename",
-    "mine",
+FIT = typed("fit -c base -c trainer/cpu -c method/scaffold", "--trainer.enable_progress_bar false")
+USERS = typed(
+    "--trainer.logger CSVLogger --trainer.logger.save_dir elsewhere",
+    "--trainer.callbacks+ pytorch_lightning.callbacks.ModelCheckpoint",
+    "--trainer.callbacks.filename mine",
 )
 
 

@@ -13,6 +13,7 @@ from fl_lightning.lab.sweep.grid import arms, runs, seeds
 from fl_lightning.lab.sweep.selection import candidates, unequal
 from fl_lightning.lab.sweep.spec import Spec, read_spec
 from fl_lightning.lab.sweep.workers import places
+from tests.helpers.commands import typed
 
 
 def names(folder: Path, grid: str, *overrides: str) -> list[str]:
@@ -72,22 +73,14 @@ grid: {method: [{configs: [method/fedinit], method.beta: 0.1}], seed_everything:
     (arm,) = arms(spec)
     run = runs(Path("runs/s"), "", arm, seeds(spec, arm))[1]
     assert run.place == "fedinit-0.1/seed-4" and run.seed == 4
-    assert list(run.argv) == [
-        "-c",
-        "base",
-        "-c",
-        "data/digits",
-        "-c",
-        "method/fedinit",
-        "--model.participation=all",
-        "--method+=DivergenceLogger",
-        "--method+=DriftLogger",
-        "--trainer.max_epochs=3",
-        "--method.beta=0.1",
-        "--seed_everything=4",
-        "--trainer.default_root_dir=runs/s/fedinit-0.1/seed-4",
-        "--ckpt_path=last",
-    ]
+    assert list(run.argv) == list(
+        typed(
+            "-c base -c data/digits -c method/fedinit --model.participation=all",
+            "--method+=DivergenceLogger --method+=DriftLogger --trainer.max_epochs=3",
+            "--method.beta=0.1 --seed_everything=4",
+            "--trainer.default_root_dir=runs/s/fedinit-0.1/seed-4 --ckpt_path=last",
+        )
+    )
 
 
 def test_what_is_chosen_of_a_method_is_chosen_by_the_arms_that_have_it(tmp_path: Path) -> None:
@@ -130,12 +123,12 @@ def rounds_of(spec: Spec) -> dict[str, int]:
 def test_an_arm_keeps_its_share_of_the_rounds_and_its_name(tmp_path: Path) -> None:
     (tmp_path / "s.yaml").write_text(SHARES)
     name = "fedinit-15_IID"
-    for typed, rounds, share in (
+    for given, rounds, share in (
         ([], 150, 15),
         (["trainer.max_epochs=60"], 60, 6),
         (["trainer.max_epochs=4"], 4, 1),
     ):
-        found = rounds_of(read_spec(str(tmp_path / "s.yaml"), typed))
+        found = rounds_of(read_spec(str(tmp_path / "s.yaml"), given))
         assert found["fedavg_IID"] == rounds and found[name] == share
     (tmp_path / "s.yaml").write_text(SHARES.replace("fixed: {trainer.max_epochs: 150}\n", ""))
     with pytest.raises(UserError, match=r"set trainer\.max_epochs themselves"):  # a share of what?

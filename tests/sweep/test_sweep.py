@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 from tests.sweep.conftest import states
 
@@ -378,12 +379,9 @@ grid: {seed_everything: [0]}
 
 @pytest.mark.slow
 def test_runs_go_seed_by_seed_and_finished_folders_are_done(cli: Cli, sweep_file: Path) -> None:
-    few = (
-        "method=[method/fedavg,method/scaffold]",
-        "trainer.max_epochs=2",
-        "seed_everything=[0,1]",
-        "--jobs",
-        1,
+    few = typed(
+        "method=[method/fedavg,method/scaffold] trainer.max_epochs=2 seed_everything=[0,1]",
+        "--jobs 1",
     )
     first = cli("sweep", sweep_file, *few)
     done = [line.partition(":")[0] for line in first.stdout.splitlines() if "done, val/acc" in line]
