@@ -29,6 +29,7 @@ from fl_lightning.accepted import (
     words_of,
 )
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.callbacks import DifferentialPrivacy, PowerOfChoice, RobustAggregation
 from fl_lightning.errors import UserError
 from fl_lightning.models import MLP, ImageClassifier
 from fl_lightning.schedules import Cosine, Schedule
@@ -130,6 +131,24 @@ def classes_that_declare() -> list[type]:
             if "Annotated" in str(hints):
                 found.add(cls)
     return sorted(found, key=lambda cls: f"{cls.__module__}.{cls.__name__}")
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "wrong"),
+    [
+        (DifferentialPrivacy, {"clip": 1.0, "noise_multiplier": 1.0}, {"noise_seed": -1}),
+        (PowerOfChoice, {}, {"candidates": 0}),
+        (RobustAggregation, {"rule": "krum"}, {"byzantine": -1}),
+        (RobustAggregation, {"rule": "multi_krum", "byzantine": 1}, {"keep": 0}),
+        (RobustAggregation, {"rule": "krum", "byzantine": 1}, {"mixing": 0.5}),
+    ],
+)
+def test_a_method_refuses_a_wrong_argument(
+    method: Any, given: dict[str, Any], wrong: dict[str, Any]
+) -> None:
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=f"{name}={value} is not accepted"):
+        method(**given, **wrong)
 
 
 def test_every_class_that_declares_refuses() -> None:

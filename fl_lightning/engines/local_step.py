@@ -156,8 +156,8 @@ class LocalStep:
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
-        # What a blind perturbation takes besides the clients: a class of an older version, None.
-        self.unseen = () if self.perturb and takes_no_gradient(self.perturb) else (None,)
+        # A blind perturbation of an older version takes None as its gradient.
+        self.takes_gradient = self.perturb is not None and not takes_no_gradient(self.perturb)
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = methods.on_gradient(BEFORE_CLIPPING)
         self.directions = methods.on_gradient(AFTER_CLIPPING)
@@ -325,8 +325,7 @@ class LocalStep:
             return self.passed(gradient_of)
         if self.blind:
             # The step's only pass: it logs, and buffers and generators continue after it.
-            e = self.methods.call(self.perturb, self.clients, *self.unseen)
-            e = self.trained_part(checked_rows(self.perturb, e, self.model.x))
+            e = self.offset(self.perturb, None, self.model.x)
             with self.model.shifted(e):
                 return self.passed(gradient_of)
         before = self.before
@@ -345,14 +344,20 @@ class LocalStep:
         # The second pass does not count as another batch: running statistics stay those of the
         # first.
         buffers = {name: buffer.clone() for name, buffer in self.model.buffers.items()}
-        e = checked_rows(perturb, self.methods.call(perturb, self.clients, gradient), gradient)
+        e = self.offset(perturb, gradient, gradient)
         if before is not None:
             before.restore()
         try:
-            with self.model.shifted(self.trained_part(e)):
+            with self.model.shifted(e):
                 yield
         finally:
             self.model.load_buffers(buffers)
+
+    def offset(self, perturb: Callable[..., Any], gradient: Any, like: Any) -> Any:
+        """What the perturbation adds to x, checked against ``like`` (n, D)."""
+        given = (gradient,) if self.takes_gradient else ()
+        e = self.methods.call(perturb, self.clients, *given)
+        return self.trained_part(checked_rows(perturb, e, like))
 
     def clip(self, gradient: Tensor) -> Tensor:
         """× min(1, clip_norm/‖g‖), each client over all D coordinates."""

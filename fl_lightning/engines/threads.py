@@ -48,11 +48,11 @@ class Threads:
         self._warn = warn
         self._free = deque(workers)
         self._thread_ids: list[int] = []  # as the system counts them
-        self.pool = ThreadPoolExecutor(len(workers), "client", initializer=self._begin_thread)
-
-    def _begin_thread(self) -> None:
-        torch.set_num_threads(1)
-        self._thread_ids.append(threading.get_native_id())
+        # A thread that had a method of this object would keep it, and its workers, for ever if the
+        # run ends with an exception and `close` is not called.
+        self.pool = ThreadPoolExecutor(
+            len(workers), "client", initializer=_begin, initargs=(self._thread_ids,)
+        )
 
     def train(
         self,
@@ -116,6 +116,11 @@ class Threads:
         while any(map(_exists, self._thread_ids)) and time.monotonic() < deadline:
             time.sleep(0.0005)
         self._thread_ids.clear()
+
+
+def _begin(thread_ids: list[int]) -> None:
+    torch.set_num_threads(1)
+    thread_ids.append(threading.get_native_id())
 
 
 def _exists(thread_id: int) -> bool:

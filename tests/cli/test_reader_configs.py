@@ -65,6 +65,10 @@ def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli:
     refused = cli("partition", "-c", "base", *where, "--data.num_clients", 7)
     assert refused.returncode == 2
     assert "--data.num_clients has no effect: FromFolders takes its clients" in refused.stderr
+    (cli.folder / "elsewhere.py").write_text("from fl_lightning.datamodules import FromFolders\n")
+    there = [part.replace("FromFolders", "elsewhere.FromFolders") for part in map(str, where)]
+    refused = cli("partition", "-c", "base", *there, "--data.num_clients", 7)
+    assert refused.returncode == 2 and "has no effect" in refused.stderr
     dealt = cli(
         "partition", "-c", "base", *where, "--data.num_clients=7", "--data.partition", "IID"
     )

@@ -3,10 +3,12 @@ cannot."""
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
 import time
+import weakref
 from typing import Any
 
 import numpy as np
@@ -154,6 +156,29 @@ def test_interrupting_a_round_stops_its_threads() -> None:
     module = seeded(Slow, engine="concurrent", workers=2, participation=1.0, local_steps=40)
     with pytest.raises((KeyboardInterrupt, SystemExit)):
         trainer(1, [Interrupt()]).fit(module, blobs())
+    assert not [t for t in threading.enumerate() if t.name.startswith("client")]
+
+
+def test_a_run_that_failed_keeps_neither_threads_nor_workers() -> None:
+    """Lightning calls no teardown then; garbage collection has to do."""
+
+    class Stop(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            raise ValueError("enough")
+
+    kept = []
+    for _ in range(2):
+        module = seeded(Lit, engine="concurrent", workers=2, participation=4, local_steps=1)
+        with pytest.raises(ValueError, match="enough"):
+            trainer(1, [Stop()]).fit(module, blobs())
+        kept += [weakref.ref(worker) for worker in module.run.engine.workers]
+        del module
+    assert len(kept) == 4
+    deadline = time.monotonic() + 20
+    while [w for w in kept if w() is not None] and time.monotonic() < deadline:
+        gc.collect()
+        time.sleep(0.01)
+    assert [w() for w in kept] == [None] * 4
     assert not [t for t in threading.enumerate() if t.name.startswith("client")]
 
 

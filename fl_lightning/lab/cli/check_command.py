@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from fl_lightning.errors import UserError, suggest
@@ -52,7 +53,10 @@ def main(argv: Sequence[str]) -> int:
     parser = ArgumentParser(prog=f"fl-lightning check {argv[0]}", exit_on_error=False)
     parser.add_class_arguments(cls, instantiate=False)
     try:
-        options = vars(parser.instantiate(parser.parse_args(list(argv[1:]))))
+        with warnings.catch_warnings():
+            # Values are built here only to parse them. The method that is checked warns itself.
+            warnings.simplefilter("ignore")
+            options = vars(parser.instantiate(parser.parse_args(list(argv[1:]))))
     except (ArgumentError, argparse.ArgumentError) as error:
         raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
     # The contracts also build the method with other settings, such as its neutral one.

@@ -140,10 +140,10 @@ def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
     """
     typed = ("--data.num_clients", "--data.init_args.num_clients")
     found = [option for option in options if option.partition("=")[0] in typed]
-    # A class of the user's may use the number, even if the packaged class that it extends does not.
-    if not found or not str(data.class_path).startswith("fl_lightning."):
-        return
     cls = class_of(data.class_path)
+    # A class of the user's may use the number, even if the packaged class that it extends does not.
+    if not found or not getattr(cls, "__module__", "").startswith("fl_lightning."):
+        return
     given = vars(data.init_args)
     if given.get("num_clients") is None or not cls.own_clients(**given):
         return

@@ -171,11 +171,23 @@ def _packaged_sweep(path: Path) -> list[str]:
 def setting(run: ReportedRun) -> str:
     """Return network and data of a run: ``MLP(sizes=[64, 10]) on Digits``; "" without a
     config.yaml.
+
+    Of the network's arguments it names the numbers.
     """
     data = _at(run.config, "data.class_path")
     network = _at(run.config, "model.learner.init_args.network")
-    shown = network or _at(run.config, "model.learner.class_path")
-    return " on ".join(str(_plain(item)) for item in (shown, data) if item is not None)
+    shown = network or _at(run.config, "model.learner")
+    names = [class_name(item) for item in (shown, data) if item is not None]
+    arguments = _at({"network": network}, "network.init_args")
+    if isinstance(arguments, Mapping):
+        numbers = [f"{k}={v}" for k, v in sorted(arguments.items()) if _has_numbers_only(v)]
+        names[0] += f"({', '.join(numbers)})" * bool(numbers)
+    return " on ".join(names)
+
+
+def _has_numbers_only(value: Any) -> bool:
+    numbers = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(number, int | float) for number in numbers)
 
 
 def _at(config: Mapping[str, Any], key: str) -> Any:

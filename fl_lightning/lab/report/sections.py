@@ -158,7 +158,8 @@ def _claim(summary: Summary, said: Comparison) -> list[Any]:
     if claim.kind == "diverges":
         # The margin is a factor between two scores, and a seed diverges or does not.
         margin = f"× {claim.factor:g}"
-        mean = Cell(f"{sum(said.evidence.values.values()):g} of {between.n} diverged", between.mean)
+        diverged = sum(said.evidence.values.values())
+        mean = Cell(f"{diverged:g} of {between.n} diverged" if between.n else NONE, between.mean)
     else:
         margin = shown.difference(claim.margin, named=True).lstrip("+")
         mean = cell(shown.difference, between.mean)
