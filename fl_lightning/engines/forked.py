@@ -127,7 +127,9 @@ class Forked:
                     self.close()
                     self.one_after_the_other().train(round, left, collect, tell)
             for child in self._children:
-                child.connection.send(None)
+                # A worker that was killed after its last client has left nothing undone.
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    child.connection.send(None)
                 os.waitpid(child.pid, 0)
             self._children = []
         finally:
@@ -217,7 +219,7 @@ class Forked:
         leaf = waiting.popleft()
         child.tasks.append(leaf)
         # the worker has ended; reading from its pipe will report that
-        with suppress(BrokenPipeError):
+        with suppress(BrokenPipeError, ConnectionResetError):
             child.connection.send(leaf[1])
 
     def _worth(self, clients: int) -> int:

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torchmetrics.classification import MulticlassAccuracy
@@ -281,6 +282,26 @@ def test_a_worker_killed_at_any_moment_leaves_a_run_that_resumes_to_the_same_bit
         assert not children(), moment
     # Workers are there for the larger part of a run.
     assert ended >= 10
+
+
+def test_a_worker_killed_after_its_last_client_leaves_the_run_whole() -> None:
+    class Killer(pl.Callback):
+        killed = 0
+
+        def on_client_end(self, trainer: Any, pl_module: Any, done: int, total: int) -> None:
+            if done < total:
+                return
+            for pid in children():
+                os.kill(pid, signal.SIGKILL)
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+                self.killed += 1
+
+    killer = Killer()
+    reference = ran("concurrent", rounds=3, workers=2)
+    module = ran("concurrent", rounds=3, callbacks=[killer], workers=2)[0]
+    assert killer.killed == 6
+    assert torch.equal(module.global_vector, reference[0].global_vector)
+    assert not children()
 
 
 def kill_one(seconds: float, stop: threading.Event) -> None:
