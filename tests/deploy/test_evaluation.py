@@ -245,13 +245,13 @@ def test_clients_whose_site_is_away_are_left_out_of_the_round_and_told(tmp_path:
         return False
 
     transport.swallows = away
-    at = AtServer(transport, run=7, timeout=3, min_sites=3)
+    at = AtServer(transport, run=7, timeout=20, min_sites=3)
     over = trained([*methods(), at], 3, [], root=tmp_path / "over", **OPTIONS)
     transport.close()
     notes = [note for note in over.notes if "left out of clients/" in note]
     assert notes == [
         "round 1: clients [1, 2, 7] are left out of clients/…: their sites did not answer within "
-        "timeout=3 s"
+        "timeout=20 s"
     ]
     lines = (tmp_path / "over" / "clients_rounds.csv").read_text("utf-8").split()[1:]
     rows = [tuple(map(int, line.split(",")[:2])) for line in lines]
