@@ -29,6 +29,10 @@ help:  ## these lines
 	@test "$(TORCH)" != cpu || \
 	  $(BIN)/python -m pip install --disable-pip-version-check torch torchvision --index-url https://download.pytorch.org/whl/cpu
 	@$(BIN)/python -m pip install --disable-pip-version-check -e .
+	@$(BIN)/python -c 'import torch, torchvision' 2>/dev/null || \
+	  { echo "torch and torchvision in .venv come from different builds, which do not fit each other. pip may have taken"; \
+	  echo "them from two package indexes. Remove .venv, and run make again with one index (pip config list shows yours),"; \
+	  echo "or without TORCH=cpu."; exit 1; }
 	@touch $@
 
 .venv/installed-test: .venv/installed

@@ -19,4 +19,4 @@ def test_cells_run_and_show_something(python: str, tmp_path: Path) -> None:
     command = [python, "-c", "import matplotlib; matplotlib.use('Agg')\n" + program]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "going on with round 8" in done.stdout and "interrupted" in done.stdout
+    assert "going on with round 9" in done.stdout and "interrupted" in done.stdout

@@ -296,7 +296,7 @@ def test_resumed_equals_uninterrupted(finished: Cli, cli: Cli) -> None:
     os.rename(cli.folder / "x", cli.folder / "moved")
     result = cli("fit", "moved", "--trainer.max_epochs", 4)
     assert result.returncode == 0, result.stderr
-    assert "going on with round 2" in result.stdout and not (cli.folder / "x").exists()
+    assert "going on with round 3" in result.stdout and not (cli.folder / "x").exists()
 
     def values(folder: Path) -> list[dict[str, str]]:
         return [{k: v for k, v in row.items() if not k.startswith("time/")} for row in rows(folder)]

@@ -202,7 +202,7 @@ def test_other_settings_in_one_folder_are_refused_and_more_rounds_are_not(
     rows = (cli.folder / "runs/demo/fedavg/seed-0/metrics.csv").read_text().splitlines()
     assert (
         len(rows) == 3
-        and "going on with round 1" in (cli.folder / "runs/demo/fedavg/seed-0/log.txt").read_text()
+        and "going on with round 2" in (cli.folder / "runs/demo/fedavg/seed-0/log.txt").read_text()
     )
 
 

@@ -279,7 +279,8 @@ class RunFolderWriter(pl.Callback):
             print(pl_module.describe(), flush=True)
             line = f"→ {self.folder}"
             if first_round:
-                line += f", going on with round {first_round}"
+                # The console counts rounds from 1.
+                line += f", going on with round {first_round + 1}"
             print(line, flush=True)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
