@@ -32,8 +32,8 @@ HOOK_FAULTS = [
         [
             (
                 STEP,
-                "            with self.model.shifted(e):\n",
-                "            if e is not None:\n",
+                "None, self.model.x)\n            with self.model.shifted(e):\n",
+                "None, self.model.x)\n            if e is not None:\n",
             )
         ],
     ),
