@@ -380,8 +380,11 @@ def observed(folders: Sequence[Path], entries: Path) -> list[dict[str, Any]]:
         if "until" not in entry:
             asked = [entry.get(key) for key in ("metric", "plus", "times_square_of")]
             score = entry.get("score", "tail")
-            value, added, factor = (of and score_of(run, of, score) for of in asked)
-            return value and (value + (added or 0)) * (factor or 1) ** 2
+            value, added, factor = (score_of(run, of, score) if of else None for of in asked)
+            if value is None:
+                return None
+            value += 0 if added is None else added
+            return value if factor is None else value * factor**2
         target = number({"metric": entry["metric"]}, entry["target"], seed)
         if target is None:
             return None

@@ -354,7 +354,7 @@ class LocalStep:
             self.model.load_buffers(buffers)
 
     def offset(self, perturb: Callable[..., Any], gradient: Any, like: Any) -> Any:
-        """What the perturbation adds to x, checked against ``like`` (n, D)."""
+        """Return the perturbation e (n, D), which a step adds to x; checked against ``like``."""
         given = (gradient,) if self.takes_gradient else ()
         e = self.methods.call(perturb, self.clients, *given)
         return self.trained_part(checked_rows(perturb, e, like))

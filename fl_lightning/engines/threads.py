@@ -108,8 +108,8 @@ class Threads:
         """End the threads, and wait until the system has ended them.
 
         Python 3.11 reports a thread as ended a moment earlier. In that moment MKL frees the
-        thread's memory and holds a lock. A process that is forked then inherits the lock, which
-        nobody releases in it, so its first matrix product never ends.
+        thread's memory and holds a lock. A process that is forked then inherits the lock, but not
+        the thread that would release it. So its first matrix product never ends.
         """
         self.pool.shutdown(cancel_futures=True)
         deadline = time.monotonic() + ENDING_SECONDS
