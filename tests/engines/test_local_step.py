@@ -3,6 +3,7 @@ gradient."""
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -275,8 +276,10 @@ def test_the_rates_of_steps_multiply_gradient_and_decay_and_are_added_up(
 @pytest.mark.parametrize("optimizer", [None, momentum])
 def test_a_factor_of_one_changes_no_bit(engine: str, optimizer: Any) -> None:
     settings = {"engine": engine, "local_epochs": 2, "client_optimizer": optimizer}
-    ours, _ = run(Lit(), [Fading(1.0)], rounds=2, **settings)
-    plain, _ = run(Lit(), [], rounds=2, **settings)
+    torch.manual_seed(0)
+    start = Lit()
+    ours, _ = run(copy.deepcopy(start), [Fading(1.0)], rounds=2, **settings)
+    plain, _ = run(start, [], rounds=2, **settings)
     assert ours.global_vector.equal(plain.global_vector)
 
 
