@@ -13,11 +13,8 @@ under ``runs`` to the tables there. The runs are a sweep, which may be stopped a
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import tempfile
-import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -28,21 +25,22 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from benchmarks.compared import drawn, line, ranked, table, tables
 from benchmarks.kept import unpacked
-from benchmarks.papers import keep, report, sweeps
+from benchmarks.papers import WALL, keep, sweeps
 from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning.given import made as object_of
 from fl_lightning.lab.cli.cite_command import cited, references
 from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
 from fl_lightning.lab.cli.method_options import full_paths, method_class
 from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
-from fl_lightning.lab.report.text_tables import PERCENT
 from fl_lightning.lightning import pl
 from fl_lightning.methods import Methods
 from fl_lightning.systems import Buffered, Devices
 
 COSTS = Path("docs/methods.md")
 COMPARED = Path("docs/methods/compared.md")
+PICTURE = COMPARED.with_suffix(".png")
 RESULTS = Path("docs/results/methods")
 SWEEP = "experiment/methods/fashionmnist-100"
 # What is added to other methods.
@@ -330,10 +328,6 @@ def short(number: float) -> str:
     return f"{number:.2f}".rstrip("0").rstrip(".")
 
 
-def line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
-
-
 def rows() -> list[Packaged]:
     """All packaged methods, FedAvg first, and some with another argument."""
     names = [name.removeprefix("method/") for name in packaged() if name.startswith("method/")]
@@ -354,74 +348,33 @@ def between(page: str, key: str) -> tuple[str, str, str]:
     return head + begin, middle, end + tail
 
 
-def table(columns: Sequence[str], lines: Sequence[str]) -> str:
-    return "\n".join([line(columns), "|" + "---|" * len(columns), *lines]) + "\n"
-
-
 # --------------------------------------------------------------------------- accuracy
 
 
-def compared(results: Path) -> str:
-    """The accuracy of the sweep's arms that have run, a row each, and the names of the others."""
+def accuracy(results: Path) -> tuple[str, bytes | None]:
+    """The tables of the sweep's arms, with the names of those that have not run, and the picture.
+
+    None for the picture where nothing has run.
+    """
     grid = parse_yaml(packaged()[SWEEP].read_text("utf-8"))["grid"]
-    settings = [item["name"] for item in grid["data"]]
-    found = reported(results)
-    columns = ["method"]
-    for setting in settings:
-        columns += [f"{setting}: accuracy, %", "more than FedAvg, points", "runs"]
-    lines, waiting = [], []
-    for item in grid["method"]:
-        cells: list[str] = []
-        for setting in settings:
-            arms = found["settings"].get(setting, {})
-            cells += accuracy(found, arms.get(item["name"]), arms.get("fedavg"))
-        if any(cells):
-            lines.append(line([item["name"], *cells]))
-        else:
-            waiting.append(item["name"])
-    made = table(columns, lines) if lines else ""
-    if waiting:
-        told = f"Not run yet: {', '.join(waiting)}."
-        made += "\n" * bool(lines) + textwrap.fill(told, 100, break_on_hyphens=False) + "\n"
-    return made
-
-
-def reported(results: Path) -> dict[str, Any]:
-    """The report over the runs that are kept, as its JSON; empty where there are none."""
-    with unpacked(results) as runs, tempfile.TemporaryDirectory() as made:
-        folders = sweeps(runs)
-        if not folders:
-            return {"arms": {}, "pairs": [], "settings": {}}
-        if report(folders, Path(made), None, "--no_seconds"):
-            raise SystemExit(f"{results}: these runs cannot be reported")
-        found: dict[str, Any] = json.loads((Path(made) / "report.json").read_text("utf-8"))
-    return found
-
-
-def accuracy(found: dict[str, Any], arm: str | None, base: str | None) -> list[str]:
-    """An arm's accuracy, what it has more than FedAvg with its interval, and how many runs."""
-    if arm is None:
-        return ["", "", ""]
-    entry = found["arms"][arm]
-    own = entry["scores"]["tail"]
-    shown = PERCENT.value(own["mean"], own["sd"])
-    more = ""
-    for pair in found["pairs"]:
-        if (pair["a"], pair["b"], pair["metric"]) == (arm, base, "val/acc") and pair["n"] > 1:
-            bounds = [PERCENT.difference(pair[key]) for key in ("mean", "low", "high")]
-            more = "{} [{}, {}]".format(*bounds)
-    return [shown, more, str(entry["n"])]
+    names, settings = ([item["name"] for item in grid[key]] for key in ("method", "data"))
+    with unpacked(results) as runs:
+        rows = ranked(sweeps(runs))
+    return tables(rows, names, settings), drawn(rows) if rows else None
 
 
 def page(results: Path) -> None:
-    """Write both tables into their pages."""
+    """Write both tables into their pages, and the picture beside the second."""
+    text, picture = accuracy(results)
+    if picture:
+        PICTURE.write_bytes(picture)
     made = {
-        "costs": (COSTS, lambda: table(COLUMNS, [method.row() for method in rows()])),
-        "accuracy": (COMPARED, lambda: compared(results)),
+        "costs": (COSTS, table(COLUMNS, [method.row() for method in rows()])),
+        "accuracy": (COMPARED, text),
     }
     for key, (file, text) in made.items():
         head, _, tail = between(file.read_text("utf-8"), key)
-        file.write_text(head + text() + tail, "utf-8")
+        file.write_text(head + text + tail, "utf-8")
         print(f"→ {file}")
 
 
@@ -431,7 +384,8 @@ def main() -> int:
     )
     parser.add_argument("what", choices=["page", "keep"])
     if parser.parse_args().what == "keep":
-        return keep(Path("runs/methods"), RESULTS)
+        # Two runs at a time, each on a core of its own: processor seconds can be compared.
+        return keep(Path("runs/methods"), RESULTS, clocks=WALL)
     page(RESULTS)
     return 0
 

@@ -67,15 +67,17 @@ ROWS = {  # in the order in which they run
     "L1": "fedinit/table3-cifar10-dir0.1-100-small",
     "L2": "fedsmoo/table8-cifar10-path3-100-small",
     "O1": "methods/optimizers-shakespeare-parts-5-small",
+    "P10": "fedals/table1-cifar10-shards-5-long-small",
 }
 FIRST = "protocol-1"
 # the rows that a later protocol added
-LATER = {"A7-models, A7-updates": "protocol-2", "O1": "protocol-4"}
+LATER = {"A7-models, A7-updates": "protocol-2", "P10": "protocol-3", "O1": "protocol-4"}
 QUICK = ("P1, P3, P9", "P2", "P5, B3")
 CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
 INTERVAL = ("mean", "low", "high", "n")
 # Runs that share their machine take longer, so their seconds say nothing.
-CLOCKS = ("time/round", "time/cpu", "time/validation")
+WALL = ("time/round", "time/validation")
+CLOCKS = (*WALL, "time/cpu")
 # What docs/results may come to, with figures.
 FILES = 80
 MEGABYTES = 12
@@ -235,9 +237,9 @@ def labels_of(folders: Sequence[Path], labels: Path) -> dict[str, str]:
 # --------------------------------------------------------------------------- what is kept
 
 
-def keep(source: Path, target: Path) -> int:
-    """Add what ended under ``source`` to the tables in ``target``: no checkpoints, and no path of
-    this machine.
+def keep(source: Path, target: Path, clocks: Sequence[str] = CLOCKS) -> int:
+    """Add what ended under ``source`` to the tables in ``target``: no checkpoints, no path of this
+    machine, and no column of ``clocks``.
 
     A run that is there already stays as it is. What was selected by comes too, so that a sweep
     goes on from there once ``unpack`` has made folders of it.
@@ -255,7 +257,7 @@ def keep(source: Path, target: Path) -> int:
                     for name in OF_A_RUN:
                         copy(path.parent / name, place / name)
                     names, rows = read_rows(path.with_name("metrics.csv"), complete=True)
-                    names = [name for name in names if name not in CLOCKS]
+                    names = [name for name in names if name not in clocks]
                     cells = [[row[name] for name in names] for row in rows]
                     (place / "metrics.csv").write_text(comma_separated([names, *cells]), "utf-8")
                     # Without the clocks it is another file.

@@ -30,7 +30,7 @@ GREATER = {
 }  # fmt: skip
 ENDED = ("done", "diverged")
 FEWEST_PAIRS = 5
-FEWEST_SEEDS_THAT_DIVERGE = 3
+FEWEST_SEEDS_COUNTED = 3
 
 Number = float | None
 
@@ -323,11 +323,11 @@ def contrast(a: Number, b: Number, logarithmic: bool) -> Number:
 
 
 def differences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
-    """Of the kinds difference, equivalence and interaction."""
+    """Of the kinds difference, every_seed, equivalence and interaction."""
     arms = [claim[key] for key in ("a", "b", "c", "d") if key in claim]
     metric = claim["metric"]
     greater = greater_is_better(metric, sweeps.runs, claim.get("mode"))
-    plain = claim.get("kind", "difference") == "difference"
+    plain = claim.get("kind", "difference") in ("difference", "every_seed")
     logarithmic = claim.get("scale") == "log_ratio"
     evidence = Evidence({})
     for seed in sweeps.ended(arms):
@@ -437,7 +437,7 @@ EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
 
 
 def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str:
-    if len(values) < FEWEST_SEEDS_THAT_DIVERGE:
+    if len(values) < FEWEST_SEEDS_COUNTED:
         return "inconclusive"
     wanted = 0.0 if claim.get("direction") == "less" else 1.0
     as_claimed = sum(value == wanted for value in values)
@@ -446,14 +446,30 @@ def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str
     return "not reproduced" if as_claimed else "contradicted"
 
 
+def verdict_of_seeds(claim: dict[str, Any], values: Sequence[float], held: str) -> str:
+    """The seeds are counted: how many reach the margin, and how many are on the other side."""
+    sign = -1 if claim["direction"] == "less" else 1
+    reached = sum(sign * value > 0 and sign * value >= claim["margin"] for value in values)
+    opposite = sum(sign * value < 0 for value in values)
+    if len(values) < FEWEST_SEEDS_COUNTED:
+        return "inconclusive"
+    if reached == len(values):
+        return held
+    if opposite == len(values):
+        return "contradicted"
+    return "not reproduced" if not reached else "inconclusive"
+
+
 def verdict(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float) -> str:
     """By the rules in their order; ``p`` is Holm's."""
     values = list(evidence.values.values())
     if claim.get("kind") == "diverges":
         return verdict_of_divergence(claim, values)
+    held = "inconclusive" if evidence.lost else "reproduced"
+    if claim.get("kind") == "every_seed":
+        return verdict_of_seeds(claim, values, held)
     if len(values) < FEWEST_PAIRS or p is None:
         return "inconclusive"
-    held = "inconclusive" if evidence.lost else "reproduced"
     found = interval(values)
     assert found.mean is not None and found.low is not None and found.high is not None
     if claim.get("kind") == "equivalence":
@@ -485,8 +501,9 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
         if kind == "equivalence":
             p = p_equivalent(values, margin)
         found = interval(values)
-        if kind == "diverges":
+        if kind in ("diverges", "every_seed"):
             p = None
+        if kind == "diverges":
             found = Interval(found.mean, found.sd, None, None)
         rows[claim["id"]] = {
             "claim": claim, "evidence": evidence, "interval": found, "kind": kind, "p": p,
@@ -519,7 +536,7 @@ def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[st
 
     The sweep is the packaged one whose file has its name.
     """
-    if claim.get("kind", "difference") not in ("difference", "equivalence"):
+    if claim.get("kind", "difference") not in ("difference", "every_seed", "equivalence"):
         return {}
     files = [path for sweep in sweeps for path in ROOT.glob(f"configs/**/{sweep}.yaml")]
     names = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in files]

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "docs/results"
 PAGE = ROOT / "docs/results.md"
 FOREIGN = {"numpy", "scipy", "yaml"}
-PAIRED = ("difference", "equivalence")
+PAIRED = ("difference", "every_seed", "equivalence")
 # Fields that some claims of report.json have.
 OPTIONAL = {"low_90", "high_90", "published"}
 
@@ -199,6 +199,9 @@ def claims_of_every_kind(prefix: str) -> list[dict[str, Any]]:
     claim("E", kind="equivalence", **ab, **accuracy, margin=0.005)
     claim("E", kind="equivalence", a="same", b="base", **divergence, margin=0.05)
     claim("E", kind="equivalence", a="bad", b="same", **divergence, margin=0.11)
+    for margin in (0, 0.005, 0.05):
+        claim("S", kind="every_seed", **ab, **accuracy, direction="greater", margin=margin)
+        claim("S", kind="every_seed", **ab, **divergence, direction="less", margin=margin)
     abcd = {**ab, "c": "same", "d": "bad"}
     claim("I", kind="interaction", **abcd, **accuracy, direction="greater", margin=0.005)
     clear = {**ab, "c": "same", "d": "base"}

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import methods
-from benchmarks.kept import pack
+from benchmarks import compared, methods
+from benchmarks.papers import keep
 from fl_lightning.lab.cli.compose import packaged, parse_yaml, read
 from fl_lightning.lab.sweep.grid import arms
 from fl_lightning.lab.sweep.spec import read_spec
@@ -53,8 +53,9 @@ def test_every_packaged_method_has_one_row() -> None:
 
 
 def test_the_page_has_the_accuracy_of_the_runs_that_are_kept() -> None:
-    made = methods.compared(ROOT / methods.RESULTS)
+    made, picture = methods.accuracy(ROOT / methods.RESULTS)
     assert made.splitlines() == on_page(methods.COMPARED, "accuracy")
+    assert (ROOT / methods.PICTURE).is_file() == (picture is not None)
 
 
 def test_the_sweep_gives_every_arm_four_candidates_and_other_seeds() -> None:
@@ -87,12 +88,12 @@ def test_every_arm_is_a_configuration_with_its_candidates(cli: Cli) -> None:
 
 
 @pytest.mark.slow
-def test_a_kept_run_fills_its_cells_and_no_other(cli: Cli) -> None:
-    """A small sweep of the same names; arms without runs are named below."""
+def test_kept_runs_fill_a_row_and_the_others_are_named_below(cli: Cli) -> None:
+    """A small sweep of the same names: SCAFFOLD sends twice as much as FedAvg."""
     grid = {
         "method": [
             {"name": "fedavg", "configs": ["method/fedavg"]},
-            {"name": "fedprox", "configs": ["method/fedprox"], "method.mu": 1.0},
+            {"name": "scaffold", "configs": ["method/scaffold"]},
         ],
         "data": [
             {"name": "dir0.1", "data.init_args.partition.init_args.alpha": 0.1},
@@ -102,22 +103,41 @@ def test_a_kept_run_fills_its_cells_and_no_other(cli: Cli) -> None:
     }
     fixed = {
         "trainer.max_epochs": 2,
+        "trainer.callbacks": [{"class_path": "CommunicationLogger"}],
         "data.init_args.partition": {"class_path": "Dirichlet", "init_args": {"alpha": 0.3}},
         "data.init_args.num_clients": 10,
     }
-    sweep = {"configs": ["base", "data/digits", "logger/csv"], "fixed": fixed, "grid": grid}
+    sweep = {
+        "configs": ["base", "data/digits", "logger/csv"],
+        "fixed": fixed,
+        "grid": grid,
+        "select": {
+            "over": {"model.learner.init_args.lr": [0.1, 10.0]},
+            "metric": "val/acc",
+            "val_fraction": 0.2,
+            "rounds": 2,
+            "seeds": [100],
+        },
+    }
     (cli.folder / "small.yaml").write_text(yaml.safe_dump(sweep, sort_keys=False))
     result = cli("sweep", "small.yaml", "--out", "runs/small", "--jobs", 1)
     assert result.returncode == 0, result.stderr
-    pack(cli.folder / "runs", cli.folder / "kept")
-    shown, _, waiting = methods.compared(cli.folder / "kept").partition("\n\n")
-    lines = shown.splitlines()
-    cells = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in lines[2:]}
-    assert [*cells] == ["fedavg", "fedprox"]
-    assert all(cell.strip() for place, cell in enumerate(cells["fedprox"]) if place % 3 != 1)
-    assert "[" in cells["fedprox"][1] and "[" in cells["fedprox"][4]
-    assert not cells["fedavg"][1].strip() and cells["fedavg"][2].strip() == "2"
+    keep(cli.folder / "runs", cli.folder / "kept", clocks=())
+    made, picture = methods.accuracy(cli.folder / "kept")
+    assert picture is not None and picture.startswith(b"\x89PNG")
     names = [
         item["name"] for item in parse_yaml(packaged()[methods.SWEEP].read_text())["grid"]["method"]
     ]
-    assert " ".join(waiting.split()) == f"Not run yet: {', '.join(names[2:])}."
+    others = [name for name in names if name not in ("fedavg", "scaffold")]
+    for setting in ("dir0.1", "dir0.6"):
+        _, _, part = made.partition(f"**{setting}.** A run of FedAvg sends ")
+        head, _, *rows = part.partition("\n\n")[2].splitlines()[:4]
+        assert head == methods.line(compared.COLUMNS)
+        cells = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ") for row in rows}
+        assert "±" in cells["scaffold"][1] and "[" in cells["scaffold"][2]
+        assert cells["scaffold"][3] == "lr 0.1↓" and cells["scaffold"][4:6] == ["2", "1"]
+        assert cells["fedavg"][2] == "" and cells["fedavg"][4:] == ["1", "1", "1"]
+        best_first = [float(row.split(" | ")[1].split(" ±")[0]) for row in rows]
+        assert best_first == sorted(best_first, reverse=True)
+        waiting = " ".join(made.split())
+        assert f"Not run yet with {setting}: {', '.join(others)}." in waiting

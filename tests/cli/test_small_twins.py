@@ -50,6 +50,7 @@ ROWS: dict[str, tuple[dict[str, int], int, list[int], int, int]] = {
     "fedinit/table3-cifar10-dir0.1-100-small": ({"L1": 1}, 2, FIVE, 0, 60),
     "fedsmoo/table8-cifar10-path3-100-small": ({"L2": 3}, 4, FIVE, 0, 60),
     "methods/optimizers-shakespeare-parts-5-small": ({"O1": 9}, 9, FIVE, 4, 40),
+    "fedals/table1-cifar10-shards-5-long-small": ({"P10": 1}, 2, THREE, 4, 2000),
 }
 PRIMARY = {"P1-helps", "P5-correction", "P7-rounds-batch"}
 RATE = "model.learner.init_args.lr"
@@ -126,6 +127,8 @@ def test_what_is_selected_is_selected_alike_and_apart_from_what_is_reported(name
     seeds, rounds = [100, 101], 100 if "cifar10" in name else 60
     if "optimizers-shakespeare" in name:
         seeds, rounds = [100], 20
+    if "-long-" in name:
+        seeds, rounds = [100], 200
     assert (select["seeds"], select["rounds"]) == (seeds, rounds)
     assert not looked_at & {100, 101}
     assert select["val_fraction"] == 0.1, "on data that are not the test set"

@@ -119,6 +119,35 @@ def test_divergence_is_claimed_in_every_seed(tmp_path: Path, direction: str, ver
     )
 
 
+def test_a_claim_of_every_seed_counts_seeds_and_says_that_it_tests_nothing(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    make_arm(folder, "base", {s: 0.5 for s in range(3)})
+    make_arm(folder, "up", {0: 0.51, 1: 0.6, 2: 0.505})
+    make_arm(folder, "mixed", {0: 0.51, 1: 0.6, 2: 0.5})
+    make_arm(folder, "down", {0: 0.49, 1: 0.4, 2: 0.499})
+    make_arm(folder, "two", {0: 0.6, 1: 0.6})
+    make_arm(folder, "alike", {s: 0.5 for s in range(3)})
+    shared = {"kind": "every_seed", "metric": "val/acc", "direction": "greater"}
+    margins = {"up": 0.004, "mixed": 0.004, "down": 0.004, "two": 0.004, "alike": 0.0}
+    claims = [
+        {"id": arm, "a": arm, "b": "base", **shared, "margin": margin}
+        for arm, margin in margins.items()
+    ]
+    beside = {"id": "other", "a": "down", "b": "up", "metric": "val/acc", "margin": 0.0}
+    claims.append({**beside, "direction": "greater"})
+    said = report(tmp_path / "out", folder, "--claims", written(tmp_path / "c.yaml", *claims))[
+        "claims"
+    ]
+    verdicts = [entry["verdict"] for entry in said]
+    assert verdicts[:3] == ["reproduced", "inconclusive", "contradicted"]
+    assert verdicts[3:] == ["inconclusive", "not reproduced", "inconclusive"]
+    # A claim without a p takes none from the family's others.
+    assert said[0]["p"] is None and said[-1]["p_holm"] == said[-1]["p"]
+    page = (tmp_path / "out/report.md").read_text()
+    assert "reproduced (3 seeds, no test)" in page
+    assert "up > base in val/acc (mean over last third of gradients) in every seed" in page
+
+
 def test_fewer_than_five_pairs_decide_nothing_and_a_family_shares_its_p(tmp_path: Path) -> None:
     claim = {"metric": "val/acc", "direction": "greater", "margin": 0.005}
     for n, verdict in ((4, "inconclusive"), (5, "reproduced")):

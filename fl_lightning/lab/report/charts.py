@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from fl_lightning.lab.report.arm_settings import sides
-from fl_lightning.lab.report.claims import Claim
+from fl_lightning.lab.report.claims import OF_TWO_ARMS, Claim
 from fl_lightning.lab.report.drawing import (
     INK,
     VERDICT_COLOURS,
@@ -116,7 +116,7 @@ def _panel(axes: Axes, rows: Sequence[Comparison], shown: Unit, claimed: bool) -
 
 
 def _claimed(claim: Claim) -> str:
-    if claim.kind not in ("difference", "equivalence"):
+    if claim.kind not in OF_TWO_ARMS:
         return f"{claim.id}   {claim.kind.replace('_', ' ')}"
     sign = "≈" if claim.kind == "equivalence" else SIGNS[claim.direction]
     # A long name takes a line of its own, so that room is left for the intervals.

@@ -20,12 +20,15 @@ from fl_lightning.metrics import MODES
 # Kind → the keys that it needs, besides id and metric.
 KINDS: dict[str, tuple[str, ...]] = {
     "difference": ("a", "b", "direction", "margin"),
+    "every_seed": ("a", "b", "direction", "margin"),
     "equivalence": ("a", "b", "margin"),
     "interaction": ("a", "b", "c", "d", "direction", "margin"),
     "to_target": ("a", "b", "direction", "margin", "target", "cost"),
     "trend": ("direction", "over"),
     "diverges": ("arm", "against"),
 }
+# The kinds that compare two arms with each other.
+OF_TWO_ARMS = ("difference", "every_seed", "equivalence")
 COSTS = ("rounds", "bytes", "gradients")
 _CHOICES = {
     "score": SCORES,
@@ -40,6 +43,7 @@ _ANY = ("id", "metric", "kind", "score", "mode", "primary", *_TEXTS)
 # Kind → further keys that it accepts.
 _MORE: dict[str, tuple[str, ...]] = {
     "difference": ("scale",),
+    "every_seed": ("scale",),
     "equivalence": ("scale", "direction"),
     "interaction": ("scale",),
     "to_target": ("scale",),

@@ -153,7 +153,8 @@ def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float |
     mode = claim.mode or None
     if claim.kind != "to_target":
         # Only a plain difference uses the score 0 of a run that has lost.
-        lost = has_lost(run, claim.metric, claim.score) and claim.kind != "difference"
+        plain = claim.kind in ("difference", "every_seed")
+        lost = has_lost(run, claim.metric, claim.score) and not plain
         return None if lost else score_of(run, claim.metric, claim.score, mode)
     target: float | None = claim.target
     if claim.target_arm:

@@ -212,7 +212,8 @@ def sentence(claim: Claim, called: Callable[[str], str] = str) -> str:
         diverges = {"greater": "diverges", "less": "does not diverge"}[claim.direction]
         least = f"{metric} ≥ {claim.factor:g} × that of {claim.against}"
         return f"{claim.arm} {diverges} ({least}, {score})"
-    return f"{claim.a} {sign} {claim.b} {where}"
+    seeds = " in every seed" * (claim.kind == "every_seed")
+    return f"{claim.a} {sign} {claim.b} {where}{seeds}"
 
 
 def pairs(summary: Summary) -> Table:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.lab.report.arm_settings import settings
-from fl_lightning.lab.report.claims import Claim, ClaimsFile, gather
+from fl_lightning.lab.report.claims import OF_TWO_ARMS, Claim, ClaimsFile, gather
 from fl_lightning.lab.report.evidence import evidence, logged, named
 from fl_lightning.lab.report.fairness import fairness
 from fl_lightning.lab.report.intervals import mean_sd
@@ -212,7 +212,7 @@ def summarise(
     verdicts: list[Comparison] = []
     for file in files:
         verdicts += _judged(file, found, notes)
-    pairs = [each for each in verdicts if each.claim.kind in ("difference", "equivalence")]
+    pairs = [each for each in verdicts if each.claim.kind in OF_TWO_ARMS]
     beside = published(found)
     theirs = {}
     for claim in (each.claim for each in pairs):

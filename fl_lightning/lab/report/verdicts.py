@@ -11,7 +11,7 @@ from fl_lightning.lab.report.intervals import Interval, equivalent, holm, mean_s
 
 # Pairs needed for a verdict, and seeds needed for one about divergence.
 MIN_PAIRS = 5
-MIN_SEEDS_DIVERGING = 3
+MIN_SEEDS = 3
 LEVEL = 0.05
 
 
@@ -70,7 +70,8 @@ class Comparison:
     @property
     def printed(self) -> str:
         """Return the verdict as text for readers."""
-        return f"{self.verdict}{', provisional' * self.provisional}"
+        counted = f" ({self.interval.n} seeds, no test)" * (self.claim.kind == "every_seed")
+        return f"{self.verdict}{counted}{', provisional' * self.provisional}"
 
     def to_pair(self) -> dict[str, Any]:
         """Return the comparison as one of report.json's pairs."""
@@ -123,6 +124,9 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
     if claim.kind == "diverges":
         return Interval(len(values), mean_sd(values)[0])
     measured = paired(values)
+    if claim.kind == "every_seed":
+        # It counts seeds, so it has no p, and takes none from its family.
+        return replace(measured, p=None)
     if claim.kind == "equivalence":
         return replace(measured, p=equivalent(measured, claim.margin))
     return measured
@@ -131,6 +135,8 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
 def _by_kind(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float | None) -> str:
     if claim.kind == "diverges":
         outcome = _on_divergence(claim.direction, list(evidence.values.values()))
+    elif claim.kind == "every_seed":
+        outcome = _on_every_seed(claim.direction, claim.margin, list(evidence.values.values()))
     elif claim.kind == "equivalence":
         outcome = _on_equivalence(claim.margin, measured, p_holm)
     else:
@@ -180,8 +186,32 @@ def _on_equivalence(margin: float, measured: Interval, p_holm: float | None) -> 
     return "contradicted" if outside else "inconclusive"
 
 
+def _on_every_seed(direction: str, margin: float, values: Sequence[float]) -> str:
+    """Return the verdict on a claim that holds only if it holds in each of the seeds.
+
+    >>> _on_every_seed("greater", 0.005, [0.01, 0.02, 0.03])
+    'reproduced'
+    >>> _on_every_seed("greater", 0.005, [-0.01, -0.02, -0.03])
+    'contradicted'
+    >>> _on_every_seed("greater", 0.005, [-0.01, 0.004, 0.004])
+    'not reproduced'
+    >>> _on_every_seed("greater", 0.005, [0.02, 0.02, 0.004])
+    'inconclusive'
+    """
+    if len(values) < MIN_SEEDS:
+        return "inconclusive"
+    if direction == "less":
+        values = [-value for value in values]
+    reached = [value >= margin and value > 0 for value in values]
+    if all(reached):
+        return "reproduced"
+    if max(values) < 0:
+        return "contradicted"
+    return "inconclusive" if any(reached) else "not reproduced"
+
+
 def _on_divergence(direction: str, values: Sequence[float]) -> str:
-    if len(values) < MIN_SEEDS_DIVERGING:
+    if len(values) < MIN_SEEDS:
         return "inconclusive"
     # With "less" the claim is that the arm does not diverge.
     if direction == "less":

@@ -1,0 +1,260 @@
+"""Methods beside each other: the accuracy of tuned arms, with what they cost, as tables and drawn.
+
+The runs are those of sweeps with a setting per degree of heterogeneity, of which
+``benchmarks.methods keep`` keeps the tables.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from matplotlib.axes import Axes
+
+from fl_lightning.lab.report.chosen import Choice, choices
+from fl_lightning.lab.report.drawing import INK, figure, logarithmic, plain, saved, style, styled
+from fl_lightning.lab.report.runs import ReportedRun, find
+from fl_lightning.lab.report.scores import summed
+from fl_lightning.lab.report.summary import Arm, Summary, summarise
+from fl_lightning.lab.report.text_tables import NONE, PERCENT
+from fl_lightning.lab.report.verdicts import Comparison
+
+METRIC = "val/acc"
+BASE = "fedavg"
+COLUMNS = (
+    "method",
+    "accuracy, %",
+    "more than FedAvg, points",
+    "chosen",
+    "bytes",
+    "gradients",
+    "processor time",
+)
+AXES = {"bytes": "bytes, × FedAvg's", "gradients": "gradients, × FedAvg's"}
+# A method whose difference from FedAvg is not 0 by this level, after Holm's correction.
+LEVEL = 0.05
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What a run of an arm took, as a mean over its seeds; None where it was not kept."""
+
+    bytes: float
+    gradients: float
+    seconds: float | None
+
+    def over(self, base: Costs) -> dict[str, float | None]:
+        """Each cost as a multiple of ``base``'s."""
+        timed = self.seconds is not None and base.seconds is not None
+        return {
+            "bytes": self.bytes / base.bytes,
+            "gradients": self.gradients / base.gradients,
+            "seconds": self.seconds / base.seconds if timed else None,  # type: ignore[operator]
+        }
+
+
+@dataclass(frozen=True)
+class Row:
+    """An arm in its setting: its score, its difference from FedAvg, its choice and its costs."""
+
+    method: str
+    arm: Arm
+    costs: Costs
+    more: Comparison | None
+    choice: Choice | None
+
+    @property
+    def accuracy(self) -> float:
+        """The mean of the seeds' scores; no number is worse than every number."""
+        mean = self.scores["mean"]
+        return -1.0 if mean is None else float(mean)
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        scores: dict[str, Any] = self.arm.to_json()["scores"]["tail"]
+        return scores
+
+    def cells(self, base: Costs) -> list[str]:
+        ratios = self.costs.over(base)
+        return [
+            self.method,
+            PERCENT.value(self.scores["mean"], self.scores["sd"]),
+            difference(self.more),
+            taken(self.choice),
+            *(NONE if ratio is None else f"{ratio:.3g}" for ratio in ratios.values()),
+        ]
+
+
+def tables(rows: Mapping[str, Sequence[Row]], names: Sequence[str], settings: Sequence[str]) -> str:
+    """A table per setting, the best arm first, and the names of the arms that have not run.
+
+    Args:
+        rows: setting → its arms that have run.
+        names: the methods of the grid.
+        settings: the settings of the grid.
+    """
+    made = []
+    for setting in settings:
+        found = rows.get(setting, [])
+        base = next((row.costs for row in found if row.method == BASE), None)
+        if base is not None:
+            told = wrapped(f"**{setting}.** {of_base(base, found)}")
+            made.append(f"{told}\n\n{table(COLUMNS, [line(row.cells(base)) for row in found])}")
+        begun = {row.method for row in found}
+        if waiting := [name for name in names if name not in begun]:
+            made.append(wrapped(f"Not run yet with {setting}: {', '.join(waiting)}.") + "\n")
+    return "\n".join(made)
+
+
+def ranked(folders: Sequence[Path]) -> dict[str, list[Row]]:
+    """Setting → its arms that have ended runs, the most accurate first."""
+    if not folders:
+        return {}
+    found = find(folders)
+    summary = summarise(found, METRIC)
+    chosen = {choice.arm: choice for sweep in found.sweeps for choice in choices(sweep)}
+    made: dict[str, list[Row]] = {}
+    for setting, arms in summary.settings.items():
+        rows = [
+            Row(method, summary.arms[arm], costs, paired(summary, arm), chosen.get(arm))
+            for method, arm in arms.items()
+            if (costs := spent(summary.arms[arm].runs))
+        ]
+        made[setting] = sorted(rows, key=lambda row: (-row.accuracy, row.method))
+    return made
+
+
+def spent(runs: Sequence[ReportedRun]) -> Costs | None:
+    """The costs of an arm's runs that have ended well; None if none has."""
+    done = [run for run in runs if run.status == "done"]
+    if not done:
+        return None
+    timed = all("time/cpu" in run.columns for run in done)
+    return Costs(
+        fmean(float(run.column("communication/total_bytes")[-1]) for run in done),
+        fmean(float(summed(run, "cost/gradients")[-1]) for run in done),
+        fmean(float(summed(run, "time/cpu")[-1]) for run in done) if timed else None,
+    )
+
+
+def paired(summary: Summary, arm: str) -> Comparison | None:
+    """The comparison of an arm with FedAvg of its setting; None for FedAvg itself."""
+    return next((pair for pair in summary.pairs if pair.claim.a == arm), None)
+
+
+def difference(pair: Comparison | None) -> str:
+    """``+1.95 [+1.80, +2.11] *``; a star where 0 is ruled out after Holm's correction.
+
+    >>> difference(None)
+    ''
+    """
+    if pair is None or pair.interval.low is None:
+        return ""
+    bounds = [PERCENT.difference(getattr(pair.interval, key)) for key in ("mean", "low", "high")]
+    star = " *" if pair.p_holm is not None and pair.p_holm < LEVEL else ""
+    return "{} [{}, {}]".format(*bounds) + star
+
+
+def taken(choice: Choice | None) -> str:
+    """What an arm chose; ↓ where it is the least value that was tried, ↑ where the greatest.
+
+    >>> tried = {"model.learner.init_args.lr": ["0.1", "0.3"]}
+    >>> taken(Choice("a", {"model.learner.init_args.lr": "0.3"}, tried, 2)), taken(None)
+    ('lr 0.3↑', '')
+    """
+    if choice is None:
+        return ""
+    words = []
+    for option, value in choice.taken.items():
+        tried = choice.tried[option]
+        end = {tried[0]: "↓", tried[-1]: "↑"}.get(value, "") if len(tried) > 1 else ""
+        server = "server " * ("server_optimizer" in option)
+        words.append(f"{server}{option.rpartition('.')[2]} {value}{end}")
+    return ", ".join(words)
+
+
+def of_base(base: Costs, rows: Sequence[Row]) -> str:
+    """What the multiples are multiples of, and which arms have fewer runs than others."""
+    text = f"A run of FedAvg sends {base.bytes / 1e6:.0f} MB and computes {base.gradients:,.0f} "
+    text += "gradients of a batch"
+    if base.seconds is not None:
+        text += f" in {base.seconds:.0f} processor seconds"
+    runs = {row.method: len(row.scores["values"]) for row in rows}
+    most = max(runs.values())
+    fewer = [f"{method} ({number})" for method, number in runs.items() if number < most]
+    told = f" Of {most} seeds these have fewer: {', '.join(fewer)}." if fewer else ""
+    return f"{text}. {most} seeds.{told}"
+
+
+def line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def table(columns: Sequence[str], rows: Sequence[str]) -> str:
+    return "\n".join([line(columns), "|" + "---|" * len(columns), *rows]) + "\n"
+
+
+def wrapped(text: str) -> str:
+    return textwrap.fill(text, 100, break_on_hyphens=False)
+
+
+# --------------------------------------------------------------------------- drawn
+
+
+def best(points: Mapping[str, tuple[float, float]]) -> list[str]:
+    """The names that no other one beats, the cheapest first: none is as cheap and more accurate.
+
+    >>> best({"a": (1.0, 0.8), "b": (2.0, 0.9), "c": (2.0, 0.7), "d": (1.0, 0.7)})
+    ['a', 'b']
+    """
+    front: list[str] = []
+    for name, (_, accuracy) in sorted(points.items(), key=lambda item: (item[1][0], -item[1][1])):
+        if not front or accuracy > points[front[-1]][1]:
+            front.append(name)
+    return front
+
+
+@styled
+def drawn(rows: Mapping[str, Sequence[Row]]) -> bytes:
+    """Accuracy against bytes and against gradients, a row of panels per setting, as PNG.
+
+    A line joins the methods that no other one beats.
+    """
+    made = figure(11.0, 4.4 * len(rows), wide=True)
+    panels = made.subplots(len(rows), len(AXES), squeeze=False)
+    for (setting, found), line in zip(rows.items(), panels, strict=True):
+        for (cost, title), axes in zip(AXES.items(), line, strict=True):
+            panel(axes, dict(of_panel(found, cost)))
+            axes.set_title(setting)
+            axes.set_xlabel(title)
+            axes.set_ylabel("test accuracy, %")
+    return saved(made, "png")
+
+
+def of_panel(rows: Sequence[Row], cost: str) -> Iterator[tuple[str, tuple[float, float]]]:
+    base = next(row.costs for row in rows if row.method == BASE)
+    for row in rows:
+        yield row.method, (row.costs.over(base)[cost] or 0.0, 100 * row.accuracy)
+
+
+def panel(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
+    front = best(points)
+    colour = style().colours[0]
+    low = min(y for _, y in points.values())
+    high = max(y for _, y in points.values())
+    # Arms far below all others would leave no room to tell the rest apart.
+    floor = max(low, points[BASE][1] - 2 * (high - points[BASE][1]) - 2)
+    for name, (x, y) in points.items():
+        if y < floor:
+            continue
+        on_front = name in front
+        axes.plot(x, y, "o", color=colour if on_front else INK, alpha=1.0 if on_front else 0.45)
+        if on_front or name == BASE:
+            axes.annotate(name, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8.5)
+    axes.step(*zip(*(points[name] for name in front), strict=True), where="post", color=colour)
+    logarithmic(axes, "x")
+    plain(axes, "both")
