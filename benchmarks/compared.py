@@ -103,7 +103,8 @@ def tables(rows: Mapping[str, Sequence[Row]], names: Sequence[str], settings: Se
         base = next((row.costs for row in found if row.method == BASE), None)
         if base is not None:
             told = wrapped(f"**{setting}.** {of_base(base, found)}")
-            made.append(f"{told}\n\n{table(COLUMNS, [line(row.cells(base)) for row in found])}")
+            drawn_up = table(COLUMNS, [line(row.cells(base)) for row in found])
+            made.append(f"{told}\n\n{drawn_up}\n{wrapped(told_apart(found))}\n")
         begun = {row.method for row in found}
         if waiting := [name for name in names if name not in begun]:
             made.append(wrapped(f"Not run yet with {setting}: {', '.join(waiting)}.") + "\n")
@@ -155,8 +156,7 @@ def difference(pair: Comparison | None) -> str:
     if pair is None or pair.interval.low is None:
         return ""
     bounds = [PERCENT.difference(getattr(pair.interval, key)) for key in ("mean", "low", "high")]
-    star = " *" if pair.p_holm is not None and pair.p_holm < LEVEL else ""
-    return "{} [{}, {}]".format(*bounds) + star
+    return "{} [{}, {}]".format(*bounds) + " *" * ruled_out(pair)
 
 
 def taken(choice: Choice | None) -> str:
@@ -188,6 +188,22 @@ def of_base(base: Costs, rows: Sequence[Row]) -> str:
     fewer = [f"{method} ({number})" for method, number in runs.items() if number < most]
     told = f" Of {most} seeds these have fewer: {', '.join(fewer)}." if fewer else ""
     return f"{text}. {most} seeds.{told}"
+
+
+def told_apart(rows: Sequence[Row]) -> str:
+    """Who is ahead of FedAvg and who behind, where 0 is ruled out, in the order of the table."""
+    pairs = {row.method: row.more for row in rows if row.more is not None}
+    sure = {name: pair.interval.mean or 0.0 for name, pair in pairs.items() if ruled_out(pair)}
+    ahead = [name for name, mean in sure.items() if mean > 0]
+    behind = [name for name, mean in sure.items() if mean < 0]
+    text = f"Ahead of FedAvg with a star: {', '.join(ahead) or 'none'}. "
+    text += f"Behind it with a star: {', '.join(behind) or 'none'}. "
+    return f"{text}Not told apart from it: {len(pairs) - len(sure)} of {len(pairs)}."
+
+
+def ruled_out(pair: Comparison) -> bool:
+    """Whether p is below the level after Holm's correction."""
+    return pair.p_holm is not None and pair.p_holm < LEVEL
 
 
 def line(cells: Sequence[str]) -> str:

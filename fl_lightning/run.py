@@ -43,7 +43,7 @@ from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.partial import Parts
-from fl_lightning.round.resting import notes_of_restarts
+from fl_lightning.round.resting import check_parts, notes_of_restarts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
@@ -298,6 +298,7 @@ class FederatedRun:
         # either.
         for callback in self.methods.callbacks:
             callback.check_layout(model.layout, cohort.m, model.w.detach())
+        check_parts(self.methods, model.layout)
         kept = self.settings.keep_optimizer_state
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)

@@ -84,6 +84,7 @@ class AdamDirection(FederatedCallback):
         ],
     )
     moves_start = False
+    of_coordinates = ("B",)
     notes = (
         Note(
             "bias_correction=False with fresh moments: the first step of each round is (1 - β1)/"

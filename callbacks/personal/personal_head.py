@@ -64,7 +64,9 @@ class PersonalHead(FederatedCallback):
     notes = (CLASS_LABELS,)
     gamma = Coefficient(least=0)
     P = ClientState(synchronised=False)
-    slope = Scratch()  # the gradient of P, and 0 at the other coordinates
+    # The gradient of P, and 0 at the other coordinates; and the samples of which it is the mean.
+    slope = Scratch()
+    samples = Scratch(shape=())
 
     def __init__(self, gamma: float | Schedule = 1.0) -> None:
         super().__init__()
@@ -105,7 +107,16 @@ class PersonalHead(FederatedCallback):
         slope = torch.zeros_like(own)
         slope[self.weight] = (error.mT @ f).flatten()
         slope[self.bias] = error.sum(0)
-        self.slope[clients] = slope[None]
+        new = slope[None]
+        number = torch.full((1,), float(len(labels)), device=new.device)
+        # The gradient of a step over several batches is the mean over all of their samples.
+        if clients.place_in_step:
+            before = self.slope[clients]
+            share = number / (number + self.samples[clients])
+            number = number + self.samples[clients]
+            new = before + (new - before) * share[:, None]
+        self.slope[clients] = new
+        self.samples[clients] = number
         return loss
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

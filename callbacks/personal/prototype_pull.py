@@ -111,8 +111,13 @@ class PrototypePull(FederatedCallback):
             )
         # torch's one_hot reads the values of the labels, which a captured step must not do.
         mine = (batch[1][:, None] == torch.arange(self.C, device=z.device)).to(z)  # (B, C)
-        self.seen_sums[clients] = (mine.mT @ z.detach())[None]
-        self.seen_counts[clients] = mine.sum(0)[None]
+        sums = (mine.mT @ z.detach())[None]
+        counts = mine.sum(0)[None]
+        if clients.place_in_step:
+            sums = sums + self.seen_sums[clients]
+            counts = counts + self.seen_counts[clients]
+        self.seen_sums[clients] = sums
+        self.seen_counts[clients] = counts
         far = (z - self.P[batch[1]]).square().mean(1)
         pulled: Tensor = loss + self.strength * (far * self.a[batch[1]]).mean()
         return pulled

@@ -242,7 +242,7 @@ class DifferentialPrivacy(FederatedCallback):
 
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
-        if self.noise_multiplier == 0:
+        if self.noise_multiplier == 0 and not self.count_stddev:
             return None
         return "secret" if self.noise_seed is None else self.noise_seed
 
@@ -405,7 +405,7 @@ class DifferentialPrivacy(FederatedCallback):
         expected = self._share * server.num_clients
         count = self.inside.sum().double() - server.n / 2
         deviation = self._deviation(expected)
-        if self._noise() > 0 and deviation > 0:
+        if deviation > 0:
             onto = torch.stack([count, count.new_tensor(deviation), self.limit.to(count)])
             noise = server.private_generator("clip", onto).standard_normal()
             count = count + deviation * float(noise)

@@ -46,7 +46,7 @@ class Changes(Protocol):
 
     def end(self) -> None: ...
 
-    def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]: ...
+    def loss(self, batch: Any, step: Any, place: int = 0) -> tuple[Any, Tensor, Tensor]: ...
 
 
 class LearnerCopy:
@@ -434,7 +434,7 @@ class LearnerCopy:
             output, loss = self.loss(batch, step)
             minimised = loss
         else:
-            output, loss, minimised = self.looks.loss(batch, step)
+            output, loss, minimised = self.looks.loss(batch, step, place or 0)
         if self.hooks is None:
             gradients = differentiated(minimised, self.parameters, self.recording)
         else:

@@ -64,9 +64,13 @@ class Looks:
         """The client's steps are over."""
         self.latest = None
 
-    def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]:
-        """The step's output, the loss in it, and the loss that methods make of it."""
+    def loss(self, batch: Any, step: Any, place: int = 0) -> tuple[Any, Tensor, Tensor]:
+        """The step's output, the loss in it, and the loss that methods make of it.
+
+        ``place``: of the batch in its step.
+        """
         copy = self.copy
+        self.clients._group.place_in_step = place
         before: RandomState | None = None
         if self.draws:
             before = RandomState(copy.x, not self.all_generators)
@@ -141,7 +145,7 @@ class FirstLook(Looks):
     def begin(self, group: ClientGroup) -> None:
         """Any client will do."""
 
-    def loss(self, batch: Any, step: Any) -> tuple[Any, Tensor, Tensor]:
+    def loss(self, batch: Any, step: Any, place: int = 0) -> tuple[Any, Tensor, Tensor]:
         """The step's output and loss, unchanged.
 
         Raises:

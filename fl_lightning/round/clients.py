@@ -186,6 +186,15 @@ class Clients:
             group.step = to_device(self._in_step("clients.step").index, group.x.device)
         return group.step
 
+    @property
+    def place_in_step(self) -> int:
+        """Return the number of the present batch among those of its step, from 0.
+
+        It is 0 unless the run has ``accumulate``. If a step has several passes, each pass begins at
+        0 again. Read it in ``local_loss`` and ``local_output``.
+        """
+        return self._group.place_in_step
+
     def gradient_at(self, x: Tensor) -> Tensor:
         """Return the gradient ``(n, D)`` of the present batch's loss at x ``(D,)`` or ``(n, D)``.
 
@@ -305,7 +314,12 @@ class Clients:
         return self._group.logs[LOSS].reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:
-        """Return ‖v‖ of each client's row: ``(n, D)`` → ``(n, 1)``."""
+        """Return ‖v‖ of each client's row, over the coordinates that it trains: ``(n, D)`` →
+        ``(n, 1)``.
+        """
+        resting = self._group.resting
+        if resting is not None and v.shape == resting.shape:
+            v = v.masked_fill(resting, 0.0)
         norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
         return norm
 

@@ -59,6 +59,7 @@ class ClientGroup:
         self.clipped: Tensor | None = None  # (n,): number of steps in which clipping was active
         self.rates_used: Tensor | None = None  # (n, 1): sum of the factors of the steps taken
         self.step: Tensor | None = None
+        self.place_in_step = 0  # of the present batch, if a step takes several
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.declared: dict[str, PerClient] = {}

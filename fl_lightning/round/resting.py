@@ -7,6 +7,7 @@ of unequal ranks and factors that are trained in turn are such methods.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -46,6 +47,11 @@ class Resting:
     restarts: ClassVar[bool] = False
     """Whether coordinates have another meaning after a round, so that no method may keep a
     vector of D numbers from round to round.
+    """
+
+    of_coordinates: ClassVar[tuple[str, ...]] = ()
+    """Names in shapes of its states that stand for numbers of parameters, besides ``"D"``: what is
+    kept under them belongs to coordinates, like a vector of D numbers.
     """
 
     needs_adapters: ClassVar[bool] = False
@@ -94,10 +100,13 @@ class Resting:
 
     @staticmethod
     def kept_vector(other: Any, of_clients: bool = False) -> str:
-        """Return the first state of D numbers that a callback keeps; empty if it keeps none."""
+        """Return the first state that a callback keeps for coordinates, such as D numbers; empty
+        if it keeps none.
+        """
+        about = {"D", *other.of_coordinates}
         for declared in other.declarations().values():
             kept = declared.keeps_rows or (declared.at_server and not of_clients)
-            if kept and (declared.shape is None or "D" in declared.shape):
+            if kept and (declared.shape is None or about & declared.names):
                 return str(declared.key(other))
         return ""
 
@@ -219,6 +228,25 @@ def check_companions(callbacks: Sequence[Any]) -> None:
                     f"method: {type(callback).__name__} and {type(other).__name__} cannot run "
                     f"together: {why}. Keep one of them."
                 )
+
+
+def check_parts(methods: Any, layout: Layout) -> None:
+    """Refuse clients' own copies of adapters, if the server takes products of all adapters.
+
+    Raises:
+        UserError: naming both methods and a parameter.
+    """
+    takes = [type(each).__name__ for each in methods.callbacks if each.needs_products]
+    parts = methods.parts(layout) if takes else []
+    for name in chain.from_iterable((each.a, each.b) for each in layout.adapters):
+        if any(mask[layout[name][0]].any() for mask, _ in parts):
+            keeps = methods.name_of_owner("parts")
+            raise UserError(
+                f"method: {takes[0]} and {keeps} cannot run together: {takes[0]} takes the "
+                f"products of all clients' adapters in each round, and with {keeps} clients keep "
+                f"copies of {name} of their own. Let {keeps} leave the adapters out, or keep one "
+                "of them."
+            )
 
 
 def _beside_resting(callback: Any, other: Any) -> str:

@@ -116,6 +116,8 @@ class Declaration:
 
     def __init__(self, shape: Shape | None = None, dtype: torch.dtype | None = None) -> None:
         self.shape = shape
+        # The names in the shape, which `of` replaces by numbers.
+        self.names = {size for size in shape or () if isinstance(size, str)}
         self.dtype = dtype
         self.name = ""
 

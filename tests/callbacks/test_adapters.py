@@ -283,6 +283,24 @@ def test_what_compression_did_not_send_of_a_factor_rests_with_it() -> None:
     assert any(before[i].any() for i in before)
 
 
+class NormOfOnes(FederatedCallback):
+    """‖(1, …, 1)‖² is the number of coordinates over which a norm goes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.over: list[tuple[float, int]] = []
+
+    def on_local_step_end(self, clients: Any) -> None:
+        squared = clients.norm(torch.ones_like(clients.x)).square()
+        self.over.append((round(float(squared)), int(clients.trained.sum())))
+
+
+def test_a_norm_goes_over_the_coordinates_that_a_client_trains() -> None:
+    seen = NormOfOnes()
+    ours([Halves(), seen], TRAININGS["sgd"], rounds=1, engine="sequential")
+    assert seen.over and all(number == trained < 51 for number, trained in seen.over)
+
+
 # --------------------------------------------------------------------------- refused
 
 

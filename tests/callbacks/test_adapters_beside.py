@@ -31,6 +31,9 @@ METHODS: dict[str, Callable[[], Any]] = {
 RANKED = [name for name in METHODS if name.startswith(("flexlora", "hetlora", "flora"))]
 UNEQUAL = ["flexlora, ranks", "hetlora, prunes", "flora, ranks"]
 PRODUCTS = [*RANKED, "fedex", "fair"]
+# Clients that keep copies of a part have no mask, and no adapters of which products are taken.
+MASKED = ["ffa", "rolora", "fedsa", *UNEQUAL]
+PARTS = [*MASKED, *PRODUCTS]
 POISSON = {"sampling": "poisson", "participation": 0.6}
 # The rows: what stands beside, with options, and the columns that refuse it.
 BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
@@ -50,6 +53,13 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
         lambda: [c.DifferentialPrivacy(1.0, noise_multiplier=1.0, noise_seed=3)],
         POISSON,
         PRODUCTS,
+    ),
+    "parts of adapters": (lambda: [c.PartialAveraging({"*lora*": 2})], {}, PARTS),
+    "other parts": (lambda: [c.PartialAveraging({"*bias": "never"})], {}, MASKED),
+    "averaged moments": (
+        lambda: [c.AdamDirection(second="averaged", share="tensor")],
+        {},
+        ["fedsa", "rolora", *RANKED],
     ),
     "random k": (lambda: [c.RandomK(0.5)], {}, UNEQUAL),
     "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),

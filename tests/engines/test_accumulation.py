@@ -19,6 +19,8 @@ from fl_lightning.callbacks import (
     ControlVariates,
     LocallyEstimatedPerturbation,
     ModelContrast,
+    PersonalHead,
+    PrototypePull,
     SharpnessAwareMinimization,
 )
 from fl_lightning.engines.accumulation import batches_in
@@ -90,6 +92,9 @@ def near(run: Run, reference: Run) -> None:
         (Plain, [ControlVariates], {"local_steps": 3}),
         (Plain, [AtAnotherPoint], {"local_epochs": 2}),
         (Plain, [ModelContrast], {}),
+        (Plain, [PersonalHead], {}),
+        (Plain, [partial(PrototypePull, 3, 4)], {}),
+        (Plain, [partial(PrototypePull, 3, 4), SharpnessAwareMinimization], {}),
     ],
 )
 def test_batches_of_a_step_are_one_large_batch(
