@@ -76,6 +76,7 @@ from fl_lightning.callbacks.sharpness.locally_estimated_perturbation import (
 from fl_lightning.callbacks.sharpness.momentum_guided_perturbation import MomentumGuidedPerturbation
 from fl_lightning.callbacks.sharpness.server_ascent import ServerAscent
 from fl_lightning.callbacks.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
+from fl_lightning.systems import SystemHeterogeneity
 
 # Before they were sorted by kind all files lay in this folder, and config.yaml of such a run names
 # fl_lightning.callbacks.control_variates.
@@ -146,6 +147,7 @@ __all__ = [
     "SharpnessAwareMinimization",
     "SignUpdate",
     "StackedAdapters",
+    "SystemHeterogeneity",
     "TopKCompression",
     "TruncatedProduct",
 ]

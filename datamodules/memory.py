@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -38,10 +38,12 @@ class InMemoryDataModule(FederatedDataModule):
         train: tuple[Any, Any],
         test: tuple[Any, Any] | None = None,
         val: tuple[Any, Any] | None = None,
+        clients: Sequence[Any] | Mapping[str, Any] | None = None,
+        *,
         transform: Callable[[Tensor], Tensor] | None = None,
         **arguments: Any,
     ) -> None:
-        super().__init__(**arguments)
+        super().__init__(clients=clients, **arguments)
         self._given_sets = {"train": train, "val": val, "test": test}
         self._transform = transform
 

@@ -271,9 +271,7 @@ class Methods:
     def run(self, hook: str, argument: Any) -> None:
         """Call a hook that returns nothing, on every callback that has it."""
         for call in self._hooks[hook]:
-            returned = self.call(call, argument)
-            if returned is not None:
-                raise _returned(call, returned, "nothing")
+            checked_nothing(call, self.call(call, argument))
 
     def end_round(self, server: Any, finished: bool) -> None:
         """Call ``on_round_end`` of all callbacks.
@@ -286,7 +284,7 @@ class Methods:
         for call in self._hooks["on_round_end"]:
             callback: Any = getattr(call, "__self__", None)
             if callback.every_round:
-                self.call(call, server)
+                checked_nothing(call, self.call(call, server))
 
     def of_every_round(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return those of ``states`` that are committed if no client finished."""
@@ -471,6 +469,12 @@ def refuse_inference_mode(callback: FederatedCallback) -> None:
                 if isinstance(context, torch.inference_mode) and context.mode:
                     raise _in_inference_mode(getattr(callback, name))
             function = getattr(function, "__wrapped__", None)
+
+
+def checked_nothing(call: Callable[..., Any], returned: object) -> None:
+    """Refuse a value that a hook returned, if the hook returns none."""
+    if returned is not None:
+        raise _returned(call, returned, "nothing")
 
 
 def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:

@@ -147,7 +147,10 @@ def test_each_hook_is_called_on_each_callback_in_the_order_of_the_list() -> None
         ),
         ("on_local_gradient", 1.0, r"returned 1\.0"),
         ("on_local_start", True, "returned True; it has to return nothing"),
+        ("on_local_step_end", 3, "returned 3; it has to return nothing"),
         ("on_server_update", torch.zeros(204), "has to return nothing"),
+        ("aggregate", None, r"returned None; it has to return a tensor of shape \(204,\)"),
+        ("aggregate", torch.zeros(3), r"has to return a tensor of shape \(204,\)"),
         ("transmit", torch.zeros(204), r"has to return a tensor of shape \(1, 204\)"),
     ],
 )

@@ -309,11 +309,10 @@ class PerClientEvaluation(Measurement):
 def folder_of(trainer: Any) -> Path | None:
     """Return the folder in which this process writes files of the run; None: it writes none.
 
-    That is the run's own folder, else the folder of its first logger. In the current folder the
-    next run would overwrite them.
+    That is the run's own folder, else the folder of its first logger. Nothing is written to the
+    current folder, which is Lightning's default: there the next run would overwrite it.
     """
-    keeps = bool(trainer.loggers) or bool(trainer.checkpoint_callbacks)
-    if not keeps or not trainer.is_global_zero:
+    if not trainer.is_global_zero:
         return None
     folders = [trainer.default_root_dir]
     for logger in trainer.loggers:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from fl_lightning.aggregation import gathering
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.layout import all_finite
-from fl_lightning.methods import Methods
+from fl_lightning.methods import Methods, checked_rows
 from fl_lightning.round import resting
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
@@ -47,7 +47,7 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     aggregate = methods.owner("aggregate")
     if aggregate is None:
         return server.update
-    update: Tensor = methods.call(aggregate, server)
+    update = checked_rows(aggregate, methods.call(aggregate, server), round.w)
     # The method may still hold the tensor that it returned (a state, for example), and other
     # methods change the update in place.
     return update.to(round.w.dtype, copy=True)

@@ -19,7 +19,13 @@ from fl_lightning.engines.looks import copied
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.step_hooks import StepHooks
 from fl_lightning.learner.taps import versions
-from fl_lightning.methods import AFTER_CLIPPING, BEFORE_CLIPPING, Methods, checked_rows
+from fl_lightning.methods import (
+    AFTER_CLIPPING,
+    BEFORE_CLIPPING,
+    Methods,
+    checked_nothing,
+    checked_rows,
+)
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Evaluate, Round
 from fl_lightning.round.group import ClientGroup
@@ -214,7 +220,7 @@ class LocalStep:
             self.step_at(gradient, self.rate)
         self.group.hold()
         for end in self.step_ends:
-            self.methods.call(end, self.clients)
+            checked_nothing(end, self.methods.call(end, self.clients))
         if self.step_ends:
             self.group.hold()
         # `on_train_batch_end` sees the model after the step, as in plain training.

@@ -31,6 +31,8 @@ class ClientGroup:
         evaluate: ``(group, point, what)`` → columns ``(n, 1)`` by name.
     """
 
+    place_in_step = 0  # of the present batch, if a step takes several
+
     def __init__(
         self,
         round: Round,
@@ -59,7 +61,6 @@ class ClientGroup:
         self.clipped: Tensor | None = None  # (n,): number of steps in which clipping was active
         self.rates_used: Tensor | None = None  # (n, 1): sum of the factors of the steps taken
         self.step: Tensor | None = None
-        self.place_in_step = 0  # of the present batch, if a step takes several
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
         self.declared: dict[str, PerClient] = {}

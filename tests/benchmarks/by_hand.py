@@ -31,6 +31,7 @@ GREATER = {
 ENDED = ("done", "diverged")
 FEWEST_PAIRS = 5
 FEWEST_SEEDS_COUNTED = 3
+ROOT = Path(__file__).parents[2]
 
 Number = float | None
 
@@ -411,11 +412,6 @@ def trend_over_axis(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     return evidence
 
 
-def trends(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
-    over_layers = claim["over"] == "layers"
-    return (trend_over_layers if over_layers else trend_over_axis)(claim, sweeps)
-
-
 def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     """1 where the arm diverged, or has at least ``factor`` times the other's metric; else 0."""
     evidence = Evidence({})
@@ -433,12 +429,12 @@ def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     return evidence
 
 
-EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
+EVIDENCE = {"to_target": costs, "diverges": divergences}
+TRENDS = {True: trend_over_layers, False: trend_over_axis}
+COUNTED = ("diverges", "every_seed")
 
 
 def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str:
-    if len(values) < FEWEST_SEEDS_COUNTED:
-        return "inconclusive"
     wanted = 0.0 if claim.get("direction") == "less" else 1.0
     as_claimed = sum(value == wanted for value in values)
     if as_claimed == len(values):
@@ -447,22 +443,20 @@ def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str
 
 
 def verdict_of_seeds(claim: dict[str, Any], values: Sequence[float], held: str) -> str:
-    """The seeds are counted: how many reach the margin, and how many are on the other side."""
-    sign = -1 if claim["direction"] == "less" else 1
-    reached = sum(sign * value > 0 and sign * value >= claim["margin"] for value in values)
-    opposite = sum(sign * value < 0 for value in values)
-    if len(values) < FEWEST_SEEDS_COUNTED:
-        return "inconclusive"
-    if reached == len(values):
-        return held
-    if opposite == len(values):
-        return "contradicted"
-    return "not reproduced" if not reached else "inconclusive"
+    """By how many seeds reach the margin, and how many are on the other side of 0."""
+    signed = [-value if claim["direction"] == "less" else value for value in values]
+    reached = sum(0 < value >= claim["margin"] for value in signed)
+    if reached in (0, len(signed)):
+        opposite = "contradicted" if max(signed) < 0 else "not reproduced"
+        return held if reached else opposite
+    return "inconclusive"
 
 
 def verdict(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float) -> str:
     """By the rules in their order; ``p`` is Holm's."""
     values = list(evidence.values.values())
+    if claim.get("kind") in COUNTED and len(values) < FEWEST_SEEDS_COUNTED:
+        return "inconclusive"
     if claim.get("kind") == "diverges":
         return verdict_of_divergence(claim, values)
     held = "inconclusive" if evidence.lost else "reproduced"
@@ -494,14 +488,16 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
     families: dict[Any, list[str]] = {}
     for claim in sweeps.claims:
         kind = claim.get("kind", "difference")
-        evidence = EVIDENCE.get(kind, differences)(claim, sweeps)
+        of_trend = TRENDS[claim.get("over") == "layers"]
+        of_kind = of_trend if kind == "trend" else EVIDENCE.get(kind, differences)
+        evidence = of_kind(claim, sweeps)
         values = list(evidence.values.values())
         margin = claim.get("margin", 0.0)
         p = p_two_sided(values)
         if kind == "equivalence":
             p = p_equivalent(values, margin)
         found = interval(values)
-        if kind in ("diverges", "every_seed"):
+        if kind in COUNTED:
             p = None
         if kind == "diverges":
             found = Interval(found.mean, found.sd, None, None)
@@ -528,21 +524,15 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
     return rows
 
 
-ROOT = Path(__file__).parents[2]
-
-
 def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[str, Number]:
-    """Source → what a paper printed for a less what it printed for b, or the log of their ratio.
-
-    The sweep is the packaged one whose file has its name.
-    """
+    """Source → what a paper printed for a less what it printed for b, or the log of their ratio."""
     if claim.get("kind", "difference") not in ("difference", "every_seed", "equivalence"):
         return {}
     files = [path for sweep in sweeps for path in ROOT.glob(f"configs/**/{sweep}.yaml")]
     names = [path.relative_to(ROOT / "configs").with_suffix("").as_posix() for path in files]
     found: dict[str, Number] = {}
     for table in printed_tables():
-        about = [n for n in names for pattern in table["experiments"] if fnmatchcase(n, pattern)]
+        about = any(fnmatchcase(n, pattern) for n in names for pattern in table["experiments"])
         if not about or table["metric"] != claim["metric"]:
             continue
         printed = table["arms"]
@@ -559,10 +549,8 @@ def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[st
 @cache
 def printed_tables() -> list[dict[str, Any]]:
     """The papers' tables; their files are long, and many claims ask for them."""
-    tables = []
-    for path in sorted(ROOT.glob("fl_lightning/lab/report/published/*.yaml")):
-        tables += yaml.safe_load(path.read_text())
-    return tables
+    files = sorted(ROOT.glob("fl_lightning/lab/report/published/*.yaml"))
+    return [table for path in files for table in yaml.safe_load(path.read_text())]
 
 
 def is_incomplete(claim: dict[str, Any], evidence: Evidence, sweeps: Sweeps) -> bool:
@@ -595,10 +583,11 @@ def calculated_arm(
             bytes_known = row is not None and "communication/total_bytes" in run.columns
             clock = run.columns.get("time/round")
             rounds = None if row is None else cost_until(run, row, "rounds")
-            sent = cost_until(run, row or 0, "bytes") if bytes_known else None
             seconds = None if row is None or clock is None else sum(clock[: row + 1])
             arm["rounds_to"][target][seed] = rounds
-            arm["bytes_to"][target][seed] = sent
+            arm["bytes_to"][target][seed] = (
+                cost_until(run, row or 0, "bytes") if bytes_known else None
+            )
             arm["seconds_to"][target][seed] = seconds
     return arm
 

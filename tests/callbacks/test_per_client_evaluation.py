@@ -450,6 +450,10 @@ def test_the_present_folder_gets_no_table(tmp_path: Path, monkeypatch: pytest.Mo
     federation = InMemoryDataModule((x, y), num_clients=3, client_test_fraction=0.3)
     run(evaluation, federation=federation, settings={"enable_checkpointing": True})
     assert evaluation.table["loss"] and not list(tmp_path.glob("clients*"))
+    # A folder that is asked for gets them, without a logger and checkpoints, too.
+    settings = {"enable_checkpointing": False, "logger": False, "default_root_dir": "own"}
+    run(c.PerClientEvaluation(), federation=federation, settings=settings)
+    assert {path.suffix for path in tmp_path.glob("own/clients*")} == {".csv", ".png"}
 
 
 def blobs_of_names() -> tuple[Tensor, Tensor]:
