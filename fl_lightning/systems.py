@@ -55,8 +55,9 @@ class SystemHeterogeneity(FederatedCallback):
     """Clients that are away, drop out, or do a part of their work.
 
     All draws depend only on the run's seed, so they are the same in every engine and after a
-    resume. A client that drops out is sent the model and sends nothing back, and its rows do not
-    change. Logs ``system/dropped``.
+    resume. Logs ``system/dropped``.
+    Sent: the model to a client that drops out, which sends nothing back. Kept: nothing; its rows
+    do not change.
 
     Args:
         dropout: the probability that a participant drops out of a round.

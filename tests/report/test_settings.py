@@ -257,7 +257,10 @@ def test_a_column_that_stands_twice_is_refused_and_removed_claims_are_said(tmp_p
 @pytest.mark.parametrize(
     "claim, words",
     [
-        ({"kind": "trnd"}, "difference, equivalence, interaction, to_target, trend, diverges"),
+        (
+            {"kind": "trnd"},
+            "difference, every_seed, equivalence, interaction, to_target, trend, diverges",
+        ),
         ({"kind": "interaction", "direction": "less", "margin": 0}, "c, d missing"),
         ({"kind": "to_target", "direction": "less", "margin": 0, "target": 0.8}, "cost missing"),
         (
