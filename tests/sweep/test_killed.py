@@ -6,8 +6,9 @@ import csv
 import json
 import os
 import signal
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,33 @@ def test_one_sweep_at_a_time(cli: Cli, sweep_file: Path) -> None:
     assert first.wait().returncode == 128 + signal.SIGTERM
     found = states(cli.folder / "runs/demo")
     assert "waiting" in found.values() and not {"failed", "running"} & set(found.values())
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 2 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_sweep_which_goes_on_once_there_is_room(
+    cli: Cli, sweep_file: Path, small_disk: Path
+) -> None:
+    command = ("sweep", sweep_file, "--out", small_disk / "demo", "--jobs", 1)
+    result = cli(*command)
+    found = list(states(small_disk / "demo").values())
+    assert result.returncode == 1 and found.count("failed") == 1, result.stdout
+    waiting = found.count("waiting")
+    assert waiting and f"{waiting} runs were not started, because the disk of" in result.stdout
+    subprocess.run(["mount", "-o", "remount,size=100m", str(small_disk)], check=True)
+    result = cli(*command)
+    assert result.returncode == 0, result.stderr
+    assert set(states(small_disk / "demo").values()) == {"done"}

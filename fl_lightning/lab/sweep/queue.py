@@ -11,6 +11,7 @@ from contextlib import suppress
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+from shutil import disk_usage
 from types import FrameType
 
 from fl_lightning.lab.sweep import folder as files
@@ -22,6 +23,8 @@ from fl_lightning.metrics import read_record
 
 # Seconds between two checks of the workers.
 _LOOK = 0.05
+# If a run fails while its disk has less room than this, the next runs would fail too.
+_LEAST_ROOM = 64 * 2**20
 
 
 class Queue:
@@ -53,11 +56,14 @@ class Queue:
         # The signal that asked the sweep to stop.
         self.stopped: int | None = None
         self._workers_know = False
+        # The folder of a run that failed because its disk is full.
+        self.full: Path | None = None
 
     def run(self, hold: Sequence[str] = ()) -> None:
         """Run until no run waits, except those of the arms to ``hold``.
 
-        A signal that asks to stop also ends it, when the workers have ended.
+        A signal that asks to stop also ends it, when the workers have ended. So does a disk without
+        room, on which a run has failed.
         """
         handlers = {}
         for number in STOPPING:
@@ -68,8 +74,8 @@ class Queue:
         waiting = [run for run in reversed(waiting) if run.arm not in hold]
         try:
             self._write()
-            while self._workers or (waiting and self.stopped is None):
-                while waiting and self._free and self.stopped is None:
+            while self._workers or (waiting and self._goes_on):
+                while waiting and self._free and self._goes_on:
                     self._start(waiting.pop())
                 # Wake up now and then, because a signal may have asked to stop.
                 wait([worker.sentinel for worker in self._workers], timeout=_LOOK)
@@ -87,6 +93,16 @@ class Queue:
             for number, handler in handlers.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
             self.table.show(self.states, last=True)
+        if self.full is not None and waiting:
+            print(
+                f"{len(waiting)} runs were not started, because the disk of {self.full} is full. "
+                "Make room there, and give the same command again: it goes on from here."
+            )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Return whether more runs may start."""
+        return self.stopped is None and self.full is None
 
     def _start(self, run: PlannedRun) -> None:
         place = self._free.pop()
@@ -108,6 +124,8 @@ class Queue:
             # A run that was stopped before it handled signals has lost nothing, so it waits again.
             unbegun = self.stopped is not None and -code in STOPPING
             self.states[run] = WAITING if unbegun else outcome(run, code)
+            if self.states[run] == FAILED and disk_usage(run.folder).free < _LEAST_ROOM:
+                self.full = run.folder
             self.table.tell(run, self.states)
             self._write()
 
