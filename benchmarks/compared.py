@@ -81,11 +81,11 @@ class Row:
     def cells(self, base: Costs) -> list[str]:
         ratios = self.costs.over(base)
         return [
-            self.method,
+            f"**{self.method}**" if self.method == BASE else self.method,
             PERCENT.value(self.scores["mean"], self.scores["sd"]),
             difference(self.more),
             taken(self.choice),
-            *(NONE if ratio is None else f"{ratio:.3g}" for ratio in ratios.values()),
+            *(NONE if ratio is None else f"{ratio:.2g}" for ratio in ratios.values()),
         ]
 
 
@@ -186,8 +186,8 @@ def of_base(base: Costs, rows: Sequence[Row]) -> str:
     runs = {row.method: len(row.scores["values"]) for row in rows}
     most = max(runs.values())
     fewer = [f"{method} ({number})" for method, number in runs.items() if number < most]
-    told = f" Of {most} seeds these have fewer: {', '.join(fewer)}." if fewer else ""
-    return f"{text}. {most} seeds.{told}"
+    told = f" Fewer have run of {', '.join(fewer)}." if fewer else ""
+    return f"{text}. Seeds: {most}.{told}"
 
 
 def told_apart(rows: Sequence[Row]) -> str:
@@ -264,13 +264,17 @@ def panel(axes: Axes, points: Mapping[str, tuple[float, float]]) -> None:
     high = max(y for _, y in points.values())
     # Arms far below all others would leave no room to tell the rest apart.
     floor = max(low, points[BASE][1] - 2 * (high - points[BASE][1]) - 2)
+    right = max(x for x, _ in points.values())
     for name, (x, y) in points.items():
         if y < floor:
             continue
         on_front = name in front
         axes.plot(x, y, "o", color=colour if on_front else INK, alpha=1.0 if on_front else 0.45)
         if on_front or name == BASE:
-            axes.annotate(name, (x, y), xytext=(5, 5), textcoords="offset points", fontsize=8.5)
+            beside = {"ha": "right", "xytext": (-6, 4)} if x == right > 1 else {"xytext": (5, 4)}
+            axes.annotate(name, (x, y), textcoords="offset points", fontsize=8.5, **beside)
     axes.step(*zip(*(points[name] for name in front), strict=True), where="post", color=colour)
-    logarithmic(axes, "x")
+    # Methods that compress send some hundredths of FedAvg's bytes.
+    if right > 8 * min(x for x, _ in points.values()):
+        logarithmic(axes, "x")
     plain(axes, "both")

@@ -133,7 +133,7 @@ def test_kept_runs_fill_a_row_and_the_others_are_named_below(cli: Cli) -> None:
         _, _, part = made.partition(f"**{setting}.** A run of FedAvg sends ")
         head, _, *rows = part.partition("\n\n")[2].splitlines()[:4]
         assert head == methods.line(compared.COLUMNS)
-        cells = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ") for row in rows}
+        cells = {row.split(" | ")[0].strip("|* "): row.strip("| ").split(" | ") for row in rows}
         assert "±" in cells["scaffold"][1] and "[" in cells["scaffold"][2]
         assert cells["scaffold"][3] == "lr 0.1↓" and cells["scaffold"][4:6] == ["2", "1"]
         assert cells["fedavg"][2] == "" and cells["fedavg"][4:] == ["1", "1", "1"]
