@@ -113,9 +113,7 @@ class FederatedLoop:
             # owners, and loggers write.
             staged = ledger.rows_to_commit(self.methods.declared) if ledger.finished else {}
             rows = self.state.rows.bring_home(staged)
-            server_states = ledger.server_states_to_commit(self.methods.declared)
-            if not self.server_steps(ledger):
-                server_states = self.methods.of_every_round(server_states)
+            server_states = self.server_states(ledger)
             metrics["time/round"] = time.perf_counter() - start
             # On a GPU the processor's seconds mean little.
             if self.model.w.device.type == "cpu":
@@ -291,6 +289,15 @@ class FederatedLoop:
         # The sequential engine leaves the learner with the buffers of the last group's version. Put
         # the present ones back.
         self.model.set_buffers(round.buffers)
+
+    def server_states(self, ledger: Ledger) -> dict[str, Tensor]:
+        """Return the server states to commit, by key."""
+        states = ledger.server_states_to_commit(self.methods.declared)
+        if not self.server_steps(ledger):
+            states = self.methods.of_every_round(states)
+        if self.parts is not None:
+            states |= self.parts.after(ledger.t, self.state.server, bool(ledger.finished))
+        return states
 
     def versions(self, ledger: Ledger, server: Server) -> Versions:
         """Return the models and buffers from which clients still train after this round."""

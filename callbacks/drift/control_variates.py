@@ -95,9 +95,9 @@ class ControlVariates(FederatedCallback):
         if self.estimate == "gradient":
             change = clients.full_gradient(clients.w) - self.c_i[clients]
         else:
-            # At rate 0 a client has no displacement from which to estimate, and c_i does not
-            # change.
-            change = (clients.mean_gradient - self.c) * (clients.elapsed > 0)
+            change = clients.mean_gradient - self.c
+        # At rate 0 a client does not move, and c_i does not change.
+        change = change * (clients.elapsed > 0)
         self.c_i[clients] += change
         if self.momentum is not None:
             change = self.c_i[clients] - self.c

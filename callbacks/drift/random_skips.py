@@ -67,6 +67,7 @@ class RandomSkips(FederatedCallback):
     moves_start = False
     cannot_run_with = {
         "step_rate": "its control variates count steps of one rate",
+        **dict.fromkeys(("precondition", "on_direction"), "a step is the gradient times the rate"),
         "parts": "its control variates add up to 0 only where all is averaged",
         **dict.fromkeys(("broadcast", "transmit", "on_updates", "aggregate"), _OF_THE_MEAN),
         **dict.fromkeys(("DynamicRegularization", "MixedAscent"), _OF_THE_MEAN),

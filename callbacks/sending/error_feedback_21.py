@@ -90,6 +90,11 @@ class ErrorFeedback21(FederatedCallback):
             self.use("encode", self.encoded)
             self.use("decode", self.decoded)
 
+    def not_beside(self, other: FederatedCallback) -> str:
+        if not other.has("trained") or self.compressor is None or self.compressor.of_trained:
+            return ""
+        return "what it sends of coordinates that a client does not train is not defined"
+
     @once
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         h = self.h[clients].double()

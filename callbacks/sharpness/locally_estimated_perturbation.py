@@ -87,7 +87,9 @@ class LocallyEstimatedPerturbation(FederatedCallback):
             self.declare("received", ClientState("current_model", synchronised=False))
 
     def on_local_start(self, clients: Clients) -> None:
-        old = self.previous if self.source == "last" else self.received[clients]
+        old = self.received[clients] if self.source == "received" else self.previous
+        if not clients.round:
+            old = clients.w
         back = (old - clients.w).expand_as(clients.x)
         self.e[clients] = back * (self.radius / clients.norm(back)).nan_to_num(posinf=0.0)
 
@@ -100,4 +102,4 @@ class LocallyEstimatedPerturbation(FederatedCallback):
 
     def on_server_update(self, server: Server) -> None:
         if self.source == "last":
-            self.previous = server.w
+            self.previous = server.given

@@ -206,14 +206,14 @@ def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
     finished, such parts keep their last evaluated values.
     """
     round = ledger.round
-    # Coordinates that no client trained keep the value of w.
-    if round.parts is None or server.averaged is None or bool(server.averaged.all()):
-        return None
     # The parts that stay at sites are not in this process, so w is evaluated.
-    if ledger.rows_elsewhere:
+    if round.parts is None or server.averaged is None or ledger.rows_elsewhere:
         return None
     if not server.n:
-        return torch.where(server.averaged, server.w.detach(), round.evaluated)
+        return torch.where(round.parts.kept, round.evaluated, server.w.detach())
+    # Coordinates that no client trained keep the value of w.
+    if bool(server.averaged.all()):
+        return None
     mean_change = ledger.total.mean(ledger.total.copies, round.wide)
     mean = server.given + mean_change.to(server.given)
     return torch.where(server.averaged, server.w.detach(), mean)

@@ -31,6 +31,7 @@ from fl_lightning.loop import FederatedLoop
 from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.partial import AVERAGED
 
 ASK_AGAIN = 1.0  # seconds between questions, while a client's site is missing
 OTHERS = 30.0  # seconds to wait for other sites' reports of an error
@@ -415,15 +416,9 @@ class Sites:
         """
         parts = round.parts
         assert parts is not None
-        sent = []
-        for period in parts.periods:
-            valid = []
-            for client in mine:
-                row = round.read(AT_SITES, client)
-                written = None if row is None else int(row)
-                valid.append(parts.valid(round.t, written, period))
-            sent.append(not all(valid))
-        return sent
+        rows = [round.read(AT_SITES, client) for client in mine]
+        oldest = min((-1 if row is None else int(row) for row in rows), default=round.t)
+        return [oldest <= last for last in parts.last_averaged(round.t, round.server_states)]
 
     def _states(self, methods: Methods) -> dict[str, torch.Tensor]:
         """Return the server states that clients are sent, after this round's hooks."""
@@ -434,6 +429,8 @@ class Sites:
                 declared = methods.sent_to_clients().get(key)
                 if declared is not None:
                     states[key] = callback._ledger.server_state(key, declared)
+        if AVERAGED in self.loop.state.server:
+            states[AVERAGED] = self.loop.state.server[AVERAGED]
         return states
 
     def measured(

@@ -100,7 +100,8 @@ class ClientGroup:
         """
         round = self.round
         if round.parts is not None:
-            taken = round.parts.taken(round.t, round.read, self.ids, self.x, round.wide)
+            states = round.server_states
+            taken = round.parts.taken(round.t, states, round.read, self.ids, self.x, round.wide)
             self.kept_origin, self.kept_elapsed, self.kept_mask = taken
 
     def begin(self, own_starts: bool) -> None:

@@ -3,12 +3,13 @@
 FedALS (Gholami & Seferoglu 2024) averages some layers less often; FedPer never averages the head.
 
 A part with period P is averaged at the end of round t when (t + 1) mod P = 0. In other rounds each
-client keeps its own copy, and starts from it if it was written since the part was last averaged.
+client keeps its own copy, and starts from it if it was written since the part was last averaged. If
+nobody finishes a round in which a part is due, nothing is averaged, and the copies stay valid.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ COPY = "parts.x"
 ORIGIN = "parts.origin"
 ELAPSED = "parts.elapsed"
 WRITTEN = "parts.round"
+# The server state that holds when each part was last averaged, from the first round on in which one
+# was due and nobody finished. Before, the periods say it.
+AVERAGED = "parts.averaged"
 
 
 class Parts:
@@ -72,18 +76,32 @@ class Parts:
                 averaged &= ~mask
         return averaged
 
-    def valid(self, t: int, written: int | None, period: int | None) -> bool:
-        """Return whether a copy of round ``written`` is newer than the part's last average."""
-        if written is None:
-            return False
-        if period is None:
-            return True
-        last_averaged = t // period * period - 1
-        return written > last_averaged
+    def last_averaged(self, t: int, states: Mapping[str, Tensor]) -> list[int]:
+        """Return for each part the last round before t in which it was averaged; -1: none.
+
+        ``states``: the server's.
+        """
+        if AVERAGED in states:
+            return [int(round) for round in states[AVERAGED]]
+        return [-1 if period is None else t // period * period - 1 for period in self.periods]
+
+    def after(self, t: int, states: Mapping[str, Tensor], finished: bool) -> dict[str, Tensor]:
+        """Return the server state about the last averages to commit after round t.
+
+        ``finished``: whether a client finished the round.
+        """
+        due = [self.due(t, period) for period in self.periods]
+        if not any(due) or (finished and AVERAGED not in states):
+            return {}
+        last = self.last_averaged(t, states)
+        if finished:
+            last = [t if now else before for now, before in zip(due, last, strict=True)]
+        return {AVERAGED: torch.tensor(last)}
 
     def taken(
         self,
         t: int,
+        states: Mapping[str, Tensor],
         read: Callable[[str, int], Tensor | None],
         ids: list[int],
         x: Tensor,
@@ -98,6 +116,7 @@ class Parts:
         """
         origin = torch.zeros_like(x)
         mask = torch.zeros_like(x, dtype=torch.bool)
+        last = self.last_averaged(t, states)
         elapsed = torch.zeros(x.shape, dtype=wide, device=x.device)
         for row, client in enumerate(ids):
             written = read(WRITTEN, client)
@@ -105,8 +124,8 @@ class Parts:
                 continue
             copy, start, since = (read(key, client) for key in (COPY, ORIGIN, ELAPSED))
             assert copy is not None and start is not None and since is not None
-            for p, (part, period) in enumerate(zip(self.masks, self.periods, strict=True)):
-                if self.valid(t, int(written), period):
+            for p, part in enumerate(self.masks):
+                if int(written) > last[p]:
                     mask[row] |= part
                     elapsed[row][part] = since[p].to(elapsed)
             # A client saves all its parts in one row, and some may be older than the last average.

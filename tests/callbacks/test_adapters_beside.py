@@ -34,6 +34,7 @@ PRODUCTS = [*RANKED, "fedex", "fair"]
 # Clients that keep copies of a part have no mask, and no adapters of which products are taken.
 MASKED = ["ffa", "rolora", "fedsa", *UNEQUAL]
 PARTS = [*MASKED, *PRODUCTS]
+MASKED_OR_KEEPS = ["ffa", "rolora", *RANKED]
 POISSON = {"sampling": "poisson", "participation": 0.6}
 # The rows: what stands beside, with options, and the columns that refuse it.
 BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
@@ -63,6 +64,7 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
     ),
     "random k": (lambda: [c.RandomK(0.5)], {}, UNEQUAL),
     "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),
+    "signs of EF21": (lambda: [c.ErrorFeedback21(c.SignUpdate())], {}, MASKED_OR_KEEPS),
     "top-k": (lambda: [c.TopKCompression(0.5)], {}, RANKED),
 }
 # FedSA-LoRA is PartialAveraging, whose refusals are tested with it.

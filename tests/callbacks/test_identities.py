@@ -14,6 +14,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
+from fl_lightning.schedules import Steps
 from fl_lightning.systems import Constant, Devices, SystemHeterogeneity, VirtualClock
 from tests.engines.test_every_method import config
 from tests.helpers.federation import Run, network, quadratics
@@ -60,13 +61,23 @@ def test_fedlesam_costs_one_gradient_a_step(engine: str) -> None:
 
 
 def test_a_client_receives_its_own_previous_model_or_everybody_the_last() -> None:
-    """With everybody there the two are one."""
+    """With everybody there the two are one, also if clients are given another model than w."""
     full = {"participation": "all"}
-    received = run(c.LocallyEstimatedPerturbation(0.2), **full)
-    last = run(c.LocallyEstimatedPerturbation(0.2, "last"), **full)
-    same(received, last)
+    for beside in ([], [c.LookaheadMomentum(0.85)]):
+        received = run(*beside, c.LocallyEstimatedPerturbation(0.2), **full)
+        last = run(*beside, c.LocallyEstimatedPerturbation(0.2, "last"), **full)
+        same(received, last)
     apart = run(c.LocallyEstimatedPerturbation(0.2, "last"))
     assert (run(c.LocallyEstimatedPerturbation(0.2)).record.w[-1] != apart.record.w[-1]).any()
+
+
+@pytest.mark.parametrize("estimate", ["displacement", "gradient"])
+def test_at_rate_0_scaffold_learns_nothing_of_its_clients(estimate: Any) -> None:
+    rates = {"participation": "all", "lr_decay": Steps({0: 1.0, 2: 0.0})}
+    two, four = (run(c.ControlVariates(estimate), rounds=t, **rates).record for t in (2, 4))
+    kept = [of.rows[-1]["ControlVariates.c_i"] for of in (two, four)]
+    assert all((kept[1][client] == row).all() for client, row in kept[0].items())
+    assert (kept[0][0] != 0).any()
 
 
 def test_fedlesam_s_and_d_are_compositions() -> None:
@@ -147,6 +158,8 @@ def test_scaffnew_reaches_the_optimum_and_fedavg_does_not() -> None:
         ({"beside": c.ExtrapolatedStep()}, "ExtrapolatedStep cannot run together"),
         ({"beside": c.DynamicRegularization()}, "DynamicRegularization cannot run together"),
         ({"beside": c.MixedAscent()}, "MixedAscent cannot run together"),
+        ({"beside": c.AdamDirection()}, "AdamDirection cannot run together.*times the rate"),
+        ({"beside": c.GlobalDirection(0.4, "mix")}, "GlobalDirection cannot run together"),
     ],
 )
 def test_scaffnew_is_refused_where_its_rule_is_not_defined(

@@ -11,7 +11,7 @@ from torch import nn
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.callback import RunFacts
+from fl_lightning.callback import FederatedCallback, RunFacts
 from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.methods import Methods
@@ -180,3 +180,46 @@ def test_where_nobody_finished_the_personal_parts_mean_stays_what_is_evaluated()
     empty = [t for t in range(1, 20) if not module.participants(t)]
     assert len(empty) > 3 and any(module.participants(t) for t in range(empty[0]))
     assert all(torch.equal(evaluated[t], evaluated[t - 1]) for t in empty)
+
+
+class Starts(FederatedCallback):
+    """Remembers where each client began and ended its rounds, and w then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+
+    def on_local_end(self, clients: Any) -> None:
+        rows = zip(clients.client_ids, clients.start.clone(), clients.x.clone(), strict=True)
+        for client, start, x in rows:
+            self.seen[clients.round, client] = start, x, clients.w.clone()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(engine: str) -> None:
+    period, rounds, starts = 3, 40, Starts()
+    with quiet():
+        module = fit(
+            [c.PartialAveraging({"first.*": period}), starts],
+            rounds,
+            sampling="poisson",
+            participation=0.12,
+            engine=engine,
+        )
+    first = module.layout.mask([name for name in module.layout if name.startswith("first.")])
+    averaged, missed, own = -1, 0, 0
+    written: dict[int, int] = {}
+    for t in range(rounds):
+        for client in module.participants(t):
+            start, _, w = starts.seen[t, client]
+            before = written.get(client, -1)
+            expected = w
+            if before > averaged:
+                expected = torch.where(first, starts.seen[before, client][1], w)
+                own += before < t // period * period
+            assert torch.equal(start, expected), (t, client)
+            written[client] = t
+        if (t + 1) % period == 0:
+            averaged = t if module.participants(t) else averaged
+            missed += not module.participants(t)
+    assert missed and own, "an average was missed, and a client went on from its copy"

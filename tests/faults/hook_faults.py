@@ -21,7 +21,7 @@ HOOK_FAULTS = [
     ),
     Fault(
         "FedLESAM, last: it is the model after the step",
-        [(LESAM, "self.previous = server.w", "self.previous = server.w + server.update")],
+        [(LESAM, "self.previous = server.given", "self.previous = server.given + server.update")],
     ),
     Fault(
         "a blind perturbation costs two gradients",
