@@ -22,14 +22,16 @@ def test_a_part_is_averaged_at_the_end_of_its_period() -> None:
     assert all(a[1] and not a[2] and not a[3] for a in averaged)
 
 
-def test_a_copy_is_good_until_its_part_is_averaged_again() -> None:
-    """Of period 3: averaged at the ends of rounds 2 and 5, so that who wrote in 3 or 4 goes on from
-    it in 4 and 5."""
-    of = parts((FIRST, 3))
-    good = [(t, written) for t in range(7) for written in range(t) if of.valid(t, written, 3)]
-    assert good == [(1, 0), (2, 0), (2, 1), (4, 3), (5, 3), (5, 4)]
-    assert of.valid(6, 0, None) and of.valid(0, 0, None)  # never averaged: whatever was written
-    assert not of.valid(5, None, 3) and not of.valid(5, None, None)
+def test_a_part_was_last_averaged_when_it_was_due_and_somebody_finished() -> None:
+    """Of period 3: averaged at the ends of rounds 2 and 5, unless nobody finishes them."""
+    of = parts((FIRST, 3), (LAST, None))
+    assert [of.last_averaged(t, {}) for t in range(7)] == [[-1, -1]] * 3 + [[2, -1]] * 3 + [[5, -1]]
+    assert not of.after(2, {}, finished=True) and not of.after(3, {}, finished=False)
+    missed = of.after(5, {}, finished=False)
+    assert [of.last_averaged(t, missed) for t in (6, 8, 11)] == [[2, -1]] * 3
+    assert not of.after(7, missed, finished=True)
+    made_up = of.after(8, missed, finished=True)
+    assert of.last_averaged(11, made_up) == [8, -1]
 
 
 def test_a_part_averaged_every_round_or_empty_is_none() -> None:
