@@ -35,7 +35,7 @@ COLUMNS = (
     "processor time",
 )
 AXES = {"bytes": "bytes, × FedAvg's", "gradients": "gradients, × FedAvg's"}
-# A method whose difference from FedAvg is not 0 by this level, after Holm's correction.
+# A difference whose p is below this, after Holm's correction, has a star.
 LEVEL = 0.05
 
 
@@ -49,11 +49,13 @@ class Costs:
 
     def over(self, base: Costs) -> dict[str, float | None]:
         """Each cost as a multiple of ``base``'s."""
-        timed = self.seconds is not None and base.seconds is not None
+        seconds = None
+        if self.seconds is not None and base.seconds is not None:
+            seconds = self.seconds / base.seconds
         return {
             "bytes": self.bytes / base.bytes,
             "gradients": self.gradients / base.gradients,
-            "seconds": self.seconds / base.seconds if timed else None,  # type: ignore[operator]
+            "seconds": seconds,
         }
 
 
@@ -103,8 +105,8 @@ def tables(rows: Mapping[str, Sequence[Row]], names: Sequence[str], settings: Se
         base = next((row.costs for row in found if row.method == BASE), None)
         if base is not None:
             told = wrapped(f"**{setting}.** {of_base(base, found)}")
-            drawn_up = table(COLUMNS, [line(row.cells(base)) for row in found])
-            made.append(f"{told}\n\n{drawn_up}\n{wrapped(told_apart(found))}\n")
+            cells = table(COLUMNS, [line(row.cells(base)) for row in found])
+            made.append(f"{told}\n\n{cells}\n{wrapped(told_apart(found))}\n")
         begun = {row.method for row in found}
         if waiting := [name for name in names if name not in begun]:
             made.append(wrapped(f"Not run yet with {setting}: {', '.join(waiting)}.") + "\n")
@@ -148,7 +150,7 @@ def paired(summary: Summary, arm: str) -> Comparison | None:
 
 
 def difference(pair: Comparison | None) -> str:
-    """``+1.95 [+1.80, +2.11] *``; a star where 0 is ruled out after Holm's correction.
+    """A difference with its interval, and its star: ``+1.95 [+1.80, +2.11] *``.
 
     >>> difference(None)
     ''
@@ -156,7 +158,7 @@ def difference(pair: Comparison | None) -> str:
     if pair is None or pair.interval.low is None:
         return ""
     bounds = [PERCENT.difference(getattr(pair.interval, key)) for key in ("mean", "low", "high")]
-    return "{} [{}, {}]".format(*bounds) + " *" * ruled_out(pair)
+    return "{} [{}, {}]".format(*bounds) + " *" * starred(pair)
 
 
 def taken(choice: Choice | None) -> str:
@@ -191,9 +193,9 @@ def of_base(base: Costs, rows: Sequence[Row]) -> str:
 
 
 def told_apart(rows: Sequence[Row]) -> str:
-    """Who is ahead of FedAvg and who behind, where 0 is ruled out, in the order of the table."""
+    """The methods with a star, ahead of FedAvg and behind it, and the number of the others."""
     pairs = {row.method: row.more for row in rows if row.more is not None}
-    sure = {name: pair.interval.mean or 0.0 for name, pair in pairs.items() if ruled_out(pair)}
+    sure = {name: pair.interval.mean or 0.0 for name, pair in pairs.items() if starred(pair)}
     ahead = [name for name, mean in sure.items() if mean > 0]
     behind = [name for name, mean in sure.items() if mean < 0]
     text = f"Ahead of FedAvg with a star: {', '.join(ahead) or 'none'}. "
@@ -201,8 +203,8 @@ def told_apart(rows: Sequence[Row]) -> str:
     return f"{text}Not told apart from it: {len(pairs) - len(sure)} of {len(pairs)}."
 
 
-def ruled_out(pair: Comparison) -> bool:
-    """Whether p is below the level after Holm's correction."""
+def starred(pair: Comparison) -> bool:
+    """Whether a difference has a star: its p is below the level after Holm's correction."""
     return pair.p_holm is not None and pair.p_holm < LEVEL
 
 

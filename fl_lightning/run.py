@@ -49,7 +49,9 @@ from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
 from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.rows_on_disk import KEY
 from fl_lightning.storage.run_state import RunState
+from fl_lightning.storage.schema import check_alike
 from fl_lightning.storage.store import ClientStore
 
 
@@ -305,7 +307,10 @@ class FederatedRun:
         self._note_settings(trainer, cohort, rates)
         policy = self._choose_engine(trainer, cohort)
         assert self.engine is not None
-        parts = self.methods.parts(model.layout)
+        given = self.methods.parts(model.layout)
+        parts = Parts(given, model.layout.size, model.w.device) if given else None
+        if parts is not None:
+            check_alike(self.state.server, parts.like, f"{KEY}.server")
         progress = trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress
         self.loop = FederatedLoop(
             settings=self.settings,
@@ -316,7 +321,7 @@ class FederatedRun:
             engine=self.engine,
             server_step=ServerStep(server_optimizer, self.optimizers.server_rates, progress),
             client_rates=rates,
-            parts=Parts(parts, model.layout.size, model.w.device) if parts else None,
+            parts=parts,
             participants=participants,
             report=reporter.log,
             progress=reporter.client_ended,

@@ -107,16 +107,16 @@ class PersonalHead(FederatedCallback):
         slope = torch.zeros_like(own)
         slope[self.weight] = (error.mT @ f).flatten()
         slope[self.bias] = error.sum(0)
-        new = slope[None]
-        number = torch.full((1,), float(len(labels)), device=new.device)
+        mean = slope[None]
+        count = torch.full((1,), float(len(labels)), device=mean.device)
         # The gradient of a step over several batches is the mean over all of their samples.
         if clients.place_in_step:
             before = self.slope[clients]
-            share = number / (number + self.samples[clients])
-            number = number + self.samples[clients]
-            new = before + (new - before) * share[:, None]
-        self.slope[clients] = new
-        self.samples[clients] = number
+            total = self.samples[clients] + count
+            mean = before + (mean - before) * (count / total)[:, None]
+            count = total
+        self.slope[clients] = mean
+        self.samples[clients] = count
         return loss
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:

@@ -88,6 +88,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
 
     def on_local_start(self, clients: Clients) -> None:
         old = self.received[clients] if self.source == "received" else self.previous
+        # Before round 0 no client was given a model.
         if not clients.round:
             old = clients.w
         back = (old - clients.w).expand_as(clients.x)

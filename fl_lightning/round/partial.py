@@ -4,7 +4,8 @@ FedALS (Gholami & Seferoglu 2024) averages some layers less often; FedPer never 
 
 A part with period P is averaged at the end of round t when (t + 1) mod P = 0. In other rounds each
 client keeps its own copy, and starts from it if it was written since the part was last averaged. If
-nobody finishes a round in which a part is due, nothing is averaged, and the copies stay valid.
+no client finishes a round in which a part is due, the part is not averaged, and the copies stay
+valid.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ COPY = "parts.x"
 ORIGIN = "parts.origin"
 ELAPSED = "parts.elapsed"
 WRITTEN = "parts.round"
-# The server state that holds when each part was last averaged, from the first round on in which one
-# was due and nobody finished. Before, the periods say it.
+# The server state with the round in which each part was last averaged. A run has it from the first
+# round on in which a part was due and no client finished; until then the periods give the rounds.
 AVERAGED = "parts.averaged"
 
 
@@ -61,6 +62,8 @@ class Parts:
             if period != 1 and bool(mask.any()):
                 self.masks.append(mask.to(device))
                 self.periods.append(period)
+        # What the server state AVERAGED has to be like.
+        self.like = {AVERAGED: torch.zeros(len(self.masks), dtype=torch.int64)}
         self.kept = torch.zeros(size, dtype=torch.bool, device=device)
         for mask in self.masks:
             self.kept |= mask

@@ -24,6 +24,15 @@ import numpy as np
 import yaml
 from scipy import stats
 
+from tests.benchmarks.by_hand_statistics import (
+    Interval,
+    Number,
+    holm,
+    interval,
+    p_equivalent,
+    p_two_sided,
+)
+
 GREATER = {
     "acc", "accuracy", "f1", "f1score", "precision", "recall", "auroc", "auc", "ap", "map", "iou",
     "dice", "psnr", "ssim", "bleu", "r2", "kappa", "mcc", "cosine",
@@ -32,8 +41,6 @@ ENDED = ("done", "diverged")
 FEWEST_PAIRS = 5
 FEWEST_SEEDS_COUNTED = 3
 ROOT = Path(__file__).parents[2]
-
-Number = float | None
 
 
 @dataclass(frozen=True)
@@ -187,61 +194,6 @@ def cost_until(run: Run, row: int, cost: str) -> float:
     if cost == "bytes":
         return run.columns["communication/total_bytes"][row]
     return run.columns["round"][row] + 1
-
-
-# Statistics of paired values.
-
-
-@dataclass(frozen=True)
-class Interval:
-    mean: Number
-    sd: Number
-    low: Number
-    high: Number
-
-
-def interval(values: Sequence[float], percent: int = 95) -> Interval:
-    n = len(values)
-    mean = sum(values) / n if n else None
-    if mean is None or n < 2:
-        return Interval(mean, None, None, None)
-    sd = math.sqrt(sum((x - mean) ** 2 for x in values) / (n - 1))
-    half = float(stats.t.ppf(0.5 + percent / 200, n - 1)) * sd / math.sqrt(n)
-    return Interval(mean, sd, mean - half, mean + half)
-
-
-def p_two_sided(values: Sequence[float]) -> Number:
-    found = interval(values)
-    if found.mean is None or found.sd is None:
-        return None
-    if found.sd == 0:
-        return float(found.mean == 0)
-    t = found.mean / (found.sd / math.sqrt(len(values)))
-    return float(2 * stats.t.sf(abs(t), len(values) - 1))
-
-
-def p_equivalent(values: Sequence[float], margin: float) -> Number:
-    """The larger of two one-sided p: that the mean is not above −margin, not below +margin."""
-    found = interval(values)
-    if found.mean is None or found.sd is None:
-        return None
-    if found.sd == 0:
-        return float(abs(found.mean) >= margin)
-    error = found.sd / math.sqrt(len(values))
-    above = stats.t.sf((found.mean + margin) / error, len(values) - 1)
-    below = stats.t.cdf((found.mean - margin) / error, len(values) - 1)
-    return float(max(above, below))
-
-
-def holm(ps: Sequence[Number]) -> list[Number]:
-    """Each p times how many are not smaller, never less than a smaller one's; None is no p."""
-    order = sorted((p, i) for i, p in enumerate(ps) if p is not None)
-    corrected: list[Number] = [None] * len(ps)
-    floor = 0.0
-    for rank, (p, i) in enumerate(order):
-        floor = max(floor, min(1.0, p * (len(order) - rank)))
-        corrected[i] = floor
-    return corrected
 
 
 # Claims.
@@ -412,6 +364,11 @@ def trend_over_axis(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     return evidence
 
 
+def trends(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
+    over_layers = claim["over"] == "layers"
+    return (trend_over_layers if over_layers else trend_over_axis)(claim, sweeps)
+
+
 def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     """1 where the arm diverged, or has at least ``factor`` times the other's metric; else 0."""
     evidence = Evidence({})
@@ -429,8 +386,7 @@ def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     return evidence
 
 
-EVIDENCE = {"to_target": costs, "diverges": divergences}
-TRENDS = {True: trend_over_layers, False: trend_over_axis}
+EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
 COUNTED = ("diverges", "every_seed")
 
 
@@ -488,9 +444,7 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
     families: dict[Any, list[str]] = {}
     for claim in sweeps.claims:
         kind = claim.get("kind", "difference")
-        of_trend = TRENDS[claim.get("over") == "layers"]
-        of_kind = of_trend if kind == "trend" else EVIDENCE.get(kind, differences)
-        evidence = of_kind(claim, sweeps)
+        evidence = EVIDENCE.get(kind, differences)(claim, sweeps)
         values = list(evidence.values.values())
         margin = claim.get("margin", 0.0)
         p = p_two_sided(values)
@@ -525,7 +479,10 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
 
 
 def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[str, Number]:
-    """Source → what a paper printed for a less what it printed for b, or the log of their ratio."""
+    """Source → what a paper printed for a less what it printed for b, or the log of their ratio.
+
+    The sweep is the packaged one whose file has its name.
+    """
     if claim.get("kind", "difference") not in ("difference", "every_seed", "equivalence"):
         return {}
     files = [path for sweep in sweeps for path in ROOT.glob(f"configs/**/{sweep}.yaml")]
@@ -583,11 +540,10 @@ def calculated_arm(
             bytes_known = row is not None and "communication/total_bytes" in run.columns
             clock = run.columns.get("time/round")
             rounds = None if row is None else cost_until(run, row, "rounds")
+            sent = cost_until(run, row or 0, "bytes") if bytes_known else None
             seconds = None if row is None or clock is None else sum(clock[: row + 1])
             arm["rounds_to"][target][seed] = rounds
-            arm["bytes_to"][target][seed] = (
-                cost_until(run, row or 0, "bytes") if bytes_known else None
-            )
+            arm["bytes_to"][target][seed] = sent
             arm["seconds_to"][target][seed] = seconds
     return arm
 

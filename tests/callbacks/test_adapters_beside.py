@@ -31,10 +31,10 @@ METHODS: dict[str, Callable[[], Any]] = {
 RANKED = [name for name in METHODS if name.startswith(("flexlora", "hetlora", "flora"))]
 UNEQUAL = ["flexlora, ranks", "hetlora, prunes", "flora, ranks"]
 PRODUCTS = [*RANKED, "fedex", "fair"]
-# Clients that keep copies of a part have no mask, and no adapters of which products are taken.
+# Refused beside clients' own copies of any part: methods with a mask, and another that has parts.
 MASKED = ["ffa", "rolora", "fedsa", *UNEQUAL]
+# Refused beside own copies of adapters: also the methods that take products of all adapters.
 PARTS = [*MASKED, *PRODUCTS]
-MASKED_OR_KEEPS = ["ffa", "rolora", *RANKED]
 POISSON = {"sampling": "poisson", "participation": 0.6}
 # The rows: what stands beside, with options, and the columns that refuse it.
 BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
@@ -64,7 +64,7 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
     ),
     "random k": (lambda: [c.RandomK(0.5)], {}, UNEQUAL),
     "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),
-    "signs of EF21": (lambda: [c.ErrorFeedback21(c.SignUpdate())], {}, MASKED_OR_KEEPS),
+    "signs of EF21": (lambda: [c.ErrorFeedback21(c.SignUpdate())], {}, ["ffa", "rolora", *RANKED]),
     "top-k": (lambda: [c.TopKCompression(0.5)], {}, RANKED),
 }
 # FedSA-LoRA is PartialAveraging, whose refusals are tested with it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,9 @@ from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20
+from fl_lightning.storage.rows_on_disk import KEY
 from tests.helpers.federation import network
+from tests.helpers.learners import blobs, federated, trainer
 
 
 class Mixed(nn.Module):
@@ -198,6 +201,7 @@ class Starts(FederatedCallback):
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(engine: str) -> None:
     period, rounds, starts = 3, 40, Starts()
+    evaluated: list[torch.Tensor] = []
     with quiet():
         module = fit(
             [c.PartialAveraging({"first.*": period}), starts],
@@ -205,6 +209,7 @@ def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(eng
             sampling="poisson",
             participation=0.12,
             engine=engine,
+            ended=lambda run: evaluated.append(run.run.model.evaluated.detach().clone()),
         )
     first = module.layout.mask([name for name in module.layout if name.startswith("first.")])
     averaged, missed, own = -1, 0, 0
@@ -222,4 +227,40 @@ def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(eng
         if (t + 1) % period == 0:
             averaged = t if module.participants(t) else averaged
             missed += not module.participants(t)
+        if t and not module.participants(t):
+            assert torch.equal(evaluated[t], evaluated[t - 1])
     assert missed and own, "an average was missed, and a client went on from its copy"
+
+
+def fitted(rounds: int, start: Path | None = None) -> tuple[Any, Any]:
+    """A run of which some rounds are empty, also rounds in which a part is due."""
+    run = trainer(rounds, [c.PartialAveraging({"*0*": 3})])
+    module = federated(participation=0.12, sampling="poisson", seed=4)
+    run.fit(module, blobs(6), ckpt_path=start)
+    return run, module
+
+
+def test_a_run_resumes_to_the_same_bits_after_an_average_was_missed(tmp_path: Path) -> None:
+    run, module = fitted(17)
+    assert "parts.averaged" in module.server_states
+    run.save_checkpoint(tmp_path / "at-17.ckpt")
+    _, whole = fitted(40)
+    _, resumed = fitted(40, tmp_path / "at-17.ckpt")
+    assert torch.equal(whole.global_vector, resumed.global_vector)
+    assert torch.equal(whole.evaluated_vector, resumed.evaluated_vector)
+    assert torch.equal(
+        whole.server_states["parts.averaged"], resumed.server_states["parts.averaged"]
+    )
+
+
+@pytest.mark.parametrize("held", [torch.zeros(2, dtype=torch.int64), torch.zeros(1)])
+def test_last_averages_of_another_kind_in_a_checkpoint_are_refused(
+    tmp_path: Path, held: torch.Tensor
+) -> None:
+    run, _ = fitted(2)
+    run.save_checkpoint(tmp_path / "at-2.ckpt")
+    saved = torch.load(tmp_path / "at-2.ckpt", weights_only=False)
+    saved[KEY]["server"]["parts.averaged"] = held
+    torch.save(saved, tmp_path / "wrong.ckpt")
+    with pytest.raises(UserError, match=r"server\.parts\.averaged"):
+        fitted(4, tmp_path / "wrong.ckpt")

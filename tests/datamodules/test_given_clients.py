@@ -212,3 +212,7 @@ def test_positions_beside_a_loader_of_fewer_samples_could_mean_either() -> None:
         UserError, match="clients are given, and the training loader of Inner uses 30 of 60 samples"
     ):
         FromDataModule(Inner(half), clients=[[0, 1], [2, 3]]).setup()
+
+
+def test_clients_are_the_fourth_argument_of_data_in_memory() -> None:
+    assert InMemoryDataModule((X, Y), None, None, OWN).client_sizes().tolist() == [21, 21, 21]

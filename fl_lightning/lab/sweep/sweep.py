@@ -81,6 +81,7 @@ class Sweep:
             self.candidates = candidates(folder, select, self.arms)
         self.states: dict[PlannedRun, str] = {}
         self.selecting = False
+        self.full = False  # whether a full disk ended the selection
         self.metric = select.metric if select else None
         self._claims_hash: str | None = None
         # The complete configuration of each run that was built.
@@ -117,7 +118,7 @@ class Sweep:
             places = self._prepare(jobs)
             if self.candidates:
                 stopped = self._select(places)
-                if stopped is not None:
+                if stopped is not None or self.full:
                     self._stand()
                     return stopped
             decided = [arm for arm in self.arms if arm.name not in self.undecided]
@@ -246,7 +247,7 @@ class Sweep:
         stopped = None
         ended: dict[PlannedRun, str] = {}
         # Arms that depend on others are tried when the others have chosen.
-        while stopped is None and (groups := self._untried(ended)):
+        while stopped is None and not self.full and (groups := self._untried(ended)):
             rounds = self._check(groups, len(places))
             self._stand()
             files.write_states(self.folder, self.states)
@@ -255,6 +256,7 @@ class Sweep:
             if WAITING in states.values():
                 queue.run()
             stopped = queue.stopped
+            self.full = queue.full is not None
             ended |= queue.states
             before = self.chosen
             with self._one_of_an_array():
