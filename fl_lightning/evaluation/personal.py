@@ -83,7 +83,8 @@ class PersonalModels:
         # The parts that a client keeps are those with which the next round would begin.
         start = round.evaluated
         if round.parts is not None:
-            start = torch.where(round.parts.kept, round.w, start)
+            pending = round.parts.pending(round.t, round.server_states)
+            start = torch.where(pending, round.w, start)
         after = ClientGroup(replace(round, t=round.t + 1), [client], start.clone().view(1, -1))
         with torch.no_grad():
             after.take_kept_parts()

@@ -88,6 +88,17 @@ class Parts:
             return [int(round) for round in states[AVERAGED]]
         return [-1 if period is None else t // period * period - 1 for period in self.periods]
 
+    def pending(self, t: int, states: Mapping[str, Tensor]) -> Tensor:
+        """Return ``(D,)`` bool: coordinates of the parts that were not averaged in round t.
+
+        ``states``: the server's after round t.
+        """
+        pending = torch.zeros_like(self.kept)
+        for mask, last in zip(self.masks, self.last_averaged(t + 1, states), strict=True):
+            if last != t:
+                pending |= mask
+        return pending
+
     def after(self, t: int, states: Mapping[str, Tensor], finished: bool) -> dict[str, Tensor]:
         """Return the server state about the last averages to commit after round t.
 

@@ -194,7 +194,7 @@ def test_a_part_that_is_not_averaged_has_no_state_at_the_server() -> None:
     )
 
 
-def test_a_round_that_nobody_finished_changes_nothing_but_the_clock() -> None:
+def test_a_round_that_no_client_finished_changes_nothing_but_the_clock() -> None:
     class Diverging(Lit):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return super().training_step(batch, batch_idx) * (
@@ -322,7 +322,7 @@ def test_state_of_the_server_is_kept_however_it_was_changed() -> None:
         lambda p: FedAdam(p, 0.05, bias_correction=True),
     ],
 )
-def test_a_round_that_nobody_finished_is_no_step_of_the_servers_optimizer(optimizer: Any) -> None:
+def test_a_round_with_no_client_is_no_step_of_the_servers_optimizer(optimizer: Any) -> None:
     class Updates(FederatedCallback):
         def __init__(self) -> None:
             super().__init__()

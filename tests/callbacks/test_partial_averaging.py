@@ -13,6 +13,7 @@ from torch import nn
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback, RunFacts
+from fl_lightning.evaluation.personal import of_client
 from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.learner.layout import Layout, layers_of
 from fl_lightning.methods import Methods
@@ -166,7 +167,7 @@ def test_personal_parts_are_never_averaged_and_what_is_evaluated_is_their_mean()
     assert np.abs(record.evaluated[-1][16:] - copies.mean(0)).max() < 1e-14
 
 
-def test_where_nobody_finished_the_personal_parts_mean_stays_what_is_evaluated() -> None:
+def test_where_no_client_finished_the_personal_parts_mean_stays_what_is_evaluated() -> None:
     """Poisson rounds may be empty.
 
     W^0 of the heads has never been anybody's model after the first round.
@@ -199,9 +200,16 @@ class Starts(FederatedCallback):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(engine: str) -> None:
+def test_a_round_with_no_client_averages_nothing_and_copies_stay_valid(engine: str) -> None:
     period, rounds, starts = 3, 40, Starts()
     evaluated: list[torch.Tensor] = []
+    after: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+
+    def ended(run: Any) -> None:
+        evaluated.append(run.run.model.evaluated.detach().clone())
+        personal = [of_client(run.run, i, None)[0] for i in range(6)]
+        after.append((run.run.model.w.detach().clone(), personal))
+
     with quiet():
         module = fit(
             [c.PartialAveraging({"first.*": period}), starts],
@@ -209,7 +217,7 @@ def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(eng
             sampling="poisson",
             participation=0.12,
             engine=engine,
-            ended=lambda run: evaluated.append(run.run.model.evaluated.detach().clone()),
+            ended=ended,
         )
     first = module.layout.mask([name for name in module.layout if name.startswith("first.")])
     averaged, missed, own = -1, 0, 0
@@ -229,6 +237,11 @@ def test_a_round_that_nobody_finishes_averages_nothing_and_copies_stay_valid(eng
             missed += not module.participants(t)
         if t and not module.participants(t):
             assert torch.equal(evaluated[t], evaluated[t - 1])
+        w, personal = after[t]
+        for client, model in enumerate(personal):
+            last = written.get(client, -1)
+            part = starts.seen[last, client][1] if last > averaged else w
+            assert torch.equal(model, torch.where(first, part, evaluated[t])), (t, client)
     assert missed and own, "an average was missed, and a client went on from its copy"
 
 
