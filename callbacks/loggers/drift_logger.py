@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from fl_lightning.callback import Clients, FederatedCallback, Server, Upload, ordered_sum
@@ -11,7 +13,9 @@ class DriftLogger(FederatedCallback):
     """Logs ``drift/norm``, the mean of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs.
 
     u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A
-    client that did not move is left out of the pairs; without pairs no cosine is logged.
+    client that did not move is left out of the pairs; without pairs no cosine is logged. Where
+    clients are at sites, nothing is logged under partial averaging, because the clients' copies of
+    parts stay there.
     Sent and kept: nothing; vectors that clients send only for this measurement are not counted.
 
     Example:
@@ -40,6 +44,9 @@ class DriftLogger(FederatedCallback):
         self.moving[clients] = (norm[:, 0] > 0).double()
 
     def on_round_end(self, server: Server) -> None:
+        ledger: Any = self._ledger
+        if ledger.rows_elsewhere and ledger.round.parts is not None:
+            return
         server.log("drift/norm", self.length.mean())
         # For n unit vectors e_i, ‖Σ e_i‖² is n plus twice the sum of all pairs' cosines.
         together = self.direction.sum()

@@ -237,12 +237,8 @@ class Site(FederatedLoop):
         counted = counted_in(message)
         data = self.cohort.data
         read = self.rows.reading(counted)
-        self._take_model(message)
-        round = self.round_at(max(int(numbers["round"]), 0))
+        round = self._taken(message, max(int(numbers["round"]), 0))
         round = replace(round, read=read, sizes=personal.SampleCounts(data))
-        if travel.has(message.arrays, "evaluated"):
-            vector = travel.got(message.arrays, "evaluated").to(round.w)
-            round = replace(round, evaluated=vector)
         run: FederatedRun = self.module.run
         models = personal.PersonalModels(round, self.methods, run.evaluate, AtSiteLedger)
         epochs = numbers["epochs"]
@@ -272,8 +268,7 @@ class Site(FederatedLoop):
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """Return the facts of round t from the message, with only this site's clients to train."""
-        self._take_model(message)
-        round = self.round_at(t)
+        round = self._taken(message, t)
         ids = [int(i) for i in message.arrays["ids"]]
         weights = dict.fromkeys(ids, 1.0)
         if "weights" in message.arrays:
@@ -289,6 +284,14 @@ class Site(FederatedLoop):
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
             rates=self.client_rates.in_round(t, factor, steps.values()),
         )
+
+    def _taken(self, message: Message, t: int) -> Round:
+        """Return the facts of round t at the model that the message brings."""
+        self._take_model(message)
+        round = self.round_at(t)
+        if not travel.has(message.arrays, "evaluated"):
+            return round
+        return replace(round, evaluated=travel.got(message.arrays, "evaluated").to(round.w))
 
     def _take_model(self, message: Message) -> None:
         """Set the model, its buffers and the server's states to the received ones.

@@ -8,6 +8,7 @@ sent.
 from __future__ import annotations
 
 from collections.abc import Collection
+from itertools import product
 from typing import Any
 
 from fl_lightning import reading
@@ -55,6 +56,14 @@ def check_hooks(callbacks: Collection[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, FederatedCallback):
             _check(callback)
+
+
+def reads_of_clients(attribute: str, callbacks: Collection[Any]) -> bool:
+    """Return whether a hook that sites run reads this attribute of its clients."""
+    return any(
+        callback.reads_of_clients(hook, attribute)
+        for callback, hook in product(callbacks, AT_SITES)
+    )
 
 
 def _check(callback: FederatedCallback) -> None:

@@ -21,6 +21,7 @@ from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.resent import SentModel
 from fl_lightning.deploy.sent_base import SentBase
+from fl_lightning.deploy.site_hooks import reads_of_clients
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Array, Message, Number, Transport, said, words
 from fl_lightning.description import version_of
@@ -42,7 +43,8 @@ class Sites:
 
     ``counts_tests``: whether to ask sites how many test samples their clients have; ``tests``:
     their answers. ``modes``: whether greater or less is better, by metric, from learners.
-    ``progress``: the values that learners read of the run's progress.
+    ``progress``: the values that learners read of the run's progress. ``reads_evaluated``: whether
+    a hook at sites reads the evaluated model.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Sites:
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
         # Otherwise all of w changes in each round.
+        self.reads_evaluated = reads_of_clients("evaluated", loop.methods.callbacks)
         foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
         partly = loop.methods.resting is not None or foresees
         self.sent = SentModel(loop.methods) if partly else None
@@ -370,7 +373,14 @@ class Sites:
         if any(weight != 1 for weight in round.weights.values()):
             weights = [round.weights[client] for client in round.ids]
             arrays["weights"] = np.asarray(weights, np.float64)
+        if self.reads_evaluated:
+            self._put_evaluated(message, round.evaluated, round)
         return message
+
+    def _put_evaluated(self, message: Message, evaluated: torch.Tensor, round: Round) -> None:
+        """Put the evaluated model into the message, if it is not w."""
+        if not torch.equal(evaluated, round.w):
+            travel.put(message.arrays, "evaluated", evaluated)
 
     def _with_model(self, what: str, round: Round, site: str, mine: list[int]) -> Message:
         """Return a message with w, or the part of it that the site lacks, and the round's states
@@ -454,8 +464,7 @@ class Sites:
             message = self._with_model("evaluate", facts, site, mine)
             message.numbers |= {"round": rounds - 1, "epochs": finetune_epochs}
             message.numbers |= self.facts
-            if not torch.equal(vector, facts.w):
-                travel.put(message.arrays, "evaluated", vector)
+            self._put_evaluated(message, vector, facts)
             return message
 
         values: evaluation.Values = {}

@@ -146,7 +146,7 @@ def packed_client(
     if home.holds is not None:
         put_mask(arrays, at + "holds", home.holds)
     for name, value in home.uploads.items():
-        put(arrays, at + "upload/" + name, _part(value, where))
+        put(arrays, at + "upload/" + name, _part(value, where) if _fits(value, where) else value)
     for name, value in home.buffers.items():
         put(arrays, at + "buffer/" + name, value)
     for name, value in home.maxima.items():
@@ -227,6 +227,13 @@ def _part(values: Tensor, where: Tensor | None) -> Tensor:
     if where is None or values.shape != where.shape:
         return values
     return values[where.to(values.device)]
+
+
+def _fits(values: Tensor, where: Tensor | None) -> bool:
+    """Return whether a vector of D numbers is 0 on all coordinates that are not sent."""
+    if where is None or values.shape != where.shape:
+        return True
+    return not bool(values[~where.to(values.device)].any())
 
 
 def _spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:

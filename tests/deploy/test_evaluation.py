@@ -93,7 +93,7 @@ def evaluation_of(module: FederatedModule) -> PerClientEvaluation:
 
 def own_metrics(rounds: list[dict[str, float]], parts: bool) -> list[dict[str, float]]:
     """Without what needs parts that stay at the sites (``parts``: whether any do)."""
-    away = ("val/", "divergence/participants") if parts else ("val/",)
+    away = ("val/", "divergence/participants", "drift/") if parts else ("val/",)
     return [{k: v for k, v in row.items() if not k.startswith(away)} for row in rounds]
 
 

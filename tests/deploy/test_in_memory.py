@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
 from fl_lightning import Diverged, FederatedModule, InMemoryDataModule, UserError, callbacks, load
-from fl_lightning.callback import Clients, FederatedCallback
+from fl_lightning.callback import Clients, FederatedCallback, ServerState, Upload
 from fl_lightning.callbacks import (
     CommunicationLogger,
     ControlVariates,
@@ -191,7 +191,28 @@ def check_same(
 
 def federated_als() -> list[Any]:
     parts = PartialAveraging(periods={"net.3.*": "never", "net.0.*": 2})
-    return [parts, CommunicationLogger(), DivergenceLogger(all_clients=False)]
+    return [parts, CommunicationLogger(), DivergenceLogger(all_clients=False), DriftLogger()]
+
+
+class WholeUpload(FederatedCallback):
+    """Sends D numbers in each round, also where the round averages only some coordinates."""
+
+    moved = Upload()
+    mean = ServerState(synchronised=False, sent=True)
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor:
+        return gradient + 0.05 * self.mean
+
+    def on_local_end(self, clients: Clients) -> None:
+        self.moved[clients] = clients.x - clients.w
+
+    def on_server_update(self, server: Any) -> None:
+        self.mean = self.moved.mean()
+
+
+class PullToEvaluated(FederatedCallback):
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor:
+        return gradient + 0.05 * (clients.x - clients.evaluated)
 
 
 METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
@@ -204,6 +225,8 @@ METHODS: dict[str, tuple[Callable[[], list[Any]], dict[str, Any]]] = {
     ),
     "fedals": (federated_als, {}),
     "fedals, empty rounds": (federated_als, {"sampling": "poisson", "participation": 0.08}),
+    "fedals, whole upload": (lambda: [*federated_als(), WholeUpload()], {}),
+    "fedexp, evaluated": (lambda: [callbacks.ExtrapolatedStep(), PullToEvaluated()], {}),
     "top-k": (lambda: [TopKCompression(0.25), CommunicationLogger()], {}),
     "median": (lambda: [RobustAggregation("median")], {}),
     "samples": (lambda: [ControlVariates()], {"weighting": "samples"}),
@@ -238,12 +261,13 @@ def test_sites_leave_the_bits_of_the_simulation(name: str, tmp_path: Path) -> No
     over, seen, _ = over_sites(methods, tmp_path, **options)
     stays = name.startswith("fedals")
     check_same(simulated, over, tmp_path, whole=not stays)
+    assert any("val/… is of w" in note for note in over.notes) == stays
     assert ("parts.averaged" in simulated.server_states) == (name == "fedals, empty rounds")
     for ours, theirs in zip(metrics, seen, strict=True):
         if stays:
             # These need the parts that stay at the sites.
-            away = ("val/", "divergence/participants")
-            assert not any(k.startswith("divergence/participants") for k in theirs)
+            away = ("val/", "divergence/participants", "drift/")
+            assert not any(k.startswith(away[1:]) for k in theirs)
             ours = {k: v for k, v in ours.items() if not k.startswith(away)}
             theirs = {k: v for k, v in theirs.items() if not k.startswith(away)}
         assert ours == theirs
