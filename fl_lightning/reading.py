@@ -31,6 +31,13 @@ def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
     return {node.attr for node, own in _attributes(callback, hook) if _name(node) not in ("", own)}
 
 
+def set_of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
+    """Return the attributes of ``self`` that a hook assigns, also in methods that it calls."""
+    for node, own in _attributes(callback, hook):
+        if _name(node) == own and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
 def assigned(hook: Callable[..., Any]) -> Iterator[str]:
     """Return the attributes of ``self`` that a hook always assigns, under no condition."""
     tree, own = _parsed(hook)

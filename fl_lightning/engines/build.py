@@ -17,7 +17,12 @@ from fl_lightning.engines.looks import FirstLook, Looks
 from fl_lightning.engines.proof import FirstSteps, Reason, take_first_steps
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.errors import UserError
-from fl_lightning.round.settings import AUTO, SEQUENTIAL, STACKED
+from fl_lightning.round.settings import AUTO, DEBUG, SEQUENTIAL, STACKED
+
+SHARED = (
+    "and all clients share it, so one worker trains them. Declare such a value (Scratch, "
+    "ClientState, Upload, clients.log) to use more workers"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,10 @@ def choose(
         reason = refusal("capture=True", "capture='auto'")
     if reason is not None:
         raise UserError(reason)
+    in_order = situation.workers == 1 or situation.engine in (SEQUENTIAL, DEBUG)
+    if not in_order and (shared := situation.set_by_methods()):
+        situation = replace(situation, workers=1)
+        note(f"{shared}, {SHARED}")
     copies = LearnerCopies(situation)
     resumed = held is not None and plan_fits(situation, held)
     if held is not None and resumed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
@@ -13,6 +14,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from fl_lightning import reading
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.client_optimizer import ClientOptimizer, can_be_fused, unheld
 from fl_lightning.engines.configured_optimizer import Optimizers
@@ -31,6 +34,11 @@ from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.settings import Settings
 
+HOOKS_OF_CLIENTS = tuple(
+    name
+    for name, hook in inspect.getmembers(FederatedCallback, inspect.isfunction)
+    if not name.startswith("_") and "clients" in inspect.signature(hook).parameters
+)
 STREAMS = 16  # largest number of streams on a GPU; PyTorch has a pool of 32
 
 
@@ -126,6 +134,16 @@ class Situation:
             return ""
         name = type(self.looking[0]).__name__
         return f"the callback {name} is called with each client's batch, and there is one for all"
+
+    def set_by_methods(self) -> str:
+        """What hooks of clients set on a method, which all clients share; empty: nothing."""
+        for method in self.work.methods.callbacks:
+            declared = method.declarations()
+            for hook in filter(method.has, HOOKS_OF_CLIENTS):
+                for name in reading.set_of_self(method, getattr(method, hook)):
+                    if name not in declared:
+                        return f"{type(method).__name__} sets self.{name} in {hook}"
+        return ""
 
     def lengths(self) -> list[int]:
         """K_i of the clients that one process trains in round 0."""

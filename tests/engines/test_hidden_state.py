@@ -6,7 +6,7 @@ Auto gives sequential's bits each time, and trials leave no trace.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from fl_lightning import FederatedCallback
 from fl_lightning.engines import auto
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -128,12 +129,17 @@ def always_measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-def ran(make: Callable[[], Any], engine: str, data: Callable[[], Any] = blobs) -> Any:
+def ran(
+    make: Callable[[], Any],
+    engine: str,
+    data: Callable[[], Any] = blobs,
+    methods: Sequence[FederatedCallback] = (),
+) -> Any:
     global CALLS
     CALLS = 0
     torch.manual_seed(3)
     module = federated(make(), engine=engine, workers=2, participation=0.6, local_epochs=2)
-    trainer(2).fit(module, data())
+    trainer(2, methods).fit(module, data())
     return module
 
 
@@ -155,6 +161,26 @@ def test_data_that_draws_from_a_generator_of_its_own_is_read_in_order() -> None:
         assert module.engine_facts["engine"] == "sequential" and torch.equal(
             module.global_vector, expected
         )
+
+
+class OnItself(FederatedCallback):
+    """Keeps where a client began in a place that all clients share."""
+
+    def on_local_start(self, clients: Any) -> None:
+        self.begun = clients.x.clone()
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0.1 * (clients.x - self.begun)
+
+
+@pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
+def test_a_method_that_sets_an_attribute_for_all_clients_trains_one_after_the_other() -> None:
+    expected = ran(Lit, "sequential", methods=[OnItself()]).global_vector
+    for engine in ("auto", "concurrent"):
+        module = ran(Lit, engine, methods=[OnItself()])
+        assert module.engine_facts["workers"] == "1", module.engine_facts["why"]
+        assert torch.equal(module.global_vector, expected)
+        assert any("OnItself sets self.begun in on_local_start" in note for note in module.notes)
 
 
 @pytest.mark.fast
