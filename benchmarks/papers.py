@@ -80,7 +80,7 @@ WALL = ("time/round", "time/validation")
 CLOCKS = (*WALL, "time/cpu")
 # What docs/results may come to, with figures.
 FILES = 80
-MEGABYTES = 12
+MEGABYTES = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
