@@ -78,7 +78,7 @@ INTERVAL = ("mean", "low", "high", "n")
 # Runs that share their machine take longer, so their seconds say nothing.
 WALL = ("time/round", "time/validation")
 CLOCKS = (*WALL, "time/cpu")
-# What docs/results may come to, with figures.
+# What docs/results may come to, with figures and the table of methods.
 FILES = 80
 MEGABYTES = 16
 

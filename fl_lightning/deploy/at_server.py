@@ -93,9 +93,9 @@ class AtServer(pl.Callback):
         if loop.parts is not None and bool(loop.parts.kept.any()):
             pl_module.note(
                 "partial averaging over sites: the clients' copies of parts stay at their sites. "
-                "So val/… is of w, and not of w with the clients' mean on those parts, as in a "
-                "simulation, and drift/… is missing. clients/… (PerClientEvaluation) is of the "
-                "clients' own models"
+                "So val/… is of w. In a simulation it is of w with the clients' mean on those "
+                "parts. drift/… is missing. clients/… (PerClientEvaluation) is of the clients' own "
+                "models"
             )
 
     def one_client(self, module: Any) -> dict[str, float] | None:

@@ -146,7 +146,10 @@ def packed_client(
     if home.holds is not None:
         put_mask(arrays, at + "holds", home.holds)
     for name, value in home.uploads.items():
-        put(arrays, at + "upload/" + name, _part(value, where) if _fits(value, where) else value)
+        part = _part(value, where)
+        # An upload may have numbers on other coordinates, too; then all of it is sent.
+        whole = int(part.count_nonzero()) < int(value.count_nonzero())
+        put(arrays, at + "upload/" + name, value if whole else part)
     for name, value in home.buffers.items():
         put(arrays, at + "buffer/" + name, value)
     for name, value in home.maxima.items():
@@ -227,13 +230,6 @@ def _part(values: Tensor, where: Tensor | None) -> Tensor:
     if where is None or values.shape != where.shape:
         return values
     return values[where.to(values.device)]
-
-
-def _fits(values: Tensor, where: Tensor | None) -> bool:
-    """Return whether a vector of D numbers is 0 on all coordinates that are not sent."""
-    if where is None or values.shape != where.shape:
-        return True
-    return not bool(values[~where.to(values.device)].any())
 
 
 def _spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:

@@ -34,10 +34,13 @@ from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
 from fl_lightning.round.settings import Settings
 
-HOOKS_OF_CLIENTS = tuple(
-    name
-    for name, hook in inspect.getmembers(FederatedCallback, inspect.isfunction)
-    if not name.startswith("_") and "clients" in inspect.signature(hook).parameters
+HOOKS_OF_CLIENTS = (
+    "local_batch",
+    *(
+        name
+        for name, hook in inspect.getmembers(FederatedCallback, inspect.isfunction)
+        if not name.startswith("_") and "clients" in inspect.signature(hook).parameters
+    ),
 )
 STREAMS = 16  # largest number of streams on a GPU; PyTorch has a pool of 32
 
@@ -136,7 +139,10 @@ class Situation:
         return f"the callback {name} is called with each client's batch, and there is one for all"
 
     def set_by_methods(self) -> str:
-        """What hooks of clients set on a method, which all clients share; empty: nothing."""
+        """Return which method sets an attribute of its own in a hook of clients; empty: none.
+
+        All clients share such an attribute.
+        """
         for method in self.work.methods.callbacks:
             declared = method.declarations()
             for hook in filter(method.has, HOOKS_OF_CLIENTS):

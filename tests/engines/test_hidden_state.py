@@ -163,6 +163,14 @@ def test_data_that_draws_from_a_generator_of_its_own_is_read_in_order() -> None:
         )
 
 
+class Reading(FederatedCallback):
+    """Keeps a client's batch in a place that all clients share, without a hook of clients."""
+
+    def local_batch(self, client: int, batch: Any) -> Any:
+        self.batch = batch
+        return self.batch
+
+
 class OnItself(FederatedCallback):
     """Keeps where a client began in a place that all clients share."""
 
@@ -181,6 +189,11 @@ def test_a_method_that_sets_an_attribute_for_all_clients_trains_one_after_the_ot
         assert module.engine_facts["workers"] == "1", module.engine_facts["why"]
         assert torch.equal(module.global_vector, expected)
         assert any("OnItself sets self.begun in on_local_start" in note for note in module.notes)
+
+
+def test_an_attribute_that_is_set_while_a_batch_is_read_is_noted_too() -> None:
+    notes = ran(Lit, "auto", methods=[Reading()]).notes
+    assert any("Reading sets self.batch in local_batch" in note for note in notes)
 
 
 @pytest.mark.fast
