@@ -17,6 +17,7 @@ from matplotlib.axes import Axes
 
 from fl_lightning.lab.report.chosen import Choice, choices
 from fl_lightning.lab.report.drawing import INK, figure, logarithmic, plain, saved, style, styled
+from fl_lightning.lab.report.intervals import paired as interval_of
 from fl_lightning.lab.report.runs import ReportedRun, find
 from fl_lightning.lab.report.scores import summed
 from fl_lightning.lab.report.summary import Arm, Summary, summarise
@@ -41,7 +42,11 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run of an arm took, as a mean over its seeds; None where it was not kept."""
+    """What a run of an arm took, as a mean over its seeds.
+
+    Only runs on one core give ``seconds``, since threads share their work at a price; None where
+    there is no such run.
+    """
 
     bytes: float
     gradients: float
@@ -106,7 +111,8 @@ def tables(rows: Mapping[str, Sequence[Row]], names: Sequence[str], settings: Se
         if base is not None:
             told = wrapped(f"**{setting}.** {of_base(base, found)}")
             cells = table(COLUMNS, [line(row.cells(base)) for row in found])
-            made.append(f"{told}\n\n{cells}\n{wrapped(told_apart(found))}\n")
+            said = [wrapped(text) for text in (told_apart(found), beside_the_first(found))]
+            made.append("\n\n".join([told, cells + "\n" + said[0], said[1]]) + "\n")
         begun = {row.method for row in found}
         if waiting := [name for name in names if name not in begun]:
             made.append(wrapped(f"Not run yet with {setting}: {', '.join(waiting)}.") + "\n")
@@ -136,11 +142,11 @@ def spent(runs: Sequence[ReportedRun]) -> Costs | None:
     done = [run for run in runs if run.status == "done"]
     if not done:
         return None
-    timed = all("time/cpu" in run.columns for run in done)
+    timed = [run for run in done if run.machine["cores"] == 1]
     return Costs(
         fmean(float(run.column("communication/total_bytes")[-1]) for run in done),
         fmean(float(summed(run, "cost/gradients")[-1]) for run in done),
-        fmean(float(summed(run, "time/cpu")[-1]) for run in done) if timed else None,
+        fmean(float(summed(run, "time/cpu")[-1]) for run in timed) if timed else None,
     )
 
 
@@ -193,14 +199,32 @@ def of_base(base: Costs, rows: Sequence[Row]) -> str:
 
 
 def told_apart(rows: Sequence[Row]) -> str:
-    """The methods with a star, ahead of FedAvg and behind it, and the number of the others."""
+    """The arms with a star, ahead of FedAvg and behind it, and the number of the others."""
     pairs = {row.method: row.more for row in rows if row.more is not None}
     sure = {name: pair.interval.mean or 0.0 for name, pair in pairs.items() if starred(pair)}
     ahead = [name for name, mean in sure.items() if mean > 0]
     behind = [name for name, mean in sure.items() if mean < 0]
+    rest = [pair.interval for name, pair in pairs.items() if name not in sure]
+    near = sum(interval.p is not None and interval.p < LEVEL for interval in rest)
     text = f"Ahead of FedAvg with a star: {', '.join(ahead) or 'none'}. "
     text += f"Behind it with a star: {', '.join(behind) or 'none'}. "
-    return f"{text}Not told apart from it: {len(pairs) - len(sure)} of {len(pairs)}."
+    text += f"Without a star: {len(rest)} of {len(pairs)}; of these, the intervals of {near} "
+    return f"{text}leave out 0."
+
+
+def beside_the_first(rows: Sequence[Row]) -> str:
+    """The arms of which no uncorrected interval says that they are behind the first."""
+    first, *others = rows
+    best = first.arm.scores["tail"]
+    alike = []
+    for row in others:
+        scores = row.arm.scores["tail"]
+        both = [(scores[seed], score) for seed, score in best.items() if seed in scores]
+        high = interval_of([(a or 0.0) - (b or 0.0) for a, b in both]).high
+        if high is None or high >= 0:
+            alike.append(row.method)
+    names = ", ".join(alike) or "none"
+    return f"Not told apart from the first, {first.method}, without a correction: {names}."
 
 
 def starred(pair: Comparison) -> bool:
