@@ -128,6 +128,30 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
 
 
 @pytest.mark.slow
+def test_killed_after_its_arm_chose_goes_on_with_the_choice(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text(f"""
+configs: [base, data/digits, trainer/cpu]
+fixed: {{trainer.max_epochs: {ROUNDS}, model.engine: sequential, model.local_epochs: 1}}
+grid: {{method: [method/fedavg], seed_everything: [1]}}
+select:
+  over: {{model.learner.init_args.lr: [1.0e-6, 0.1]}}
+  rounds: 1
+  seeds: [100]
+""")
+    folder = cli.folder / "runs/s"
+    first = cli.start("sweep", "s.yaml", "--jobs", 1)
+    until((folder / "selections.yaml").exists, first)
+    until(lambda: halted(first), first)
+    first.kill(signal.SIGKILL)
+    assert first.wait().returncode == -signal.SIGKILL
+    again = cli("sweep", "s.yaml", "--jobs", 1)
+    assert again.returncode == 0, again.stderr
+    assert states(folder) == {"fedavg/1": "done"}
+    assert "going on with round" in (folder / "fedavg/seed-1/log.txt").read_text()
+    assert "lr: 0.1\n" in (folder / "fedavg/seed-1/config.yaml").read_text()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["running", "failed"])
 def test_killed_after_its_last_round_is_done(cli: Cli, sweep_file: Path, status: str) -> None:
     one = ("sweep", sweep_file, "method=method/fedavg", "seed_everything=0")

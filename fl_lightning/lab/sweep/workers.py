@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import parse_yaml, prepare
-from fl_lightning.lab.sweep.folder import DIVERGED, DONE, make
+from fl_lightning.lab.sweep.folder import make
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.metrics import read_record
 
@@ -194,9 +194,10 @@ def _built(run: PlannedRun) -> CommandCLI:
 def _to_build(run: PlannedRun) -> list[str]:
     """Return the arguments with which a run can be built.
 
-    A run that has ended and was kept without checkpoints cannot be fitted in its own folder.
+    A run that has begun is built outside of its folder. It may have been kept without checkpoints,
+    and where its arm has yet to choose, ``run`` has another value than the run's checkpoint.
     """
-    if read_record(run.folder).get("status") not in (DONE, DIVERGED):
+    if not read_record(run.folder):
         return list(run.argv)
     elsewhere = f"--trainer.default_root_dir={run.folder / 'rehearsal'}"
     return [*run.argv, elsewhere, "--ckpt_path=null"]
