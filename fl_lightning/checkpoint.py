@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,16 @@ from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.methods import Methods
-from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.global_model import GlobalModel, set_buffers
 from fl_lightning.storage.apart import is_plain
+from fl_lightning.storage.columns import (
+    chosen_read,
+    chosen_written,
+    sent_read,
+    sent_written,
+    versions_read,
+    versions_written,
+)
 from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.rows_on_disk import KEY, RowsOnDisk, find_folder, index_read
@@ -28,7 +35,6 @@ from fl_lightning.storage.run_state import RunState, Versions
 from fl_lightning.storage.schema import (
     ANYTHING,
     COUNT,
-    IDS,
     LIST,
     NUMBER,
     TENSOR,
@@ -139,70 +145,6 @@ def ended_early(trainer: Any) -> tuple[bool, str]:
             )
             return True, said if done == last else ""
     return False, ""
-
-
-@dataclass(frozen=True)
-class _Version:
-    w: Tensor = entry(TENSOR)
-    buffers: dict[str, Tensor] = entry(each(TENSOR))
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Choices of all rounds: the rounds, the number of clients in each, and the clients."""
-
-    rounds: Tensor = entry(IDS)
-    numbers: Tensor = entry(IDS)
-    clients: Tensor = entry(IDS)
-
-
-def versions_read(held: Any, place: str) -> Versions:
-    """The kind of earlier models with their buffers, by the number of steps before them."""
-    number = that(lambda key: isinstance(key, str) and key.isdecimal())
-    read = each(record(_Version), number)(held, place)
-    return {int(number): (version.w, version.buffers) for number, version in read.items()}
-
-
-def versions_written(versions: Versions) -> dict[str, Any]:
-    return {str(v): written(_Version(w, dict(buffers))) for v, (w, buffers) in versions.items()}
-
-
-def chosen_read(held: Any, place: str) -> dict[int, tuple[int, ...]]:
-    """The kind of the clients that a method chose, by round."""
-    columns = record(_Chosen)(held, place)
-    numbers = columns.numbers.tolist()
-    if len(numbers) != len(columns.rounds) or sum(numbers) != len(columns.clients):
-        raise damaged(place)
-    clients = torch.split(columns.clients, numbers)
-    rounds = zip(columns.rounds.tolist(), clients, strict=True)
-    return {t: tuple(ids.tolist()) for t, ids in rounds}
-
-
-def chosen_written(chosen: Mapping[int, tuple[int, ...]]) -> dict[str, Tensor]:
-    rounds, numbers = list(chosen), [len(ids) for ids in chosen.values()]
-    columns = (rounds, numbers, list(chain.from_iterable(chosen.values())))
-    return written(_Chosen(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """The clients that were sent w, and for each the last round in which it was."""
-
-    clients: Tensor = entry(IDS)
-    rounds: Tensor = entry(IDS)
-
-
-def sent_read(held: Any, place: str) -> dict[int, int]:
-    """The kind of the last round in which each client was sent w."""
-    columns = record(_Sent)(held, place)
-    if len(columns.clients) != len(columns.rounds):
-        raise damaged(place)
-    return dict(zip(columns.clients.tolist(), columns.rounds.tolist(), strict=True))
-
-
-def sent_written(sent: Mapping[int, int]) -> dict[str, Tensor]:
-    columns = (sorted(sent), [sent[client] for client in sorted(sent)])
-    return written(_Sent(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -579,6 +521,17 @@ def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
         UserError: the checkpoint is damaged.
     """
     return values(Held, checkpoint[KEY], KEY, names) if KEY in checkpoint else {}
+
+
+def load_buffers(learner: Any, checkpoint: dict[str, Any]) -> None:
+    """Load the run's buffers that are not persistent, which a ``state_dict`` leaves out.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    buffers = held_in(checkpoint, "buffers").get("buffers", {})
+    check_alike(buffers, dict(learner.named_buffers()), f"{KEY}.buffers")
+    set_buffers(learner, buffers, ())
 
 
 def check_vector(held: Any, own: Tensor) -> None:

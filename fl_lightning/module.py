@@ -356,6 +356,8 @@ class FederatedModule(LearnerHooks):
             held = checkpoint.resumed(saved, self.trainer)
             self._optimizer_states = saved["optimizer_states"]
             self.run.take_up(held, self.trainer)
+        else:
+            checkpoint.load_buffers(self.learner, saved)
 
     def configure_optimizers(self) -> Optimizer:
         # Lightning has moved the parameters to their device before this.
