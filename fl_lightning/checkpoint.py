@@ -58,6 +58,7 @@ from fl_lightning.storage.segments import Index
 
 VERSION = 1  # version of the run's part of a checkpoint
 NO_COSTS = torch.zeros(0, dtype=torch.int64)
+VALUE = that(lambda value: isinstance(value, Tensor) and value.numel() == 1)
 
 
 @dataclass
@@ -166,6 +167,7 @@ class Held:
         engine: the plan of how clients are trained.
         secret: the name of the run's secret; empty if it has none.
         sent: the last round in which each client was sent w, if a method depends on it.
+        monitored: the Trainer's ``callback_metrics``, which an epoch without validation reads.
         base: frozen weights that methods changed, if the checkpoint's weights have fewer bits;
             ``base_costs``: costs by round and weight; ``base_kinds``: shape and dtype by name.
     """
@@ -190,6 +192,7 @@ class Held:
     )
     secret: str = entry(TEXT, "")
     sent: dict[int, int] = entry(sent_read, {}, sent_written)
+    monitored: dict[str, Tensor] = entry(each(VALUE), {})
     base: dict[str, Tensor] = entry(each(TENSOR), {})
     base_costs: Tensor = entry(TENSOR, NO_COSTS)
     base_kinds: dict[str, str] = entry(each(TEXT), {})
@@ -204,6 +207,7 @@ class Held:
         plan: EnginePlan,
         disk: RowsOnDisk,
         secret: Secret,
+        trainer: Any,
     ) -> Held:
         """Collect what a run holds now; every process calls it, to write its rows.
 
@@ -231,6 +235,7 @@ class Held:
             engine=plan,
             secret=secret.name,
             sent=dict(state.sent),
+            monitored={k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
             base={} if state.base is None else state.base.kept(),
             base_costs=NO_COSTS if state.base is None else torch.tensor(state.base.costs),
             base_kinds={} if state.base is None else state.base.kinds(),
@@ -461,7 +466,8 @@ class CheckpointFolder:
         """Add the run's part to a checkpoint, and write the files beside the checkpoint."""
         self._rows = self._rows or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
-        saved[KEY] = Held.of(identity, state, model, named, plan, self._rows, secret).entries()
+        held = Held.of(identity, state, model, named, plan, self._rows, secret, trainer)
+        saved[KEY] = held.entries()
         if trainer.is_global_zero:
             secret.keep(self._rows.folder)
         begin_round_again(saved.get("loops", {}), state.rounds, trainer.interrupted)

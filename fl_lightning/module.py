@@ -414,6 +414,7 @@ class FederatedModule(LearnerHooks):
         alike.check_model(self.current_epoch)
         self.trainer.should_stop = alike.stops
         self.learner.on_train_epoch_end()
+        self.run.monitored = dict(self.trainer.callback_metrics)
         # Lightning resets the metrics that steps logged, so that a later validation or test starts
         # empty.
         self.run.reset_metrics()

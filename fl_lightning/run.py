@@ -75,6 +75,8 @@ class FederatedRun:
         # The secret of a private run, from `make_optimizers` on. Copies and pickles leave it out.
         self.secret = secret.NOT_YET
         self._drawn_seed: int | None = None
+        # The Trainer's callback_metrics after the latest round, with which the next fit goes on.
+        self.monitored: dict[str, torch.Tensor] = {}
         # The following attributes belong to one fit.
         self.methods = Methods([])
         # Our part of the checkpoint that is resumed, until this fit has begun.
@@ -269,6 +271,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = held.restore(rows, self.model, trainer.ckpt_path)
+        self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
         )
@@ -414,6 +417,8 @@ class FederatedRun:
         # An older checkpoint does not store the number of committed rounds, but Lightning's epoch
         # gives it.
         self.state.rounds = self.state.rounds or t
+        # Lightning empties them at the start of a fit.
+        self.reporter.trainer.callback_metrics.update(self.monitored)
         self.reporter.begin(self)
         self._random_state = RandomState(self.model.w)
 
