@@ -32,6 +32,11 @@ class Measurement(FederatedCallback):
         """Return the values to log for this FederatedModule; called in every process."""
         raise NotImplementedError  # abstract: each logger measures something else
 
+    @property
+    def measured(self) -> bool:
+        """Return whether it has measured in this fit."""
+        return self._measured >= 0
+
     def validated(self, t: int) -> bool:
         """Return whether the model of round t was validated."""
         return self._validated == t
