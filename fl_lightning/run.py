@@ -27,6 +27,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
@@ -363,6 +364,7 @@ class FederatedRun:
         of_learner = accumulation_notes(self.model.learner, settings.accumulate)
         of_learner += scale_notes(self.model.layout, self.methods)
         of_learner += notes_of_restarts(self.methods.callbacks)
+        of_learner += averaging_notes(trainer.callbacks, self.continues(trainer))
         for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_learner]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:

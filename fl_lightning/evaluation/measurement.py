@@ -6,7 +6,6 @@ from typing import Any
 
 from fl_lightning.accepted import PositiveInt
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.evaluation.averages import has_base
 from fl_lightning.machine.processes import gathered
 
 
@@ -43,12 +42,6 @@ class Measurement(FederatedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._ended = self._measured = self._validated = -1
-        if any(has_base(c, "StochasticWeightAveraging") for c in trainer.callbacks):
-            pl_module.note(
-                "StochasticWeightAveraging puts its average in place after the last round, so the "
-                "exported model differs from those that are validated and measured (val/…, "
-                "clients/…, global/…, hessian/…). Measure it with trainer.validate(module, data)"
-            )
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
