@@ -415,6 +415,7 @@ class FederatedModule(LearnerHooks):
         self.trainer.should_stop = alike.stops
         self.learner.on_train_epoch_end()
         self.run.monitored = dict(self.trainer.callback_metrics)
+        self.run.show_server_rates(self.current_epoch + 1)
         # Lightning resets the metrics that steps logged, so that a later validation or test starts
         # empty.
         self.run.reset_metrics()

@@ -421,8 +421,18 @@ class FederatedRun:
         self.state.rounds = self.state.rounds or t
         # Lightning empties them at the start of a fit.
         self.reporter.trainer.callback_metrics.update(self.monitored)
+        self.show_server_rates(t)
         self.reporter.begin(self)
         self._random_state = RandomState(self.model.w)
+
+    def show_server_rates(self, t: int) -> None:
+        """Set the server's rates of round t, if there is one, for callbacks that read them before
+        it.
+        """
+        assert self.loop is not None and self.reporter is not None
+        last = self.reporter.trainer.max_epochs
+        if t < last or last < 0:
+            self.loop.set_server_rates(t)
 
     def end(self) -> None:
         """Tidy the disk, and restore the states of the process's random generators."""

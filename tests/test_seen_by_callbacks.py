@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import StochasticWeightAveraging
+from pytorch_lightning.callbacks import LearningRateMonitor, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates
+from fl_lightning.record.metrics_csv import MetricsCSV
+from fl_lightning.schedules import Steps
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -179,3 +181,18 @@ def test_a_round_without_validation_finds_the_last_ones_values_after_a_resume(
     else:
         resumed = fitted(6, tmp_path / "3.ckpt")[2]
     assert [resumed.losses[t] for t in (4, 5)] == [whole[t] for t in (4, 5)]
+
+
+@pytest.mark.parametrize("interval", [None, "epoch", "step"])
+def test_the_server_rate_of_a_round_is_seen_in_that_round(interval: Any, tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    class Rates(MetricsCSV):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "lr-SGD" in metrics:
+                rates[step or 0 :] = [metrics["lr-SGD"]]
+
+    run = trainer(3, [LearningRateMonitor(interval)], logger=Rates(tmp_path))
+    module = federated(Lit(), server_lr_decay=Steps({0: 0.5, 1: 0.25, 2: 1.0}))
+    run.fit(module, blobs())
+    assert rates == [0.5, 0.25, 1.0]
