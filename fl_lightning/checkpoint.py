@@ -430,6 +430,8 @@ class CheckpointFolder:
         Raises:
             UserError: another process writes to it.
         """
+        if not begins:
+            self._rows = None  # an earlier fit may have been another Trainer's, elsewhere
         # On the command line a callback claims the run's folder, earlier than this module could.
         claimed = any(hasattr(callback, "claims_folder") for callback in trainer.callbacks)
         if claimed or not trainer.checkpoint_callbacks:

@@ -92,3 +92,17 @@ def test_from_python_too_and_a_checkpoint_whose_state_lies_elsewhere_resumes(
         (run / "state").glob("*.safetensors")
     )
     assert all(torch.equal(row, client_rows(whole)[key]) for key, row in client_rows(again).items())
+
+
+def test_another_trainer_writes_rows_beside_its_own_checkpoints(tmp_path: Path) -> None:
+    module = federated()
+    for name in ("a", "b"):
+        last = ModelCheckpoint(tmp_path / name / "checkpoints", save_last=True)
+        run = trainer(
+            2, [ControlVariates(), last], enable_checkpointing=True, default_root_dir=tmp_path
+        )
+        run.fit(module, blobs())
+    shutil.rmtree(tmp_path / "a")
+    again = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
+    again.fit(federated(), blobs(), ckpt_path=tmp_path / "b/checkpoints/last.ckpt")
+    assert again.current_epoch == 3
