@@ -6,7 +6,6 @@ import copy
 import warnings
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,16 @@ from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.methods import Methods
-from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.global_model import GlobalModel, set_buffers
 from fl_lightning.storage.apart import is_plain
+from fl_lightning.storage.columns import (
+    chosen_read,
+    chosen_written,
+    sent_read,
+    sent_written,
+    versions_read,
+    versions_written,
+)
 from fl_lightning.storage.lock import RunLock, held_by_all
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.rows_on_disk import KEY, RowsOnDisk, find_folder, index_read
@@ -28,7 +35,6 @@ from fl_lightning.storage.run_state import RunState, Versions
 from fl_lightning.storage.schema import (
     ANYTHING,
     COUNT,
-    IDS,
     LIST,
     NUMBER,
     TENSOR,
@@ -52,6 +58,7 @@ from fl_lightning.storage.segments import Index
 
 VERSION = 1  # version of the run's part of a checkpoint
 NO_COSTS = torch.zeros(0, dtype=torch.int64)
+VALUE = that(lambda value: isinstance(value, Tensor) and value.numel() == 1)
 
 
 @dataclass
@@ -141,70 +148,6 @@ def ended_early(trainer: Any) -> tuple[bool, str]:
     return False, ""
 
 
-@dataclass(frozen=True)
-class _Version:
-    w: Tensor = entry(TENSOR)
-    buffers: dict[str, Tensor] = entry(each(TENSOR))
-
-
-@dataclass(frozen=True)
-class _Chosen:
-    """Choices of all rounds: the rounds, the number of clients in each, and the clients."""
-
-    rounds: Tensor = entry(IDS)
-    numbers: Tensor = entry(IDS)
-    clients: Tensor = entry(IDS)
-
-
-def versions_read(held: Any, place: str) -> Versions:
-    """The kind of earlier models with their buffers, by the number of steps before them."""
-    number = that(lambda key: isinstance(key, str) and key.isdecimal())
-    read = each(record(_Version), number)(held, place)
-    return {int(number): (version.w, version.buffers) for number, version in read.items()}
-
-
-def versions_written(versions: Versions) -> dict[str, Any]:
-    return {str(v): written(_Version(w, dict(buffers))) for v, (w, buffers) in versions.items()}
-
-
-def chosen_read(held: Any, place: str) -> dict[int, tuple[int, ...]]:
-    """The kind of the clients that a method chose, by round."""
-    columns = record(_Chosen)(held, place)
-    numbers = columns.numbers.tolist()
-    if len(numbers) != len(columns.rounds) or sum(numbers) != len(columns.clients):
-        raise damaged(place)
-    clients = torch.split(columns.clients, numbers)
-    rounds = zip(columns.rounds.tolist(), clients, strict=True)
-    return {t: tuple(ids.tolist()) for t, ids in rounds}
-
-
-def chosen_written(chosen: Mapping[int, tuple[int, ...]]) -> dict[str, Tensor]:
-    rounds, numbers = list(chosen), [len(ids) for ids in chosen.values()]
-    columns = (rounds, numbers, list(chain.from_iterable(chosen.values())))
-    return written(_Chosen(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
-
-
-@dataclass(frozen=True)
-class _Sent:
-    """The clients that were sent w, and for each the last round in which it was."""
-
-    clients: Tensor = entry(IDS)
-    rounds: Tensor = entry(IDS)
-
-
-def sent_read(held: Any, place: str) -> dict[int, int]:
-    """The kind of the last round in which each client was sent w."""
-    columns = record(_Sent)(held, place)
-    if len(columns.clients) != len(columns.rounds):
-        raise damaged(place)
-    return dict(zip(columns.clients.tolist(), columns.rounds.tolist(), strict=True))
-
-
-def sent_written(sent: Mapping[int, int]) -> dict[str, Tensor]:
-    columns = (sorted(sent), [sent[client] for client in sorted(sent)])
-    return written(_Sent(*(torch.tensor(column, dtype=torch.int64) for column in columns)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class Held:
     """The run's part of a checkpoint: it is written, checked and read back by this class.
@@ -224,6 +167,7 @@ class Held:
         engine: the plan of how clients are trained.
         secret: the name of the run's secret; empty if it has none.
         sent: the last round in which each client was sent w, if a method depends on it.
+        monitored: the Trainer's ``callback_metrics``, which an epoch without validation reads.
         base: frozen weights that methods changed, if the checkpoint's weights have fewer bits;
             ``base_costs``: costs by round and weight; ``base_kinds``: shape and dtype by name.
     """
@@ -248,6 +192,7 @@ class Held:
     )
     secret: str = entry(TEXT, "")
     sent: dict[int, int] = entry(sent_read, {}, sent_written)
+    monitored: dict[str, Tensor] = entry(each(VALUE), {})
     base: dict[str, Tensor] = entry(each(TENSOR), {})
     base_costs: Tensor = entry(TENSOR, NO_COSTS)
     base_kinds: dict[str, str] = entry(each(TEXT), {})
@@ -262,6 +207,7 @@ class Held:
         plan: EnginePlan,
         disk: RowsOnDisk,
         secret: Secret,
+        trainer: Any,
     ) -> Held:
         """Collect what a run holds now; every process calls it, to write its rows.
 
@@ -289,6 +235,7 @@ class Held:
             engine=plan,
             secret=secret.name,
             sent=dict(state.sent),
+            monitored={k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
             base={} if state.base is None else state.base.kept(),
             base_costs=NO_COSTS if state.base is None else torch.tensor(state.base.costs),
             base_kinds={} if state.base is None else state.base.kinds(),
@@ -483,6 +430,8 @@ class CheckpointFolder:
         Raises:
             UserError: another process writes to it.
         """
+        if not begins:
+            self._rows = None  # an earlier fit may have been another Trainer's, elsewhere
         # On the command line a callback claims the run's folder, earlier than this module could.
         claimed = any(hasattr(callback, "claims_folder") for callback in trainer.callbacks)
         if claimed or not trainer.checkpoint_callbacks:
@@ -519,7 +468,8 @@ class CheckpointFolder:
         """Add the run's part to a checkpoint, and write the files beside the checkpoint."""
         self._rows = self._rows or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
-        saved[KEY] = Held.of(identity, state, model, named, plan, self._rows, secret).entries()
+        held = Held.of(identity, state, model, named, plan, self._rows, secret, trainer)
+        saved[KEY] = held.entries()
         if trainer.is_global_zero:
             secret.keep(self._rows.folder)
         begin_round_again(saved.get("loops", {}), state.rounds, trainer.interrupted)
@@ -579,6 +529,17 @@ def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
         UserError: the checkpoint is damaged.
     """
     return values(Held, checkpoint[KEY], KEY, names) if KEY in checkpoint else {}
+
+
+def load_buffers(learner: Any, checkpoint: dict[str, Any]) -> None:
+    """Load the run's buffers that are not persistent, which a ``state_dict`` leaves out.
+
+    Raises:
+        UserError: the checkpoint is damaged.
+    """
+    buffers = held_in(checkpoint, "buffers").get("buffers", {})
+    check_alike(buffers, dict(learner.named_buffers()), f"{KEY}.buffers")
+    set_buffers(learner, buffers, ())
 
 
 def check_vector(held: Any, own: Tensor) -> None:

@@ -198,6 +198,12 @@ def check_callback(trainer: Any, callback: Any) -> None:
                 f"trainer.callbacks: {name} cannot work in a federated run: "
                 f"{REFUSED_CALLBACKS[kind]}."
             )
+    if "ModelCheckpoint" in kinds and callback._train_time_interval:
+        raise UserError(
+            "callback ModelCheckpoint: train_time_interval saves nothing here, because Lightning "
+            "leaves it out where a module steps its optimizer itself, as a round does. Give "
+            "every_n_epochs, the number of rounds between checkpoints."
+        )
     if "StochasticWeightAveraging" in kinds:
         normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _parts(trainer))
         if any(normalised):

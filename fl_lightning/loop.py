@@ -204,7 +204,7 @@ class FederatedLoop:
         """Return the facts of round t before its participants; also set the server optimizer's
         rates.
         """
-        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
+        self.set_server_rates(t)
         w = self.model.w.detach()
         buffers = self.model.buffers()
         return Round(
@@ -233,6 +233,10 @@ class FederatedLoop:
             sent=self.state.sent,
             base_due=None if self.state.base is None else self.state.base.due,
         )
+
+    def set_server_rates(self, t: int) -> None:
+        """Set the server optimizer's rates to those of round t."""
+        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
 
     def broadcast(self, server: Server) -> Tensor | None:
         """Return the model ``(D,)`` that clients get as w, from a method; None: w itself."""

@@ -356,6 +356,8 @@ class FederatedModule(LearnerHooks):
             held = checkpoint.resumed(saved, self.trainer)
             self._optimizer_states = saved["optimizer_states"]
             self.run.take_up(held, self.trainer)
+        else:
+            checkpoint.load_buffers(self.learner, saved)
 
     def configure_optimizers(self) -> Optimizer:
         # Lightning has moved the parameters to their device before this.
@@ -412,6 +414,8 @@ class FederatedModule(LearnerHooks):
         alike.check_model(self.current_epoch)
         self.trainer.should_stop = alike.stops
         self.learner.on_train_epoch_end()
+        self.run.monitored = dict(self.trainer.callback_metrics)
+        self.run.show_server_rates(self.current_epoch + 1)
         # Lightning resets the metrics that steps logged, so that a later validation or test starts
         # empty.
         self.run.reset_metrics()

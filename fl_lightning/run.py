@@ -27,6 +27,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import situation_of
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
@@ -75,6 +76,8 @@ class FederatedRun:
         # The secret of a private run, from `make_optimizers` on. Copies and pickles leave it out.
         self.secret = secret.NOT_YET
         self._drawn_seed: int | None = None
+        # The Trainer's callback_metrics after the latest round, with which the next fit goes on.
+        self.monitored: dict[str, torch.Tensor] = {}
         # The following attributes belong to one fit.
         self.methods = Methods([])
         # Our part of the checkpoint that is resumed, until this fit has begun.
@@ -269,6 +272,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = held.restore(rows, self.model, trainer.ckpt_path)
+        self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
         )
@@ -360,6 +364,7 @@ class FederatedRun:
         of_learner = accumulation_notes(self.model.learner, settings.accumulate)
         of_learner += scale_notes(self.model.layout, self.methods)
         of_learner += notes_of_restarts(self.methods.callbacks)
+        of_learner += averaging_notes(trainer.callbacks, self.continues(trainer))
         for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_learner]:
             self.note(text)
         if sampling.given_seed(settings.seed) is None:
@@ -414,8 +419,20 @@ class FederatedRun:
         # An older checkpoint does not store the number of committed rounds, but Lightning's epoch
         # gives it.
         self.state.rounds = self.state.rounds or t
+        # Lightning empties them at the start of a fit.
+        self.reporter.trainer.callback_metrics.update(self.monitored)
+        self.show_server_rates(t)
         self.reporter.begin(self)
         self._random_state = RandomState(self.model.w)
+
+    def show_server_rates(self, t: int) -> None:
+        """Set the server's rates of round t, if there is one, for callbacks that read them before
+        it.
+        """
+        assert self.loop is not None and self.reporter is not None
+        last = self.reporter.trainer.max_epochs
+        if t < last or last < 0:
+            self.loop.set_server_rates(t)
 
     def end(self) -> None:
         """Tidy the disk, and restore the states of the process's random generators."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 
 from fl_lightning import UserError
 from tests.helpers.learners import blobs, federated, trainer
@@ -61,3 +63,9 @@ def test_data_without_clients_is_refused_with_the_line_that_federates_it() -> No
         trainer(1).fit(federated(), Plain())
     with pytest.raises(UserError, match="FromDatasets"):
         trainer(1).fit(federated(), torch.utils.data.DataLoader([0]))
+
+
+def test_checkpoints_by_time_are_refused_because_lightning_would_save_none() -> None:
+    timed = ModelCheckpoint(train_time_interval=timedelta(seconds=1))
+    with pytest.raises(UserError, match=r"train_time_interval saves nothing.*every_n_epochs"):
+        trainer(1, [timed], enable_checkpointing=True).fit(federated(), blobs())

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import StochasticWeightAveraging
+from pytorch_lightning.callbacks import LearningRateMonitor, StochasticWeightAveraging
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates
+from fl_lightning.record.metrics_csv import MetricsCSV
+from fl_lightning.schedules import Steps
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -142,3 +145,54 @@ def test_weight_averaging_adds_no_round(learner: type[Lit]) -> None:
     assert run.current_epoch == 4
     # at epochs' starts
     torch.testing.assert_close(module.global_vector.detach(), torch.stack(weights[:3]).mean(0))
+
+
+class Monitored(pl.Callback):
+    """Notes the validation loss that it finds in each round, and saves each round."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.losses: dict[int, float] = {}
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        value = trainer.callback_metrics.get("val/loss", torch.tensor(-1.0))
+        self.losses[trainer.current_epoch] = float(value)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.current_epoch}.ckpt")
+
+
+@pytest.mark.parametrize("same_trainer", [False, True])
+def test_a_round_without_validation_finds_the_last_ones_values_after_a_resume(
+    same_trainer: bool, tmp_path: Path
+) -> None:
+    def fitted(rounds: int, path: Path | None = None) -> tuple[Any, Any, Monitored]:
+        seen, module = Monitored(tmp_path), federated(Lit())
+        run = trainer(rounds, [seen], check_val_every_n_epoch=3, default_root_dir=tmp_path)
+        run.fit(module, blobs(), ckpt_path=path)
+        return run, module, seen
+
+    whole = fitted(6)[2].losses
+    assert whole[3] != -1.0
+    run, module, resumed = fitted(4)
+    if same_trainer:
+        run.fit_loop.max_epochs = 6
+        run.fit(module, blobs())
+    else:
+        resumed = fitted(6, tmp_path / "3.ckpt")[2]
+    assert [resumed.losses[t] for t in (4, 5)] == [whole[t] for t in (4, 5)]
+
+
+@pytest.mark.parametrize("interval", [None, "epoch", "step"])
+def test_the_server_rate_of_a_round_is_seen_in_that_round(interval: Any, tmp_path: Path) -> None:
+    rates: list[float] = []
+
+    class Rates(MetricsCSV):
+        def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+            if "lr-SGD" in metrics:
+                rates[step or 0 :] = [metrics["lr-SGD"]]
+
+    run = trainer(3, [LearningRateMonitor(interval)], logger=Rates(tmp_path))
+    module = federated(Lit(), server_lr_decay=Steps({0: 0.5, 1: 0.25, 2: 1.0}))
+    run.fit(module, blobs())
+    assert rates == [0.5, 0.25, 1.0]

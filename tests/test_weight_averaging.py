@@ -103,6 +103,16 @@ def test_a_run_resumes_to_the_same_bits(kind: str, methods: Any, tmp_path: Path)
                 assert torch.equal(last[part][name], value), (part, name)
 
 
+def test_another_fit_by_the_same_trainer_is_said_to_begin_the_averages_anew(tmp_path: Path) -> None:
+    module, run = federated(Lit()), trainer(2, [WeightAveraging()], default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    assert not any("anew" in note for note in module.notes)
+    run.fit_loop.max_epochs = 3
+    run.fit(module, blobs())
+    (note,) = [note for note in module.notes if "anew" in note]
+    assert note.startswith("WeightAveraging begins its averages anew")
+
+
 def momentum(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=1.0, momentum=0.5)
 

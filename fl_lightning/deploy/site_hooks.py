@@ -45,6 +45,17 @@ AT_SERVER = (
     "evaluated",
     "on_round_end",
 )
+# Lightning's hooks that the server runs in each round, and sites do not.
+OF_ROUNDS = (
+    "on_train_epoch_start",
+    "on_train_batch_start",
+    "on_train_batch_end",
+    "on_validation_start",
+    "on_validation_epoch_start",
+    "on_validation_epoch_end",
+    "on_validation_end",
+    "on_train_epoch_end",
+)
 
 
 def check_hooks(callbacks: Collection[Any]) -> None:
@@ -81,11 +92,14 @@ def _check(callback: FederatedCallback) -> None:
                 f"and the state is not sent to them. Declare it with {attribute} = "
                 "ServerState(sent=True), or simulate with `fl-lightning fit`."
             )
-    for setter in filter(callback.has, AT_SERVER):
+    for setter in filter(callback.has, (*AT_SERVER, *OF_ROUNDS)):
+        # Lightning's hooks get no server, which would let them set a state.
+        elsewhere = f", set it in on_round_start in place of {setter}" * (setter in OF_ROUNDS)
         for attribute in reading.assigned(getattr(callback, setter)):
             if attribute in read and attribute not in declared:
                 raise UserError(
                     f"method: {name} sets self.{attribute} in {setter}, which only the server "
                     f"runs, and reads it in {read[attribute]}, which sites run. Declare it with "
-                    f"{attribute} = ServerState(sent=True), or simulate with `fl-lightning fit`."
+                    f"{attribute} = ServerState(sent=True){elsewhere}, or simulate with "
+                    "`fl-lightning fit`."
                 )

@@ -4,7 +4,7 @@ WeightAveraging.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -33,6 +33,29 @@ def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Te
     finally:
         for callback in reversed(callbacks):
             callback.on_validation_epoch_end(trainer, module)
+
+
+def averaging_notes(callbacks: Sequence[Any], again: bool) -> list[str]:
+    """Return the notes about Lightning's callbacks that average weights.
+
+    ``again``: this is another fit by the same Trainer, for which such a callback begins anew.
+    """
+    notes = []
+    if any(has_base(callback, "StochasticWeightAveraging") for callback in callbacks):
+        notes.append(
+            "StochasticWeightAveraging puts its average in place after the last round. So what is "
+            "validated and measured (val/…, clients/…, global/…, hessian/…) and the checkpoints of "
+            "rounds, which test and export read, are of the server's model, and not of the "
+            "average. Measure the average after the fit, with trainer.validate(module, data), and "
+            "save it, with module.export(path). WeightAveraging's averages are validated and saved"
+        )
+    for callback in callbacks if again else ():
+        if any(has_base(callback, f"{kind}WeightAveraging") for kind in ("", "Stochastic")):
+            notes.append(
+                f"{type(callback).__name__} begins its averages anew in another fit by the same "
+                "Trainer. To go on with them, resume from a checkpoint with a new Trainer"
+            )
+    return notes
 
 
 def averages_weights(callback: Any) -> bool:

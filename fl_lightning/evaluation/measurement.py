@@ -6,7 +6,6 @@ from typing import Any
 
 from fl_lightning.accepted import PositiveInt
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.evaluation.averages import has_base
 from fl_lightning.machine.processes import gathered
 
 
@@ -32,18 +31,17 @@ class Measurement(FederatedCallback):
         """Return the values to log for this FederatedModule; called in every process."""
         raise NotImplementedError  # abstract: each logger measures something else
 
+    @property
+    def measured(self) -> bool:
+        """Return whether it has measured in this fit."""
+        return self._measured >= 0
+
     def validated(self, t: int) -> bool:
         """Return whether the model of round t was validated."""
         return self._validated == t
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._ended = self._measured = self._validated = -1
-        if any(has_base(c, "StochasticWeightAveraging") for c in trainer.callbacks):
-            pl_module.note(
-                "StochasticWeightAveraging puts its average in place after the last round, so the "
-                "exported model differs from those that are validated and measured (val/…, "
-                "clients/…, global/…, hessian/…). Measure it with trainer.validate(module, data)"
-            )
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:

@@ -38,6 +38,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     _told = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        # The folders to which it has written, whose checkpoints need their client rows.
+        self.folders: set[Path] = set()
+
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
@@ -58,6 +63,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 stale.unlink()
         with written_aside(target) as file:
             torch.save(checkpoint, file)
+        self.folders.add(target.parent.resolve())
 
     def load_checkpoint(
         self,

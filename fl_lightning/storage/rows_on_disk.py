@@ -26,11 +26,13 @@ class RowsOnDisk:
     Args:
         folder: folder of their segments: ``state/`` of the run.
         checkpoints: the folders of the run's checkpoints.
+        trainer: it may write checkpoints to other folders, too, or have resumed from one there.
     """
 
-    def __init__(self, folder: Path, checkpoints: list[Path]) -> None:
+    def __init__(self, folder: Path, checkpoints: list[Path], trainer: Any) -> None:
         self.folder = folder
         self.checkpoints = checkpoints
+        self.trainer = trainer
         self._known: dict[Any, Any] = {}  # indices of the checkpoint files that have been read
 
     @classmethod
@@ -43,10 +45,10 @@ class RowsOnDisk:
         own = (root / "checkpoints").resolve()
         checkpoints.sort(key=lambda folder: folder.resolve() != own)
         if not checkpoints:
-            return cls(root / "state", [])
+            return cls(root / "state", [], trainer)
         first = checkpoints[0]
         beside = first.parent if first.name == "checkpoints" else first
-        return cls(beside / "state", checkpoints)
+        return cls(beside / "state", checkpoints, trainer)
 
     def flushed(self, rows: ClientRows) -> tuple[Index, list[str]]:
         """Write the rows that changed, and return the place of each, and its folder.
@@ -59,22 +61,37 @@ class RowsOnDisk:
         index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
         # The checkpoint that is being written is not a file yet, so add its index to those of the
         # files.
+        written = self._folders(rows)
         if store.names():
-            store.collect(self.folder, chain([index], self._indices()))
+            store.collect(self.folder, chain([index], self._indices(written)))
         folders = [str(self.folder.resolve())]
         if self.checkpoints:
             folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
         return index, folders
 
     def tidy(self, rows: ClientRows) -> None:
-        """After the last checkpoint: delete segments that only earlier checkpoints needed."""
-        if rows.store.names():
-            rows.store.collect(self.folder, self._indices(), last=True)
+        """After the last checkpoint: delete segments that only earlier checkpoints needed.
 
-    def _indices(self) -> Iterator[Index]:
+        Every process calls it.
+        """
+        folders = self._folders(rows)
+        if rows.store.names():
+            rows.store.collect(self.folder, self._indices(folders), last=True)
+
+    def _folders(self, rows: ClientRows) -> list[Path]:
+        """Return the folders of all checkpoints that need rows; every process calls it."""
+        # Only the first process writes checkpoints, and every process deletes segments of its own.
+        written = getattr(self.trainer.strategy.checkpoint_io, "folders", set[Path]())
+        if rows.world > 1:
+            written = set[Path]().union(*gathered(written))
+        resumed = self.trainer.ckpt_path
+        folders = [*self.checkpoints, *([Path(resumed).parent] if resumed else ())]
+        return sorted(written | {folder.resolve() for folder in folders})
+
+    def _indices(self, folders: list[Path]) -> Iterator[Index]:
         """Return the indices of the checkpoints in these folders; each file is opened once."""
         present: dict[Any, Any] = {}
-        for directory in self.checkpoints:
+        for directory in folders:
             for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
                 # A dangling link or a pipe may have that name, too.
                 if not path.is_file():

@@ -95,6 +95,18 @@ def test_what_stopped_in_round_0_can_be_tried_again(cli: Cli) -> None:
     assert rounds(cli.folder / "x") == ["0", "1"]
 
 
+def test_a_monitored_metric_may_be_measured_for_the_first_time_in_a_later_round(cli: Cli) -> None:
+    logger = ("--method+", "GlobalLossLogger", "--method.every_n_rounds", 2)
+    result = cli(*FIT, *X, *logger, "--monitor", "global/train_loss", "--trainer.max_epochs", 3)
+    assert result.returncode == 0, result.stderr
+    assert "best.ckpt is not kept" not in result.stdout
+    best = torch.load(cli.folder / "x/checkpoints/best.ckpt", weights_only=True)
+    assert best["callbacks"]["RunCheckpoint"]["best_round"] in (1, 2)
+    other = ("--trainer.default_root_dir", "y", "--monitor", "global/train_los")
+    result = cli(*FIT, *other, *logger, "--trainer.max_epochs", 3)
+    assert result.returncode == 2 and "'global/train_loss'" in result.stderr
+
+
 def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli) -> None:
     off = ("--trainer.enable_checkpointing", "false")
     assert cli(*FIT, *X, *off, "--trainer.max_epochs", 2).returncode == 0

@@ -37,11 +37,23 @@ class Noted(FederatedCallback):
         return gradient * self.factor
 
 
+class Watching(FederatedCallback):
+    factor = 1.0
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.factor = float(trainer.callback_metrics["val/loss"])
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient * self.factor
+
+
 def test_what_clients_hooks_read_has_to_be_at_the_sites() -> None:
     with pytest.raises(UserError, match=r"Unsent.* pull in on_local_gradient.*sent=True"):
         refuse_methods([Unsent()])
     with pytest.raises(UserError, match=r"Noted sets self\.factor in on_round_start.*on_local_gr"):
         refuse_methods([Noted()])
+    with pytest.raises(UserError, match=r"Watching sets self\.factor in on_validation_end"):
+        refuse_methods([Watching()])
     refuse_methods([Sent()])
 
 

@@ -99,7 +99,7 @@ def test_stochastic_weight_averaging_is_said_to_be_measured_nowhere() -> None:
     averaging = StochasticWeightAveraging(swa_lrs=0.1, swa_epoch_start=1)
     module = federated(engine="sequential")
     with pytest.warns(UserWarning, match=r"StochasticWeightAveraging.*trainer\.validate"):
-        trainer(3, [averaging, c.PerClientEvaluation()]).fit(module, data())
+        trainer(3, [averaging]).fit(module, data())
 
 
 def test_drift_is_measured_from_where_clients_begin() -> None:

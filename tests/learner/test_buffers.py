@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import FederatedCallback, UserError
+from fl_lightning import FederatedCallback, RunFolder, UserError, load
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 from tests.helpers.processes import same_models_on_one_and_two
 
@@ -200,6 +200,41 @@ def test_batch_norm_is_as_it_was() -> None:
 
 def test_patterns_serve_a_network_without_buffers_too() -> None:
     trainer(1).fit(federated(Lit(), buffers={"*.running_*": "average", "*": "keep"}), blobs())
+
+
+class Centre(nn.Module):
+    """Subtracts a running mean that a ``state_dict`` leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(20), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.running_mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return x - 3 * self.running_mean
+
+
+class Volatile(Lit):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.insert(0, Centre())
+
+
+def test_a_buffer_that_is_not_persistent_is_read_with_its_run(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    kept = RunFolder(tmp_path / "run")
+    run = trainer(2, [kept], enable_checkpointing=True)
+    module = federated(Volatile(), engine="sequential")
+    run.fit(module, blobs())
+    mean = module.learner.net[0].running_mean
+    assert bool(mean.any())
+    loss = float(run.callback_metrics["val/loss"])
+    again = federated(Volatile())
+    (values,) = trainer().validate(again, blobs(), ckpt_path=kept.last, verbose=False)
+    assert values["val/loss"] == pytest.approx(loss, rel=1e-6)
+    opened: Any = load(tmp_path / "run", learner=Volatile().double()).learner
+    assert torch.equal(opened.net[0].running_mean, mean)
 
 
 @pytest.mark.slow

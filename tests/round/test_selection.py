@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning.callback import ClientState, FederatedCallback, Scratch, ServerState
-from fl_lightning.checkpoint import chosen_read, chosen_written
 from fl_lightning.lab.contracts.federation import (
     Failed,
     Outcome,
@@ -24,6 +23,7 @@ from fl_lightning.lab.contracts.federation import (
     quiet,
     require_same,
 )
+from fl_lightning.storage.columns import chosen_read, chosen_written
 from fl_lightning.testing import check_method, tiny_run
 from tests.helpers.learners import Lit, blobs, federated, trainer
 

@@ -92,3 +92,34 @@ def test_from_python_too_and_a_checkpoint_whose_state_lies_elsewhere_resumes(
         (run / "state").glob("*.safetensors")
     )
     assert all(torch.equal(row, client_rows(whole)[key]) for key, row in client_rows(again).items())
+
+
+def test_another_trainer_writes_rows_beside_its_own_checkpoints(tmp_path: Path) -> None:
+    module = federated()
+    for name in ("a", "b"):
+        last = ModelCheckpoint(tmp_path / name / "checkpoints", save_last=True)
+        run = trainer(
+            2, [ControlVariates(), last], enable_checkpointing=True, default_root_dir=tmp_path
+        )
+        run.fit(module, blobs())
+    shutil.rmtree(tmp_path / "a")
+    again = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
+    again.fit(federated(), blobs(), ckpt_path=tmp_path / "b/checkpoints/last.ckpt")
+    assert again.current_epoch == 3
+
+
+def test_a_checkpoint_saved_to_another_folder_keeps_its_rows_while_the_run_goes_on(
+    tmp_path: Path,
+) -> None:
+    module = federated(participation="all")
+    run = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "kept" / "middle.ckpt")
+    run.fit_loop.max_epochs = 6
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    for begins in ("kept/middle.ckpt", "end.ckpt", "kept/middle.ckpt"):
+        again = federated(participation="all")
+        resumed = trainer(6, [ControlVariates()], default_root_dir=tmp_path)
+        resumed.fit(again, blobs(), ckpt_path=tmp_path / begins)
+        assert torch.equal(again.global_vector, module.global_vector)

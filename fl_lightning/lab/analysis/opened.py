@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.checkpoint import held_in
+from fl_lightning.checkpoint import held_in, load_buffers
 from fl_lightning.engines.situation import conversion, forward_context
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -91,8 +91,7 @@ def opened(path: Path) -> Opened:
             f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). "
             "Give a run that completed a round."
         )
-    held = held_in(run.checkpoint, "buffers", "seed", "rounds")
-    buffers = held.get("buffers", {})
+    held = held_in(run.checkpoint, "seed", "rounds")
     built = run.built
     device = built.trainer.strategy.root_device
     learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
@@ -100,10 +99,7 @@ def opened(path: Path) -> Opened:
     # precision.
     if built.trainer.precision == "64-true":
         learner.load_state_dict(run.checkpoint["state_dict"])
-    # A state_dict does not include buffers that are not persistent.
-    for name, buffer in learner.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+        load_buffers(learner, run.checkpoint)
     # The learner's hooks may read their Trainer.
     for part in lightning_modules(learner):
         part._trainer = built.trainer

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.checkpoint import held_in
+from fl_lightning.checkpoint import held_in, load_buffers
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.given import made
 from fl_lightning.lab.cli.cli import CommandCLI
@@ -158,6 +158,7 @@ class Run:
             learner = self._made_learner()
         learner.configure_model()
         learner.load_state_dict(self.checkpoint["state_dict"])
+        load_buffers(learner, self.checkpoint)
         learner.eval()
         return learner
 

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from fl_lightning.aggregation.metric_states import tells_mode
 from fl_lightning.errors import UserError, cannot_write, suggest
+from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
 from fl_lightning.metrics import MODES, Directions, is_accuracy
 from fl_lightning.module import FederatedModule
@@ -439,13 +440,17 @@ class RunCheckpoint(Checkpoint):
 
     def _improved(self, trainer: pl.Trainer) -> bool:
         if self.monitor not in trainer.callback_metrics:
-            if self.given and trainer.fit_loop.epoch_loop.val_loop._has_run:
+            validated = trainer.fit_loop.epoch_loop.val_loop._has_run
+            # A logger that has not measured yet may still log it.
+            measuring = [c for c in vars(trainer)["callbacks"] if isinstance(c, Measurement)]
+            if self.given and validated and all(c.measured for c in measuring):
                 known = sorted(trainer.callback_metrics)
                 raise UserError(
                     f"--monitor {self.monitor}: no metric has this name."
                     f"{suggest(self.monitor, known)} Logged so far: {', '.join(known)}."
                 )
-            self._explain(trainer)
+            if not self.given:
+                self._explain(trainer)
             return False
         self._record(trainer)
         if self.directions.known(self.monitor) is None:
