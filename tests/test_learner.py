@@ -17,6 +17,18 @@ class TwoOptimizers(Lit):
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
 
 
+class Configured(Lit):
+    """What ``configure_optimizers`` gives, made of one optimizer and a scheduler of another."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def configure_optimizers(self) -> Any:
+        optimizer, other = (torch.optim.SGD(self.parameters(), 0.1) for _ in range(2))
+        return self.given(optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
+
+
 class OwnStep(Lit):
     def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -47,6 +59,19 @@ class Mixed(Lit):
     ("learner", "words"),
     [
         (TwoOptimizers, ["TwoOptimizers", "2 optimizers", "client_optimizer"]),
+        (lambda: Configured(lambda o, s: ([o], [s])), ["StepLR", "built with another optimizer"]),
+        (lambda: Configured(lambda o, s: (o, s)), ["StepLR in the place of an optimizer"]),
+        (lambda: Configured(lambda o, s: "SGD"), ["'SGD' in the place of an optimizer"]),
+        (lambda: Configured(lambda o, s: {"optim": o}), ["dict with 'optim' in", "an optimizer"]),
+        (lambda: Configured(lambda o, s: {"optimizer": [o]}), ["list in the place of an opt"]),
+        (
+            lambda: Configured(lambda o, s: {"optimizer": o, "lr_scheduler": {"sched": s}}),
+            ["dict with 'sched' in the place of an lr scheduler", "'scheduler': scheduler"],
+        ),
+        (
+            lambda: Configured(lambda o, s: {"optimizer": o, "lr_scheduler": [s]}),
+            ["list in the place of an lr scheduler"],
+        ),
         (OwnStep, ["OwnStep", "optimizer_step", "FederatedCallback"]),
         (OldLayers, ["configure_sharded_model", "configure_model"]),
         (Manual, ["manual optimization", "training_step", "one optimizer"]),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -279,35 +279,59 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     Each scheduler comes with the number of epochs or steps of plain training between its steps.
 
     Raises:
-        UserError: there is no optimizer, or there are several.
+        UserError: there is no optimizer, or there are several, or it is not in a form that
+            Lightning accepts.
     """
     with groups_made() as made:
         configured = learner.configure_optimizers()
     # Lightning accepts two lists, one list, a dict with both, or only the optimizer.
     optimizers: list[Any] = []
     configured_schedulers: list[Any] = []
-    several = isinstance(configured, Sequence)
-    if several and len(configured) == 2 and isinstance(configured[0], Sequence):
+    several = isinstance(configured, list | tuple)
+    if several and len(configured) == 2 and isinstance(configured[0], list | tuple):
         optimizers += configured[0]
-        configured_schedulers += configured[1]
+        # A list of optimizers may come with one scheduler that is not in a list.
+        listed = isinstance(configured[1], list | tuple)
+        configured_schedulers += configured[1] if listed else [configured[1]]
     else:
         for entry in configured if several else [configured]:
             if isinstance(entry, dict):
-                optimizers.append(entry["optimizer"])
+                optimizers.append(entry.get("optimizer", entry))
                 configured_schedulers.append(entry.get("lr_scheduler"))
             else:
                 optimizers.append(entry)
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise _unknown(learner, optimizer, "an optimizer")
     if len(optimizers) != 1:
         raise _not_one(learner, len(optimizers))
-    schedulers: list[tuple[Any, int]] = []
-    for scheduler in configured_schedulers:
-        if isinstance(scheduler, dict):
-            schedulers.append((scheduler["scheduler"], int(scheduler.get("frequency", 1))))
-        elif scheduler is not None:
-            schedulers.append((scheduler, 1))
+    schedulers = [
+        stepped_every(learner, optimizers[0], scheduler)
+        for scheduler in configured_schedulers
+        if scheduler is not None
+    ]
     groups = [without_scheduler(group, made) for group in optimizers[0].param_groups]
     return optimizers[0], schedulers, groups
+
+
+def stepped_every(learner: object, optimizer: Optimizer, given: Any) -> tuple[Any, int]:
+    """Return a configured scheduler, and the epochs or steps of plain training between its steps.
+
+    Raises:
+        UserError: it is no scheduler, or the scheduler of another optimizer.
+    """
+    scheduler = given.get("scheduler", given) if isinstance(given, dict) else given
+    if not callable(getattr(scheduler, "step", None)):
+        raise _unknown(learner, scheduler, "an lr scheduler")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UserError(
+            f"learner {type(learner).__name__}: configure_optimizers gives a "
+            f"{type(scheduler).__name__} that was built with another optimizer than the one that "
+            "it gives, so it would not change the rate of any step. Build the scheduler with that "
+            "optimizer."
+        )
+    return scheduler, int(given.get("frequency", 1)) if isinstance(given, dict) else 1
 
 
 @contextmanager
@@ -343,6 +367,17 @@ def without_scheduler(
         if name in at_first:
             settings[name] = at_first[name]
     return settings
+
+
+def _unknown(learner: object, given: object, place: str) -> UserError:
+    shown = repr(given) if isinstance(given, str | type) else f"a {type(given).__name__}"
+    if isinstance(given, dict):
+        shown = f"a dict with {', '.join(map(repr, given))}"
+    return UserError(
+        f"learner {type(learner).__name__}: configure_optimizers gives {shown} in the place of "
+        f"{place}. Return an optimizer, ([optimizer], [scheduler]), or {{'optimizer': optimizer, "
+        "'lr_scheduler': {'scheduler': scheduler}}."
+    )
 
 
 def _not_one(learner: object, number: int) -> UserError:
