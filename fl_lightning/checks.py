@@ -61,8 +61,8 @@ def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot train as they ask for.
 
     Raises:
-        UserError: not a LightningModule, manual optimization, or a hook that a federated run cannot
-            call.
+        UserError: not a LightningModule, no training_step, manual optimization, or a hook that a
+            federated run cannot call.
     """
     name = type(learner).__name__
     compiled = getattr(learner, "_orig_mod", None)
@@ -82,6 +82,11 @@ def check_learner(learner: Any) -> None:
             f"learner: {name} is not a LightningModule; accepted is any LightningModule of "
             "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
             f"{hint}."
+        )
+    if not overrides(learner, "training_step"):
+        raise UserError(
+            f"learner: {name} has no training_step. Write training_step(self, batch, batch_idx); "
+            "it returns the local loss."
         )
     if not learner.automatic_optimization:
         raise UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 
@@ -15,6 +16,14 @@ from tests.helpers.learners import Lit, blobs, trainer
 class TwoOptimizers(Lit):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+class Untrained(pl.LightningModule):
+    """Without training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(20, 4)
 
 
 class Configured(Lit):
@@ -59,6 +68,7 @@ class Mixed(Lit):
     ("learner", "words"),
     [
         (TwoOptimizers, ["TwoOptimizers", "2 optimizers", "client_optimizer"]),
+        (Untrained, ["Untrained has no training_step"]),
         (lambda: Configured(lambda o, s: ([o], [s])), ["StepLR", "built with another optimizer"]),
         (lambda: Configured(lambda o, s: (o, s)), ["StepLR in the place of an optimizer"]),
         (lambda: Configured(lambda o, s: "SGD"), ["'SGD' in the place of an optimizer"]),
