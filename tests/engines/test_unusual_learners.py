@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks.callback import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import ClusteredModels
@@ -72,6 +72,32 @@ class Anything(Lit):
 def test_a_step_gets_the_arguments_that_lightning_gives_it(learner: type[Lit]) -> None:
     plain = trained(Lit, "sequential")
     assert torch.equal(trained(learner, "sequential").global_vector, plain.global_vector)
+
+
+class OfItself(Lit):
+    """A function that it makes refers to the learner, which a copy of the learner does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = lambda x: self.net[0](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net[1:](self.first(batch[0])), batch[1])
+
+
+class Compiled(OfItself):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.net[0].forward, backend="eager")
+
+
+@pytest.mark.parametrize("learner", [OfItself, Compiled])
+@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
+def test_a_step_whose_copy_computes_with_the_learners_own_weights_is_refused(
+    engine: str, learner: type[Lit]
+) -> None:
+    with pytest.raises(UserError, match=f"^learner {learner.__name__}: a step of a copy .*net.0.w"):
+        trained(learner, engine)
 
 
 class Later(Lit):
