@@ -334,8 +334,13 @@ def explained(error: Exception, learner: Any, client: int, batch: Any) -> Except
     shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
     where = f"client {client}'s first batch ({shapes})"
     if not explains(error, learner):
-        met = "met before round 0, in a first local step on a copy"
-        tell_where(error, f"{met}: {where}; nothing was started")
+        met = f"met before round 0, in a first local step on a copy: {where}; nothing was started"
+        if isinstance(error, AttributeError):
+            met += (
+                ". A lambda or a closure that refers to the learner (a forward hook, say) does so "
+                "in a copy too, so what it keeps is not the copy's: use a method in its place"
+            )
+        tell_where(error, met)
         return error
     network = type(getattr(learner, "network", learner)).__name__
     labels = [t for t in tensors if not t.is_floating_point() and t.numel()]
