@@ -204,7 +204,13 @@ class FederatedLoop:
         """Return the facts of round t before its participants; also set the server optimizer's
         rates.
         """
-        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
+        if self.server_step.begin(decay_factor(self.settings.server_lr_decay, t)):
+            self.note(
+                "a hook or a callback changes the learning rate of trainer.optimizers[0], which is "
+                "the server's optimizer: this has no effect, since the run sets the rate in each "
+                "round. The server's rate follows server_lr_decay, and the clients' rates lr_decay "
+                "or client_scheduler"
+            )
         w = self.model.w.detach()
         buffers = self.model.buffers()
         return Round(

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from fl_lightning.checks import check_optimizer
 from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.engines.client_trainer import View
-from fl_lightning.engines.optimizer_copy import check_alone, shallow
+from fl_lightning.engines.optimizer_copy import Shown, check_alone, shallow
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import lightning_modules, overrides
@@ -398,5 +398,5 @@ def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         present = {**group, **settings, "params": group["params"]}
         present["lr"] = float(settings["lr"]) * rates.factor
-        shown.param_groups.append(present)
+        shown.param_groups.append(Shown(present))
     return shown
