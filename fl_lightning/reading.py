@@ -48,6 +48,31 @@ def assigned(hook: Callable[..., Any]) -> Iterator[str]:
                     yield target.attr
 
 
+def misfit(hook: Callable[..., Any], like: Callable[..., Any]) -> str:
+    """Return how a bound hook cannot be called as ``like(self, …)`` is; empty if it can.
+
+    >>> class Own:
+    ...     def on_end(self, gradient, clients): ...
+    >>> def on_end(self, clients, gradient): ...
+    >>> misfit(Own().on_end, on_end)
+    'on_end(self, gradient, clients)'
+    """
+    expected = list(inspect.signature(like).parameters)[1:]
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # for example a function that is written in C
+        return ""
+    names = list(signature.parameters)
+    try:
+        signature.bind(*expected)
+        if names == expected or set(names) != set(expected):
+            return ""
+    except TypeError:
+        pass
+    taken = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
+    return f"{like.__name__}({', '.join(['self', *taken])})"
+
+
 def _name(node: ast.Attribute) -> str:
     return node.value.id if isinstance(node.value, ast.Name) else ""
 
