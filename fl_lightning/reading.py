@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
+
+# What hooks assign at `clients` and `server`.
+OF_THE_RUN = ("x", "update", "updates")
 
 
 def of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
@@ -32,7 +37,14 @@ def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
 
 
 def set_of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
-    """Return the attributes of ``self`` that a hook assigns, also in methods that it calls."""
+    """Return the attributes of ``self`` that a hook assigns, also in methods that it calls.
+
+    If there is no source, as in a program that Python reads from its input, they are those that the
+    code of the hook itself stores.
+    """
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    if not _parsed(hook)[1] and inspect.isfunction(function):
+        yield from _stored(function)
     for node, own in _attributes(callback, hook):
         if _name(node) == own and isinstance(node.ctx, ast.Store):
             yield node.attr
@@ -46,6 +58,18 @@ def assigned(hook: Callable[..., Any]) -> Iterator[str]:
             for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
                 if isinstance(target, ast.Attribute) and _name(target) == own:
                     yield target.attr
+
+
+def _stored(function: Any) -> Iterator[str]:
+    own = function.__code__.co_varnames[:1]
+    instructions = dis.get_instructions(function)
+    for before, this in pairwise(instructions):
+        # `self.k += 1` exchanges the object and the value; `clients.x += 1` does so, too.
+        exchanged = before.opname in ("SWAP", "ROT_TWO") and this.argval not in OF_THE_RUN
+        # Newer versions of Python load the value and the object at once.
+        loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        if this.opname == "STORE_ATTR" and (exchanged or loaded[-1:] == own):
+            yield this.argval
 
 
 def misfit(hook: Callable[..., Any], like: Callable[..., Any]) -> str:

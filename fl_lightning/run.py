@@ -25,7 +25,7 @@ from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.kinds import NOT_CAPTURED
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState
-from fl_lightning.engines.situation import situation_of
+from fl_lightning.engines.situation import situation_of, undeclared
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
@@ -37,7 +37,7 @@ from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.processes import cores_of_each, limit_threads
-from fl_lightning.methods import Methods
+from fl_lightning.methods import OWNED, SHARED, Methods
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
@@ -269,6 +269,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = held.restore(rows, self.model, trainer.ckpt_path)
+            self._note_undeclared()
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
         )
@@ -277,6 +278,17 @@ class FederatedRun:
             base.restore(held.base, held.base_costs, held.base_kinds)
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
+
+    def _note_undeclared(self) -> None:
+        """Note an attribute that a method changes in a hook of rounds, and that was not saved."""
+        hooks = {*SHARED, *OWNED} - {"on_layout"}  # which each fit calls before its rounds
+        if lost := undeclared(self.methods, hooks, has=True):
+            self.note(
+                f"{lost}, and does not declare it, so the checkpoint does not hold it. If its "
+                "value counts in a later round, this resumed run differs from one that was never "
+                "interrupted. Declare it as a ServerState (or ClientState); fl-lightning check "
+                "finds whether it counts"
+            )
 
     def _keep_initial_model(self) -> None:
         """Keep w^0 if a state starts from it."""
