@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
@@ -65,6 +65,15 @@ def check_learner(learner: Any) -> None:
             federated run cannot call.
     """
     name = type(learner).__name__
+    if any(kind.__name__ == "FederatedModule" for kind in type(learner).__mro__):
+        raise UserError(
+            f"learner: {name} is a FederatedModule already. Give it to the Trainer, or wrap its "
+            "learner: FederatedModule(module.learner, …)."
+        )
+    if isinstance(learner, type):
+        raise UserError(
+            f"learner: {learner.__name__} is a class. Give an object of it: {learner.__name__}(…)."
+        )
     compiled = getattr(learner, "_orig_mod", None)
     if lightning_base(compiled) is not None:
         inner = type(compiled).__name__
@@ -408,3 +417,19 @@ def check_optimizer(name: str, optimizer: Any) -> None:
                     f"{name}: {kind} has {option}={value!r}; it has to be a number that single "
                     "precision holds."
                 )
+
+
+def check_held(name: str, optimizer: Optimizer, parameters: Sequence[Any]) -> None:
+    """Refuse an optimizer that holds none of these parameters.
+
+    ``name``: as in :func:`check_optimizer`.
+    """
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    if parameters and held.isdisjoint(map(id, parameters)):
+        raise UserError(
+            f"{name}: {type(optimizer).__name__} holds none of the parameters of this run, so it "
+            "would train nothing. Give it those that the function gets, lambda params: "
+            "torch.optim.SGD(params, lr=0.1); in configure_optimizers, self.parameters()."
+        )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.checks import check_optimizer
+from fl_lightning.checks import check_held, check_optimizer
 from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.engines.client_trainer import View
 from fl_lightning.engines.optimizer_copy import Shown, check_alone, shallow
@@ -93,9 +93,11 @@ def of_run(
     """
     server = of_server(settings.server_optimizer, w)
     check_optimizer("server_optimizer", server)
+    check_held("server_optimizer", server, [w])
     unit = settings.client_scheduler
     clients, schedule = of_clients(settings.client_optimizer, learner, unit, note, most_steps)
     check_optimizer("client_optimizer", clients)
+    check_held("client_optimizer", clients, [p for _, p in trainable(learner)])
     check_alone(clients)
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
     if schedule is not None:
