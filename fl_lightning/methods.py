@@ -21,7 +21,7 @@ from fl_lightning.callback import (
     RunFacts,
     takes_no_gradient,
 )
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError, WrongKind, suggest
 from fl_lightning.notes import refuse_optimizer
 from fl_lightning.round import resting
 from fl_lightning.round.ledger import Ledger
@@ -585,10 +585,10 @@ def _changed_state(call: Callable[..., Any], key: str) -> UserError:
     )
 
 
-def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
+def _returned(call: Callable[..., Any], returned: object, expected: str) -> WrongKind:
     result = reprlib.repr(returned)
     if isinstance(returned, Tensor):
         result = f"a tensor of shape {tuple(returned.shape)}"
-    return TypeError(
+    return WrongKind(
         f"{getattr(call, '__qualname__', call)} returned {result}; it has to return {expected}"
     )

@@ -18,7 +18,7 @@ from fl_lightning.engines.accumulation import StepBatches, count_of
 from fl_lightning.engines.client_trainer import Present, nobody
 from fl_lightning.engines.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, WrongKind
 from fl_lightning.learner.buffers import buffer_slots
 from fl_lightning.learner.layout import Layout, check_trainable, fill, tie, trainable
 from fl_lightning.learner.modules import (
@@ -406,14 +406,17 @@ class LearnerCopy:
         """The loss in what ``training_step`` returned.
 
         Raises:
-            TypeError: the learner has no such loss.
+            WrongKind: it is no loss.
         """
         loss = output.get("loss") if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; "
-                "it has to return the loss, a scalar tensor, or a dict with 'loss'. A step cannot "
-                "be skipped: if a batch has nothing to learn from, return a zero loss (0 * loss)"
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = type(output).__name__
+            if isinstance(loss, Tensor):
+                kind = f"a loss of shape {tuple(loss.shape)}"
+            raise WrongKind(
+                f"{type(self.learner).__name__}.training_step returned {kind}; it has to return "
+                "the loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: if a "
+                "batch has nothing to learn from, return a zero loss (0 * loss)"
             )
         return loss
 

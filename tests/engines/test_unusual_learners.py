@@ -114,6 +114,31 @@ def test_a_step_without_a_loss_is_named(engine: str) -> None:
         trained(Later, engine)
 
 
+class OfSamples(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
+
+class Detached(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        (OfSamples, r"returned a loss of shape \(8,\); it has"),
+        (Detached, "has no gradient.*detach"),
+    ],
+)
+def test_a_loss_that_cannot_be_minimised_is_said_in_a_paragraph(
+    learner: type[Lit], said: str, engine: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        trained(learner, engine)
+
+
 class Nested(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.log("train/parts", {"a": 1.0, "b": 2.0})  # type: ignore[arg-type]
