@@ -50,6 +50,23 @@ def set_of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
             yield node.attr
 
 
+def moved_on(hook: Callable[..., Any]) -> tuple[set[str], set[str]]:
+    """Return the attributes of ``self`` that a hook computes from their value before, as in
+    ``self.k += 1`` and ``self.k = 0.9 * self.k``, and those that it sets anew.
+    """
+    moved, anew = set[str](), set[str]()
+    tree, own = _parsed(hook)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AugAssign):
+            continue
+        read = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Attribute) and _name(target) == own:
+                goes_on = isinstance(node, ast.AugAssign) or target.attr in read
+                (moved if goes_on else anew).add(target.attr)
+    return moved, anew
+
+
 def assigned(hook: Callable[..., Any]) -> Iterator[str]:
     """Return the attributes of ``self`` that a hook always assigns, under no condition."""
     tree, own = _parsed(hook)

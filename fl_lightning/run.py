@@ -32,6 +32,7 @@ from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
 from fl_lightning.learner.adapters import scale_notes
 from fl_lightning.learner.buffers import BufferPolicy
+from fl_lightning.learner.hooks import moved_on_by
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
@@ -280,7 +281,15 @@ class FederatedRun:
         self.state.keep_rows_for(trainer.datamodule)
 
     def _note_undeclared(self) -> None:
-        """Note an attribute that a method changes in a hook of rounds, and that was not saved."""
+        """Note an attribute that the learner or a method changes from round to round, and that
+        was not saved.
+        """
+        if own := moved_on_by(self.model.learner):
+            self.note(
+                f"{own}, which no checkpoint holds, so this resumed run began with its first value "
+                "again. Save it in on_save_checkpoint and on_load_checkpoint, make it a buffer "
+                "(register_buffer), or compute it from self.current_epoch"
+            )
         hooks = {*SHARED, *OWNED} - {"on_layout"}  # which each fit calls before its rounds
         if lost := undeclared(self.methods, hooks, has=True):
             self.note(

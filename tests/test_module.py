@@ -208,6 +208,43 @@ def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(tmp_path: Path) ->
         trainer(2, [Momentum()]).fit(federated(), blobs(), ckpt_path=path)
 
 
+class Cooling(Lit):
+    """Keeps its temperature where no checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.seen: list[int] = []
+        self.batches = 0
+
+    def on_train_epoch_end(self) -> None:
+        self.temperature *= 0.5
+        self.seen = [self.current_epoch]
+
+    def on_validation_epoch_start(self) -> None:
+        self.batches = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+
+class Saved(Cooling):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["temperature"] = self.temperature
+
+
+def test_a_resumed_run_says_what_of_its_learner_no_checkpoint_holds(tmp_path: Path) -> None:
+    for learner in (Cooling, Saved):
+        run = trainer(1)
+        run.fit(module := federated(learner()), blobs())
+        assert not any("temperature" in note for note in module.notes)
+        run.save_checkpoint(path := tmp_path / f"{learner.__name__}.ckpt")
+        trainer(2).fit(resumed := federated(learner()), blobs(), ckpt_path=path)
+        said = [note for note in resumed.notes if "which no checkpoint holds" in note]
+        assert len(said) == (learner is Cooling)
+        assert not said or "Cooling changes self.temperature in on_train_epoch_end" in said[0]
+
+
 def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:
     def scaffold(rounds: int) -> pl.Trainer:
         return trainer(rounds, [ControlVariates(), RelaxedInitialization()])
