@@ -292,7 +292,14 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
 
 
 def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
-    """Refuse clients that are not a sequence, or that are given together with a partition."""
+    """Refuse a partition that is none, and clients that are not a sequence, or that are given
+    together with a partition.
+    """
+    if partition is not None and not isinstance(partition, Partition):
+        raise UserError(
+            f"partition={partition!r} is not a partition: give an object, such as Dirichlet(0.3), "
+            "IID() or one of a subclass of Partition."
+        )
     if clients is None:
         return
     check_sequence("clients", clients, "each client's sample indices")

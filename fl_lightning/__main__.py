@@ -211,7 +211,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if debug:
             raise
-        print(f"fl-lightning: {error}", file=sys.stderr)
+        notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
+        print(f"fl-lightning: {error}{notes}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -352,6 +352,12 @@ class FederatedCallback(Given, Resting, pl.Callback):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._declared:
             self._declared[name].__set__(self, value)
+        elif isinstance(value, Declaration):
+            raise UserError(
+                f"method: {type(self).__name__} assigns a {type(value).__name__} to self.{name}, "
+                f"which declares nothing. Write {name} = … in the class body, or "
+                f"self.declare({name!r}, …) in __init__ if it depends on arguments."
+            )
         else:
             super().__setattr__(name, value)
 

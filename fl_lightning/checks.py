@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from numbers import Integral, Real
 from typing import Any
@@ -61,10 +61,19 @@ def check_learner(learner: Any) -> None:
     """Refuse learners that the federated loop cannot train as they ask for.
 
     Raises:
-        UserError: not a LightningModule, manual optimization, or a hook that a federated run cannot
-            call.
+        UserError: not a LightningModule, no training_step, manual optimization, or a hook that a
+            federated run cannot call.
     """
     name = type(learner).__name__
+    if any(kind.__name__ == "FederatedModule" for kind in type(learner).__mro__):
+        raise UserError(
+            f"learner: {name} is a FederatedModule already. Give it to the Trainer, or wrap its "
+            "learner: FederatedModule(module.learner, …)."
+        )
+    if isinstance(learner, type):
+        raise UserError(
+            f"learner: {learner.__name__} is a class. Give an object of it: {learner.__name__}(…)."
+        )
     compiled = getattr(learner, "_orig_mod", None)
     if lightning_base(compiled) is not None:
         inner = type(compiled).__name__
@@ -82,6 +91,11 @@ def check_learner(learner: Any) -> None:
             f"learner: {name} is not a LightningModule; accepted is any LightningModule of "
             "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
             f"{hint}."
+        )
+    if not overrides(learner, "training_step"):
+        raise UserError(
+            f"learner: {name} has no training_step. Write training_step(self, batch, batch_idx); "
+            "it returns the local loss."
         )
     if not learner.automatic_optimization:
         raise UserError(
@@ -409,3 +423,19 @@ def check_optimizer(name: str, optimizer: Any) -> None:
                     f"{name}: {kind} has {option}={value!r}; it has to be a number that single "
                     "precision holds."
                 )
+
+
+def check_held(name: str, optimizer: Optimizer, parameters: Sequence[Any]) -> None:
+    """Refuse an optimizer that holds none of these parameters.
+
+    ``name``: as in :func:`check_optimizer`.
+    """
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    if parameters and held.isdisjoint(map(id, parameters)):
+        raise UserError(
+            f"{name}: {type(optimizer).__name__} holds none of the parameters of this run, so it "
+            "would train nothing. Give it those that the function gets, lambda params: "
+            "torch.optim.SGD(params, lr=0.1); in configure_optimizers, self.parameters()."
+        )

@@ -19,6 +19,10 @@ class UserError(ValueError):
     """
 
 
+class WrongKind(UserError, TypeError):
+    """A hook or a step of the user's returned a value of another kind or shape than it has to."""
+
+
 class Diverged(RuntimeError):
     """A client's model or the server's became non-finite; the command line exits with status 3."""
 
@@ -82,6 +86,8 @@ def in_own_code(error: BaseException) -> str:
         for key, folder in sysconfig.get_paths().items()
         if key in ("stdlib", "platstdlib", "purelib", "platlib")
     )
+    # Under `python -m fl_lightning` the name of its main module is not the package's.
+    installed += (os.path.join(os.path.dirname(__file__), ""),)
     own = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         code = frame.f_code

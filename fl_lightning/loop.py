@@ -236,7 +236,13 @@ class FederatedLoop:
 
     def set_server_rates(self, t: int) -> None:
         """Set the server optimizer's rates to those of round t."""
-        self.server_step.begin(decay_factor(self.settings.server_lr_decay, t))
+        if self.server_step.begin(decay_factor(self.settings.server_lr_decay, t)):
+            self.note(
+                "a hook or a callback changes the learning rate of trainer.optimizers[0], which is "
+                "the server's optimizer: this has no effect, since the run sets the rate in each "
+                "round. The server's rate follows server_lr_decay, and the clients' rates lr_decay "
+                "or client_scheduler"
+            )
 
     def broadcast(self, server: Server) -> Tensor | None:
         """Return the model ``(D,)`` that clients get as w, from a method; None: w itself."""

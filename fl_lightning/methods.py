@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import reprlib
 from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral
 from typing import Any, Literal
@@ -9,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from fl_lightning import reading
 from fl_lightning.callback import (
     Declaration,
     FederatedCallback,
@@ -16,8 +19,9 @@ from fl_lightning.callback import (
     Refusal,
     RunBinding,
     RunFacts,
+    takes_no_gradient,
 )
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError, WrongKind, suggest
 from fl_lightning.notes import refuse_optimizer
 from fl_lightning.round import resting
 from fl_lightning.round.ledger import Ledger
@@ -96,6 +100,7 @@ class Methods:
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
+            refuse_other_arguments(callback)
             refuse_inference_mode(callback)
         # Callbacks that change updates for the clients come before those that work at the server.
         # Callbacks that keep coordinates at rest come after all that move them.
@@ -458,6 +463,20 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
             )
 
 
+def refuse_other_arguments(callback: FederatedCallback) -> None:
+    """Refuse a hook that does not take the arguments with which it is called."""
+    for name in filter(callback.has, (*SHARED, *OWNED)):
+        hook = getattr(callback, name)
+        like = getattr(FederatedCallback, name)
+        wrong = reading.misfit(hook, like)
+        if wrong and not (name == "perturbation" and takes_no_gradient(hook)):
+            expected = ", ".join(inspect.signature(like).parameters)
+            raise UserError(
+                f"method: {type(callback).__name__} defines {wrong}, but the run calls "
+                f"{name}({expected}). Give the hook these arguments, in this order."
+            )
+
+
 def refuse_inference_mode(callback: FederatedCallback) -> None:
     """Refuse a hook under ``@torch.inference_mode()``: its tensors cannot be used after it."""
     for name in (*SHARED, *OWNED):
@@ -566,10 +585,10 @@ def _changed_state(call: Callable[..., Any], key: str) -> UserError:
     )
 
 
-def _returned(call: Callable[..., Any], returned: object, expected: str) -> TypeError:
-    result = repr(returned)
+def _returned(call: Callable[..., Any], returned: object, expected: str) -> WrongKind:
+    result = reprlib.repr(returned)
     if isinstance(returned, Tensor):
         result = f"a tensor of shape {tuple(returned.shape)}"
-    return TypeError(
+    return WrongKind(
         f"{getattr(call, '__qualname__', call)} returned {result}; it has to return {expected}"
     )

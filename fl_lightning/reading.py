@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ast
+import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
+
+# What hooks assign at `clients` and `server`.
+OF_THE_RUN = ("x", "update", "updates")
 
 
 def of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
@@ -32,10 +37,34 @@ def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
 
 
 def set_of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
-    """Return the attributes of ``self`` that a hook assigns, also in methods that it calls."""
+    """Return the attributes of ``self`` that a hook assigns, also in methods that it calls.
+
+    If there is no source, as in a program that Python reads from its input, they are those that the
+    code of the hook itself stores.
+    """
+    function = inspect.unwrap(getattr(hook, "__func__", hook))
+    if not _parsed(hook)[1] and inspect.isfunction(function):
+        yield from _stored(function)
     for node, own in _attributes(callback, hook):
         if _name(node) == own and isinstance(node.ctx, ast.Store):
             yield node.attr
+
+
+def moved_on(hook: Callable[..., Any]) -> tuple[set[str], set[str]]:
+    """Return the attributes of ``self`` that a hook computes from their value before, as in
+    ``self.k += 1`` and ``self.k = 0.9 * self.k``, and those that it sets anew.
+    """
+    moved, anew = set[str](), set[str]()
+    tree, own = _parsed(hook)
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Assign | ast.AugAssign):
+            continue
+        read = {n.attr for n in ast.walk(node.value) if isinstance(n, ast.Attribute)}
+        for target in getattr(node, "targets", [getattr(node, "target", None)]):
+            if isinstance(target, ast.Attribute) and _name(target) == own:
+                goes_on = isinstance(node, ast.AugAssign) or target.attr in read
+                (moved if goes_on else anew).add(target.attr)
+    return moved, anew
 
 
 def assigned(hook: Callable[..., Any]) -> Iterator[str]:
@@ -46,6 +75,43 @@ def assigned(hook: Callable[..., Any]) -> Iterator[str]:
             for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
                 if isinstance(target, ast.Attribute) and _name(target) == own:
                     yield target.attr
+
+
+def _stored(function: Any) -> Iterator[str]:
+    own = function.__code__.co_varnames[:1]
+    instructions = dis.get_instructions(function)
+    for before, this in pairwise(instructions):
+        # `self.k += 1` exchanges the object and the value; `clients.x += 1` does so, too.
+        exchanged = before.opname in ("SWAP", "ROT_TWO") and this.argval not in OF_THE_RUN
+        # Newer versions of Python load the value and the object at once.
+        loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
+        if this.opname == "STORE_ATTR" and (exchanged or loaded[-1:] == own):
+            yield this.argval
+
+
+def misfit(hook: Callable[..., Any], like: Callable[..., Any]) -> str:
+    """Return how a bound hook cannot be called as ``like(self, …)`` is; empty if it can.
+
+    >>> class Own:
+    ...     def on_end(self, gradient, clients): ...
+    >>> def on_end(self, clients, gradient): ...
+    >>> misfit(Own().on_end, on_end)
+    'on_end(self, gradient, clients)'
+    """
+    expected = list(inspect.signature(like).parameters)[1:]
+    try:
+        signature = inspect.signature(hook)
+    except (TypeError, ValueError):  # for example a function that is written in C
+        return ""
+    names = list(signature.parameters)
+    try:
+        signature.bind(*expected)
+        if names == expected or set(names) != set(expected):
+            return ""
+    except TypeError:
+        pass
+    taken = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
+    return f"{like.__name__}({', '.join(['self', *taken])})"
 
 
 def _name(node: ast.Attribute) -> str:

@@ -25,7 +25,7 @@ from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.kinds import NOT_CAPTURED
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState
-from fl_lightning.engines.situation import situation_of
+from fl_lightning.engines.situation import situation_of, undeclared
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -33,12 +33,13 @@ from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
 from fl_lightning.learner.adapters import scale_notes
 from fl_lightning.learner.buffers import BufferPolicy
+from fl_lightning.learner.hooks import moved_on_by
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
 from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.processes import cores_of_each, limit_threads
-from fl_lightning.methods import Methods
+from fl_lightning.methods import OWNED, SHARED, Methods
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
@@ -272,6 +273,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = held.restore(rows, self.model, trainer.ckpt_path)
+            self._note_undeclared()
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
@@ -281,6 +283,25 @@ class FederatedRun:
             base.restore(held.base, held.base_costs, held.base_kinds)
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
+
+    def _note_undeclared(self) -> None:
+        """Note an attribute that the learner or a method changes from round to round, and that
+        was not saved.
+        """
+        if own := moved_on_by(self.model.learner):
+            self.note(
+                f"{own}, which no checkpoint holds, so this resumed run began with its first value "
+                "again. Save it in on_save_checkpoint and on_load_checkpoint, make it a buffer "
+                "(register_buffer), or compute it from self.current_epoch"
+            )
+        hooks = {*SHARED, *OWNED} - {"on_layout"}  # which each fit calls before its rounds
+        if lost := undeclared(self.methods, hooks, has=True):
+            self.note(
+                f"{lost}, and does not declare it, so the checkpoint does not hold it. If its "
+                "value counts in a later round, this resumed run differs from one that was never "
+                "interrupted. Declare it as a ServerState (or ClientState); fl-lightning check "
+                "finds whether it counts"
+            )
 
     def _keep_initial_model(self) -> None:
         """Keep w^0 if a state starts from it."""

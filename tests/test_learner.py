@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import nn
 
@@ -15,6 +16,26 @@ from tests.helpers.learners import Lit, blobs, trainer
 class TwoOptimizers(Lit):
     def configure_optimizers(self) -> Any:
         return [torch.optim.SGD(self.parameters(), 0.1), torch.optim.SGD(self.parameters(), 0.1)]
+
+
+class Untrained(pl.LightningModule):
+    """Without training_step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(20, 4)
+
+
+class Configured(Lit):
+    """What ``configure_optimizers`` gives, made of one optimizer and a scheduler of another."""
+
+    def __init__(self, given: Any) -> None:
+        super().__init__()
+        self.given = given
+
+    def configure_optimizers(self) -> Any:
+        optimizer, other = (torch.optim.SGD(self.parameters(), 0.1) for _ in range(2))
+        return self.given(optimizer, torch.optim.lr_scheduler.StepLR(other, 1))
 
 
 class OwnStep(Lit):
@@ -47,6 +68,20 @@ class Mixed(Lit):
     ("learner", "words"),
     [
         (TwoOptimizers, ["TwoOptimizers", "2 optimizers", "client_optimizer"]),
+        (Untrained, ["Untrained has no training_step"]),
+        (lambda: Configured(lambda o, s: ([o], [s])), ["StepLR", "built with another optimizer"]),
+        (lambda: Configured(lambda o, s: (o, s)), ["StepLR in the place of an optimizer"]),
+        (lambda: Configured(lambda o, s: "SGD"), ["'SGD' in the place of an optimizer"]),
+        (lambda: Configured(lambda o, s: {"optim": o}), ["dict with 'optim' in", "an optimizer"]),
+        (lambda: Configured(lambda o, s: {"optimizer": [o]}), ["list in the place of an opt"]),
+        (
+            lambda: Configured(lambda o, s: {"optimizer": o, "lr_scheduler": {"sched": s}}),
+            ["dict with 'sched' in the place of an lr scheduler", "'scheduler': scheduler"],
+        ),
+        (
+            lambda: Configured(lambda o, s: {"optimizer": o, "lr_scheduler": [s]}),
+            ["list in the place of an lr scheduler"],
+        ),
         (OwnStep, ["OwnStep", "optimizer_step", "FederatedCallback"]),
         (OldLayers, ["configure_sharded_model", "configure_model"]),
         (Manual, ["manual optimization", "training_step", "one optimizer"]),

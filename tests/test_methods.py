@@ -33,6 +33,95 @@ def test_a_misspelt_hook_is_refused_with_the_right_name() -> None:
         trainer(1, [Typo()]).fit(federated(), blobs())
 
 
+class TooFew(FederatedCallback):
+    def on_local_gradient(self, clients: Any) -> None: ...
+
+
+class TooMany(FederatedCallback):
+    def on_server_update(self, server: Any, update: Any) -> None: ...
+
+
+class Exchanged(FederatedCallback):
+    def on_local_gradient(self, gradient: Any, clients: Any) -> None: ...
+
+
+class OtherNames(FederatedCallback):
+    def on_local_gradient(self, c: Any, g: Any, *more: Any, k: int = 1) -> None: ...
+
+    def perturbation(self, c: Any) -> Any:
+        return torch.zeros_like(c.x)
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        (TooFew, r"defines on_local_gradient\(self, clients\), but .*\(self, clients, gradient\)"),
+        (TooMany, r"defines on_server_update\(self, server, update\), but .*\(self, server\)"),
+        (Exchanged, r"defines on_local_gradient\(self, gradient, clients\), but the run calls"),
+    ],
+)
+def test_a_hook_of_other_arguments_is_refused_before_the_run(method: Any, said: str) -> None:
+    module = federated()
+    with pytest.raises(UserError, match=said):
+        trainer(1, [method()]).fit(module, blobs())
+    assert module.run.state.rounds == 0 and module.run.loop is None
+    trainer(1, [OtherNames()]).fit(federated(), blobs())
+
+
+def test_state_that_is_assigned_in_place_of_declared_is_refused() -> None:
+    class Late(FederatedCallback):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = ClientState()
+
+    with pytest.raises(UserError, match=r"Late assigns a ClientState to self.last.*self.declare\("):
+        Late()
+
+
+class Assigning(FederatedCallback):
+    """Gives the server, or a log, what is of no use."""
+
+    kept = ClientState(synchronised=False)
+
+    def __init__(self, does: Any) -> None:
+        super().__init__()
+        self.does = does
+
+    def on_local_end(self, clients: Any) -> None:
+        self.does(self, clients, None)
+
+    def on_server_update(self, server: Any) -> None:
+        self.does(self, None, server)
+
+
+def gives(name: str, value: Any) -> Any:
+    def does(method: Any, clients: Any, server: Any) -> None:
+        if server is not None:
+            setattr(server, name, value(server))
+
+    return does
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        (gives("update", lambda s: s.update[:3]), r"given a tensor of shape \(3,\)"),
+        (gives("update", lambda s: s.update.numpy()), r"given array\("),
+        (gives("w", lambda s: s.w + s.update), "Assigning assigns server.w.*server.update in"),
+        (lambda m, c, s: s and s.log("a", "b"), r"server.log\('a', …\) logs one number"),
+        (lambda m, c, s: s and s.log("a", s.w), "given a tensor of shape"),
+        (
+            lambda m, c, s: c and c.log("a", c.x),
+            r"clients.log\('a', …\) takes one number per client",
+        ),
+        (lambda m, c, s: s and m.kept[s], r"kept\[clients\] takes the clients .*rows\(server, ids"),
+    ],
+)
+def test_what_a_hook_cannot_give_or_read_is_said_where_it_does(does: Any, said: str) -> None:
+    with pytest.raises((ValueError, TypeError), match=said):
+        trainer(1, [Assigning(does)]).fit(federated(), blobs())
+
+
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 def test_what_hooks_log_is_read_and_not_changed(engine: str) -> None:
     class Telling(ControlVariates):

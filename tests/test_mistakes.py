@@ -10,7 +10,7 @@ import pytorch_lightning as pl
 import torch
 
 from fl_lightning import FederatedModule, UserError
-from tests.helpers.learners import Lit, blobs, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 @pytest.mark.parametrize("name", ["client_optimizer", "server_optimizer"])
@@ -32,6 +32,21 @@ def test_an_optimizer_that_is_no_function(name, given) -> None:
         UserError, match=f"^{name}=.* is not a function.*lambda params: torch.optim.SGD"
     ):
         FederatedModule(Lit(), **{name: given})
+
+
+@pytest.mark.parametrize("name", ["client_optimizer", "server_optimizer"])
+def test_an_optimizer_of_other_parameters(name: str) -> None:
+    other = torch.nn.Linear(20, 4).double()
+    module = federated(**{name: lambda params: torch.optim.SGD(other.parameters(), lr=0.1)})
+    with pytest.raises(UserError, match=f"^{name}: SGD holds none of the parameters"):
+        trainer(1).fit(module, blobs())
+
+
+def test_what_is_no_learner_but_nearly() -> None:
+    with pytest.raises(UserError, match=r"Lit is a class\. Give an object of it"):
+        FederatedModule(Lit)
+    with pytest.raises(UserError, match="is a FederatedModule already"):
+        FederatedModule(FederatedModule(Lit()))
 
 
 def test_an_optimizer_s_class_is_one() -> None:

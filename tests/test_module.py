@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
-from fl_lightning import FederatedModule, UserError
+from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
@@ -187,6 +187,62 @@ def test_fast_dev_run_trains_so_many_batches_of_one_client(
     assert other.participants(0)[:1] == module.participants(0), (
         "one of those that the run itself begins with"
     )
+
+
+class Momentum(FederatedCallback):
+    """Keeps its momentum where no checkpoint has it."""
+
+    m: Any = None
+
+    def on_server_update(self, server: Any) -> None:
+        self.m = server.update if self.m is None else 0.9 * self.m + server.update
+        server.update = self.m
+
+
+def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(tmp_path: Path) -> None:
+    run = trainer(1, [Momentum()])
+    run.fit(module := federated(), blobs())
+    run.save_checkpoint(path := tmp_path / "one.ckpt")
+    assert not any("self.m" in note for note in module.notes)
+    with pytest.warns(UserWarning, match=r"Momentum sets self\.m in on_server_update, "):
+        trainer(2, [Momentum()]).fit(federated(), blobs(), ckpt_path=path)
+
+
+class Cooling(Lit):
+    """Keeps its temperature where no checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = 1.0
+        self.seen: list[int] = []
+        self.batches = 0
+
+    def on_train_epoch_end(self) -> None:
+        self.temperature *= 0.5
+        self.seen = [self.current_epoch]
+
+    def on_validation_epoch_start(self) -> None:
+        self.batches = 0
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.batches += 1
+
+
+class Saved(Cooling):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["temperature"] = self.temperature
+
+
+def test_a_resumed_run_says_what_of_its_learner_no_checkpoint_holds(tmp_path: Path) -> None:
+    for learner in (Cooling, Saved):
+        run = trainer(1)
+        run.fit(module := federated(learner()), blobs())
+        assert not any("temperature" in note for note in module.notes)
+        run.save_checkpoint(path := tmp_path / f"{learner.__name__}.ckpt")
+        trainer(2).fit(resumed := federated(learner()), blobs(), ckpt_path=path)
+        said = [note for note in resumed.notes if "which no checkpoint holds" in note]
+        assert len(said) == (learner is Cooling)
+        assert not said or "Cooling changes self.temperature in on_train_epoch_end" in said[0]
 
 
 def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:

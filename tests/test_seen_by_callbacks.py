@@ -79,6 +79,40 @@ class Looking(Lit):
         return [optimizer], [lr_scheduler.LambdaLR(optimizer, lambda k: 1 / (k + 1))]
 
 
+class Warming(Lit):
+    """Sets the rate of its optimizer in a hook, as one does who schedules it by hand."""
+
+    def __init__(self, hook: str) -> None:
+        super().__init__()
+        setattr(self, hook, self.warm)
+
+    def warm(self, *_: Any) -> None:
+        optimizer: Any = self.optimizers()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 * (1 + self.current_epoch)
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_epoch_start"])
+def test_a_rate_that_a_hook_sets_is_refused(engine: str, hook: str) -> None:
+    module = federated(Warming(hook), engine=engine)
+    with pytest.raises(UserError, match=r"only to read: lr=0\.01 would have no effect"):
+        trainer(2).fit(module, blobs())
+    assert module.run.state.rounds == 0
+
+
+def test_a_rate_that_a_callback_gives_the_server_is_noted() -> None:
+    def slower(run: Any, module: Any) -> None:
+        run.optimizers[0].param_groups[0]["lr"] = 0.5
+
+    changing = pl.callbacks.LambdaCallback(on_train_epoch_start=slower)
+    with pytest.warns(
+        UserWarning, match=r"trainer.optimizers\[0\], which is the server's"
+    ) as noted:
+        trainer(3, [changing]).fit(federated(), blobs())
+    assert len([each for each in noted if "the server's optimizer" in str(each.message)]) == 1
+
+
 @pytest.mark.parametrize("engine", ["sequential", "concurrent", "stacked"])
 @pytest.mark.filterwarnings("ignore:the learner's lr scheduler is ignored")
 def test_the_learners_optimizer_is_the_clients(engine: str) -> None:

@@ -95,11 +95,20 @@ class ServerStep:
         self.rates = rates
         self.progress = progress
         self.optimizer: Optimizer = optimizer.optimizer
+        self._set: list[float] | None = None
 
-    def begin(self, factor: float) -> None:
-        """Set this round's learning rates, multiplied by ``factor``."""
+    def begin(self, factor: float) -> bool:
+        """Set this round's learning rates, multiplied by ``factor``.
+
+        Returns:
+            Whether something has changed the rates that were set before.
+        """
+        found = [float(group["lr"]) for group in self.optimizer.param_groups]
+        changed = self._set is not None and found != self._set
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
+        self._set = [float(group["lr"]) for group in self.optimizer.param_groups]
+        return changed
 
     def step(self, w: Tensor, update: Tensor, moves: Tensor | None) -> None:
         """Step with gradient ``-update``.

@@ -56,6 +56,9 @@ def check_batch_sizes(copies: LearnerCopies, failed: bool = False) -> str:
     says = failure(copies, first, smallest[0])
     if not says or failure(copies, *works):
         return ""
+    # A first step may fail on any copy, if a hook keeps what the step reads in the learner itself.
+    if failed and not failure(copies, first, smallest[0]):
+        return ""
     met = first_met(situation, smallest[0])
     # No client of these rounds has the smallest batch, but another one may also be too small.
     if met.samples > smallest[0]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.engines.optimizer_copy import (
     MISSING,
+    Shown,
     alike,
     as_row,
     copied_values,
@@ -147,7 +148,7 @@ class ClientOptimizer:
         self.shown.param_groups = []
         for g in optimizer.param_groups:
             own = [parameters[names[id(p)]] for p in g["params"] if id(p) in names]
-            self.shown.param_groups.append({**g, "params": own})
+            self.shown.param_groups.append(Shown({**g, "params": own}))
         self.shown.state = type(optimizer.state)(dict)
         self._made = options_of(optimizer)
         return self.shown
@@ -172,7 +173,7 @@ class ClientOptimizer:
                 self._load(state)
         if self.shown is not None:
             for group, options in zip(self.shown.param_groups, self._made, strict=True):
-                group["lr"] = float(options["lr"]) * rates.factor
+                group.update(lr=float(options["lr"]) * rates.factor)
         self.at(0)
 
     def _put_back(self, factor: float) -> None:

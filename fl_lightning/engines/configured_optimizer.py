@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.checks import check_optimizer
+from fl_lightning.checks import check_held, check_optimizer
 from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.engines.client_trainer import View
-from fl_lightning.engines.optimizer_copy import check_alone, shallow
+from fl_lightning.engines.optimizer_copy import Shown, check_alone, shallow
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import lightning_modules, overrides
@@ -93,9 +93,11 @@ def of_run(
     """
     server = of_server(settings.server_optimizer, w)
     check_optimizer("server_optimizer", server)
+    check_held("server_optimizer", server, [w])
     unit = settings.client_scheduler
     clients, schedule = of_clients(settings.client_optimizer, learner, unit, note, most_steps)
     check_optimizer("client_optimizer", clients)
+    check_held("client_optimizer", clients, [p for _, p in trainable(learner)])
     check_alone(clients)
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
     if schedule is not None:
@@ -279,35 +281,59 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     Each scheduler comes with the number of epochs or steps of plain training between its steps.
 
     Raises:
-        UserError: there is no optimizer, or there are several.
+        UserError: there is no optimizer, or there are several, or it is not in a form that
+            Lightning accepts.
     """
     with groups_made() as made:
         configured = learner.configure_optimizers()
     # Lightning accepts two lists, one list, a dict with both, or only the optimizer.
     optimizers: list[Any] = []
     configured_schedulers: list[Any] = []
-    several = isinstance(configured, Sequence)
-    if several and len(configured) == 2 and isinstance(configured[0], Sequence):
+    several = isinstance(configured, list | tuple)
+    if several and len(configured) == 2 and isinstance(configured[0], list | tuple):
         optimizers += configured[0]
-        configured_schedulers += configured[1]
+        # A list of optimizers may come with one scheduler that is not in a list.
+        listed = isinstance(configured[1], list | tuple)
+        configured_schedulers += configured[1] if listed else [configured[1]]
     else:
         for entry in configured if several else [configured]:
             if isinstance(entry, dict):
-                optimizers.append(entry["optimizer"])
+                optimizers.append(entry.get("optimizer", entry))
                 configured_schedulers.append(entry.get("lr_scheduler"))
             else:
                 optimizers.append(entry)
     optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise _unknown(learner, optimizer, "an optimizer")
     if len(optimizers) != 1:
         raise _not_one(learner, len(optimizers))
-    schedulers: list[tuple[Any, int]] = []
-    for scheduler in configured_schedulers:
-        if isinstance(scheduler, dict):
-            schedulers.append((scheduler["scheduler"], int(scheduler.get("frequency", 1))))
-        elif scheduler is not None:
-            schedulers.append((scheduler, 1))
+    schedulers = [
+        stepped_every(learner, optimizers[0], scheduler)
+        for scheduler in configured_schedulers
+        if scheduler is not None
+    ]
     groups = [without_scheduler(group, made) for group in optimizers[0].param_groups]
     return optimizers[0], schedulers, groups
+
+
+def stepped_every(learner: object, optimizer: Optimizer, given: Any) -> tuple[Any, int]:
+    """Return a configured scheduler, and the epochs or steps of plain training between its steps.
+
+    Raises:
+        UserError: it is no scheduler, or the scheduler of another optimizer.
+    """
+    scheduler = given.get("scheduler", given) if isinstance(given, dict) else given
+    if not callable(getattr(scheduler, "step", None)):
+        raise _unknown(learner, scheduler, "an lr scheduler")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise UserError(
+            f"learner {type(learner).__name__}: configure_optimizers gives a "
+            f"{type(scheduler).__name__} that was built with another optimizer than the one that "
+            "it gives, so it would not change the rate of any step. Build the scheduler with that "
+            "optimizer."
+        )
+    return scheduler, int(given.get("frequency", 1)) if isinstance(given, dict) else 1
 
 
 @contextmanager
@@ -345,6 +371,17 @@ def without_scheduler(
     return settings
 
 
+def _unknown(learner: object, given: object, place: str) -> UserError:
+    shown = repr(given) if isinstance(given, str | type) else f"a {type(given).__name__}"
+    if isinstance(given, dict):
+        shown = f"a dict with {', '.join(map(repr, given))}"
+    return UserError(
+        f"learner {type(learner).__name__}: configure_optimizers gives {shown} in the place of "
+        f"{place}. Return an optimizer, ([optimizer], [scheduler]), or {{'optimizer': optimizer, "
+        "'lr_scheduler': {'scheduler': scheduler}}."
+    )
+
+
 def _not_one(learner: object, number: int) -> UserError:
     given = f"{number} optimizers" if number else "no optimizer"
     return UserError(
@@ -363,5 +400,5 @@ def shown_at(optimizer: Optimizer, rates: ClientRates) -> Optimizer:
     for group, settings in zip(optimizer.param_groups, groups, strict=True):
         present = {**group, **settings, "params": group["params"]}
         present["lr"] = float(settings["lr"]) * rates.factor
-        shown.param_groups.append(present)
+        shown.param_groups.append(Shown(present))
     return shown

@@ -18,6 +18,7 @@ from fl_lightning.engines.accumulation import StepBatches, count_of
 from fl_lightning.engines.client_trainer import Present, nobody
 from fl_lightning.engines.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
+from fl_lightning.errors import UserError, WrongKind
 from fl_lightning.learner.buffers import buffer_slots
 from fl_lightning.learner.layout import Layout, check_trainable, fill, tie, trainable
 from fl_lightning.learner.modules import (
@@ -405,14 +406,17 @@ class LearnerCopy:
         """The loss in what ``training_step`` returned.
 
         Raises:
-            TypeError: the learner has no such loss.
+            WrongKind: it is no loss.
         """
         loss = output.get("loss") if isinstance(output, dict) else output
-        if not isinstance(loss, Tensor):
-            raise TypeError(
-                f"{type(self.learner).__name__}.training_step returned {type(output).__name__}; "
-                "it has to return the loss, a scalar tensor, or a dict with 'loss'. A step cannot "
-                "be skipped: if a batch has nothing to learn from, return a zero loss (0 * loss)"
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            kind = type(output).__name__
+            if isinstance(loss, Tensor):
+                kind = f"a loss of shape {tuple(loss.shape)}"
+            raise WrongKind(
+                f"{type(self.learner).__name__}.training_step returned {kind}; it has to return "
+                "the loss, a scalar tensor, or a dict with 'loss'. A step cannot be skipped: if a "
+                "batch has nothing to learn from, return a zero loss (0 * loss)"
             )
         return loss
 
@@ -518,11 +522,24 @@ class LearnerCopy:
         on_step: bool | None = None,
         on_epoch: bool | None = None,
         reduce_fx: Any = "mean",
-        **others: Any,
+        # Unused, but named, so that a misspelt argument is Python's TypeError, as in Lightning.
+        enable_graph: bool = False,
+        sync_dist: bool = False,
+        sync_dist_group: Any = None,
+        add_dataloader_idx: bool = True,
+        batch_size: int | None = None,
+        metric_attribute: str | None = None,
+        rank_zero_only: bool = False,
     ) -> None:
         if not self.logging:
             return
         check_loggable(type(self.learner).__name__, name, value)
+        if on_step is False and not on_epoch:
+            raise UserError(
+                f"learner {type(self.learner).__name__}: self.log({name!r}, on_step=False) asks "
+                "for no value: in a training step on_epoch is False if it is not given. Add "
+                "on_epoch=True."
+            )
         self._told_of_metrics.note(name, value, prog_bar)
         forked = self.forks and on_epoch and on_step is not False
         if isinstance(value, Metric):

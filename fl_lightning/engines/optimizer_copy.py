@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import same_bits
+from fl_lightning.round.client_schedule import MOVED
 
 # Attributes that torch gives every optimizer.
 OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.0)))
@@ -32,6 +33,23 @@ FOREIGN: dict[str, tuple[type, ...]] = {
 }
 DEPTH = 3  # nesting of containers in an attribute that are searched
 MISSING = object()
+
+
+class Shown(dict[str, Any]):
+    """A parameter group of an optimizer that a learner's hooks may only read.
+
+    The run itself sets values by ``update``.
+    """
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name in MOVED and name in self and value != self[name]:
+            raise UserError(
+                f"self.optimizers() shows the clients' optimizer only to read: {name}={value!r} "
+                "would have no effect, since the run sets it for each client. A schedule is an lr "
+                "scheduler of configure_optimizers with client_scheduler='local_steps' or "
+                "'rounds', or lr_decay."
+            )
+        super().__setitem__(name, value)
 
 
 def shallow(optimizer: Optimizer) -> Optimizer:

@@ -24,9 +24,10 @@ from fl_lightning.engines.dry_run import DryRun
 from fl_lightning.engines.engine import intra_op_threads
 from fl_lightning.engines.random_state import RandomState
 from fl_lightning.engines.situation import LearnerCopies
+from fl_lightning.engines.step_hooks import clear
 from fl_lightning.engines.worker import tell_where
 from fl_lightning.errors import UserError
-from fl_lightning.learner.layout import same_bits
+from fl_lightning.learner.layout import same_bits, trainable
 from fl_lightning.learner.modules import lightning_modules
 
 SIZES = re.compile(
@@ -114,6 +115,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
     if not same_batch(batch, first_batch(copies, client)):
         text = "its data set gives another batch when the same one is read again"
         return FirstSteps(Reason(text, note=UNSEEDED))
+    clear([p for _, p in trainable(situation.learner)])
     try:
         with intra_op_threads(1):
             if any(not p.requires_grad for p in trial.copy.learner.parameters()):
@@ -136,6 +138,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
         before.restore()
         trial.copy.reset()
     check_tied(trial)
+    check_apart(situation.learner)
     if held_once := situation.held_once(trial.copy.learner):
         one_by_one = Reason(held_once)
     untrained = len(trial.copy.missing) == len(trial.copy.parameters)
@@ -293,6 +296,26 @@ def check_tied(trial: DryRun) -> None:
             )
 
 
+def check_apart(learner: Any) -> None:
+    """Refuse a learner whose copy took steps that computed with the learner's own parameters.
+
+    The gradients of its copy's losses are then in these parameters, where no other step has run.
+
+    Raises:
+        UserError: it names the parameter.
+    """
+    for name, parameter in trainable(learner):
+        if parameter.grad is not None:
+            kind = type(learner).__name__
+            raise UserError(
+                f"learner {kind}: a step of a copy of it computes with {name} of the learner that "
+                "was given, and the run trains and measures clients on copies. A function that "
+                "was made of the learner refers to it (a lambda, a closure, "
+                "torch.compile(self.forward)), or a global does. Write a method in the place of "
+                "the function, and compile a module by self.net.compile()."
+            )
+
+
 def explains(error: Exception, learner: Any) -> bool:
     """Return whether an error shows that a packaged network does not fit the data's sizes or
     classes.
@@ -311,8 +334,13 @@ def explained(error: Exception, learner: Any, client: int, batch: Any) -> Except
     shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
     where = f"client {client}'s first batch ({shapes})"
     if not explains(error, learner):
-        met = "met before round 0, in a first local step on a copy"
-        tell_where(error, f"{met}: {where}; nothing was started")
+        met = f"met before round 0, in a first local step on a copy: {where}; nothing was started"
+        if isinstance(error, AttributeError):
+            met += (
+                ". A lambda or a closure that refers to the learner (a forward hook, say) does so "
+                "in a copy too, so what it keeps is not the copy's: use a method in its place"
+            )
+        tell_where(error, met)
         return error
     network = type(getattr(learner, "network", learner)).__name__
     labels = [t for t in tensors if not t.is_floating_point() and t.numel()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -143,13 +143,7 @@ class Situation:
 
         All clients share such an attribute.
         """
-        for method in self.work.methods.callbacks:
-            declared = method.declarations()
-            for hook in filter(method.has, HOOKS_OF_CLIENTS):
-                for name in reading.set_of_self(method, getattr(method, hook)):
-                    if name not in declared:
-                        return f"{type(method).__name__} sets self.{name} in {hook}"
-        return ""
+        return undeclared(self.work.methods, HOOKS_OF_CLIENTS)
 
     def lengths(self) -> list[int]:
         """K_i of the clients that one process trains in round 0."""
@@ -181,6 +175,21 @@ class Situation:
             read=lambda key, client: None,
             server_states={},
         )
+
+
+def undeclared(methods: Methods, hooks: Collection[str], has: bool = False) -> str:
+    """Return which method sets an attribute in one of these hooks that it does not declare as
+    state; empty: none.
+
+    ``has``: only attributes count that it has before its first round.
+    """
+    for method in methods.callbacks:
+        declared = method.declarations()
+        for hook in filter(method.has, hooks):
+            for name in reading.set_of_self(method, getattr(method, hook)):
+                if name not in declared and (not has or hasattr(method, name)):
+                    return f"{type(method).__name__} sets self.{name} in {hook}"
+    return ""
 
 
 def situation_of(

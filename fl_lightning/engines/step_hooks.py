@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, WrongKind
 from fl_lightning.learner.layout import Layout, fill
 from fl_lightning.learner.modules import overrides
 
@@ -165,6 +165,11 @@ def differentiated(
             elsewhere, as the recording does, and each replay would repeat the copies. So where
             `torch.autograd.grad` reaches the same gradients, it takes them without copies.
     """
+    if not loss.requires_grad:
+        raise WrongKind(
+            "the loss of a local step has no gradient: training_step, or a method's local_loss, "
+            "computes it under torch.no_grad() or detaches it"
+        )
     # `training_step` may have left gradients, which plain training clears, too.
     clear(parameters)
     if recording and is_followed(loss, parameters):

@@ -16,6 +16,7 @@ from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.engines.looks import Looks
 from fl_lightning.engines.random_state import random_state_kept, seed_client
+from fl_lightning.errors import WrongKind
 from fl_lightning.learner.parameters import check_same_parameters
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
@@ -199,7 +200,7 @@ def begin(work: Work, group: ClientGroup) -> None:
     version = group.x._version
     methods.run("on_local_start", Clients(group))
     if group.x._version != version and not methods.move_starts:
-        raise TypeError(
+        raise WrongKind(
             "a method's on_local_start changed clients.x, but its class has moves_start = False"
         )
     # Do this after the methods, which may have moved resting coordinates.

@@ -360,8 +360,15 @@ class Clients:
 
     def log(self, name: str, values: Tensor) -> None:
         """Log one value per client, ``(n,)`` or ``(n, 1)``; ``name`` shows their mean."""
+        n = len(self._group.ids)
+        if not isinstance(values, Tensor) or values.shape not in ((n,), (n, 1)):
+            given = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
+            raise ValueError(
+                f"clients.log({name!r}, …) takes one number per client, a tensor ({n},) or "
+                f"({n}, 1), but was given {given}"
+            )
         # Copy the values: rows of states may be changed in place afterwards.
-        self._group.logs[name] = values.detach().reshape(len(self._group.ids)).clone()
+        self._group.logs[name] = values.detach().reshape(n).clone()
 
     def sent(
         self, parameters: float | Tensor | None = None, bytes: float | Tensor | None = None

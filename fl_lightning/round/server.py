@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Sequence
+from numbers import Number
 
 import numpy as np
 import torch
@@ -32,10 +34,35 @@ class Server:
         self._round = round
         self._ledger = ledger
         self._caller = "a method of this run"  # the class whose hook is being called
-        self.w = self.w_before = self.update = self.evaluated = round.w
+        self._update = self.w_before = self.evaluated = round.w
         self.communication: dict[str, int] = {}
         self.kept_vectors = 0.0
         self.logs = ledger.logs
+
+    @property
+    def w(self) -> Tensor:
+        return self._round.w
+
+    @w.setter
+    def w(self, value: Tensor) -> None:
+        raise UserError(
+            f"method: {self._caller} assigns server.w, which the server's optimizer changes: the "
+            "assignment would be lost. Change server.update in on_server_update. To evaluate "
+            "another model than w, define the hook evaluated."
+        )
+
+    @property
+    def update(self) -> Tensor:
+        return self._update
+
+    @update.setter
+    def update(self, value: Tensor) -> None:
+        if not isinstance(value, Tensor) or value.shape != self._round.w.shape:
+            raise ValueError(
+                f"server.update is a tensor of shape {tuple(self._round.w.shape)}, but was given "
+                f"{_shown(value)}"
+            )
+        self._update = value
 
     @property
     def _lent(self) -> list[tuple[str, Tensor]]:
@@ -218,9 +245,22 @@ class Server:
         self._ledger.notes.append(text)
 
     def log(self, name: str, value: Tensor | float) -> None:
-        """Log the present value of a scalar for this round."""
-        # The hook may change the tensor in place afterwards.
-        self.logs[name] = value.detach().clone() if isinstance(value, Tensor) else value
+        """Log the present value of a scalar for this round.
+
+        Raises:
+            ValueError: it is not one number.
+        """
+        if isinstance(value, Tensor):
+            # The hook may change the tensor in place afterwards.
+            value = value.detach().clone()
+            one = value.numel() == 1
+        else:
+            one = isinstance(value, Number | np.ndarray) and np.size(value) == 1
+        if not one:
+            raise ValueError(
+                f"server.log({name!r}, …) logs one number, but was given {_shown(value)}"
+            )
+        self.logs[name] = value
 
     def committed(self, key: str, declaration: Declaration, ids: Tensor | Sequence[int]) -> Tensor:
         """Return the rows ``(k, …)`` of these clients' state from before the round, in every
@@ -254,3 +294,9 @@ class Server:
                 row = box[0]
             if row is not None:
                 yield torch.tensor([client], device=self.w.device), row.unsqueeze(0)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return reprlib.repr(value)

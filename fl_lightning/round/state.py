@@ -402,6 +402,13 @@ class StateRows:
         self._declaration = declaration
 
     def __getitem__(self, clients: ClientsLike) -> Tensor:
+        if not hasattr(clients, "_group"):
+            name = self._key.rpartition(".")[2]
+            raise TypeError(
+                f"{self._key}[clients] takes the clients of a hook. In a hook that takes server, "
+                f"self.{name}.rows(server, ids) are committed rows, and self.{name}.staged(server) "
+                "those of this round"
+            )
         return clients._group.read(self._key, self._declaration)
 
     def __setitem__(self, clients: ClientsLike, value: Tensor) -> None:

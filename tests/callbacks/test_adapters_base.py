@@ -24,7 +24,7 @@ from tests.callbacks.test_adapters import (
     ours,
 )
 from tests.helpers.federation import fit
-from tests.helpers.low_rank import Adapted
+from tests.helpers.low_rank import Adapted, LowRank
 from tests.oracles import adapters as oracle
 from tests.oracles.adapters import Training
 
@@ -178,13 +178,16 @@ def test_a_users_base() -> None:
     assert sent[0] == 3 * NET.size and sent[2] - sent[1] <= 3 * (NET.size + 15)
 
 
+class InFloat32(LowRank):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x.float(), self.weight.float(), self.bias)
+
+
 def test_bfloat16_weights_have_a_copy_in_float32() -> None:
     def low() -> Adapted:
         learner = Adapted(torch.float32)
         learner.first.weight.data = learner.first.weight.data.bfloat16()
-        learner.first.forward = lambda x: torch.nn.functional.linear(  # type: ignore[method-assign]
-            x.float(), learner.first.weight.float(), learner.first.bias
-        )
+        learner.first.__class__ = InFloat32
         return learner
 
     class Small(FederatedCallback):

@@ -343,6 +343,31 @@ def test_a_method_of_one_s_own_that_is_misspelt(
         method_class("a_mispelt_method.SlowStep")
 
 
+OWN = """
+from fl_lightning import FederatedCallback
+from fl_lightning.models import MLP, ImageClassifier
+
+
+class Lossless(ImageClassifier):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Short(FederatedCallback):
+    def on_local_gradient(self, clients, gradient):
+        return gradient[:, 1:]
+"""
+
+
+def test_what_a_user_s_step_or_hook_returns_wrongly_is_one_paragraph(cli: Cli) -> None:
+    (cli.folder / "my_own.py").write_text(OWN)
+    fit = (*FIT, "-c", "data/digits")
+    step = cli(*fit, "--model.learner", "my_own.Lossless")
+    said(step, "Lossless.training_step returned NoneType", "in round 0, client 0, local step 0")
+    hook = cli(*fit, "--method", "my_own.Short")
+    said(hook, "Short.on_local_gradient returned a tensor of shape", "in round 0, client 0")
+
+
 def test_a_plain_data_module_is_refused_with_the_line_that_wraps_it(cli: Cli) -> None:
     (cli.folder / "my_data.py").write_text(
         "import pytorch_lightning as pl\nclass Plain(pl.LightningDataModule): ...\n"

@@ -176,6 +176,15 @@ def test_an_error_that_fails_every_run_is_told_once() -> None:
     assert str(report).count(f"(as {failed[0]!r})") == len(failed) - 1
 
 
+def test_what_a_hook_returns_wrongly_is_a_fault_and_no_refusal() -> None:
+    class Short(FederatedCallback):
+        def on_local_gradient(self, clients: Any, gradient: Any) -> Any:
+            return gradient[0]
+
+    verdicts = {check.name: check.verdict for check in check_method(Short).checks}
+    assert verdicts["engines agree"] == verdicts["another callback, either order"] == "fails"
+
+
 def test_a_method_that_reads_label_counts_in_hooks_is_rehearsed() -> None:
     class Counts(FederatedCallback):
         notes = (CLASS_LABELS,)

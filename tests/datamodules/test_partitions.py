@@ -45,6 +45,12 @@ DEALING = st.sampled_from(
 )
 
 
+@pytest.mark.parametrize("partition", ["dirichlet", Dirichlet, 0.3])
+def test_what_is_no_partition_is_refused_before_data_are_read(partition) -> None:
+    with pytest.raises(UserError, match=r"partition=.*is not a partition: give an object"):
+        Digits(partition=partition)
+
+
 @settings(max_examples=150, deadline=None)
 @given(problems(), DEALING)
 def test_dealt_samples_are_disjoint_and_nobody_is_left_empty(problem, partition):

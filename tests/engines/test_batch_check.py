@@ -37,6 +37,17 @@ class Spread(Lit):
         return super().training_step(batch, batch_idx) + self.net(batch[0]).std(0).sum()
 
 
+class Keeping(Lit):
+    """A hook keeps an output in the learner, also where it is a copy's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[0].register_forward_hook(lambda module, given, out: setattr(self, "out", out))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.out.square().mean()
+
+
 class Begun(FederatedCallback):
     def __init__(self) -> None:
         super().__init__()
@@ -115,6 +126,14 @@ def test_clients_and_batches_of_one_are_told_apart(
     text = refusal(federated(Normed(), participation="all", engine=engine), data)
     assert re.search(words, text) and "more than 1 value" in text
     assert ("drop_last=True" in text) == (9 in sizes and batch_size == 8)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_fails_on_any_copy_does_not_fail_for_its_size(engine: str) -> None:
+    with pytest.raises(AttributeError, match="no attribute 'out'") as caught:
+        trainer(1).fit(federated(Keeping(), engine=engine), of_sizes(8, 9))
+    reason = "A lambda or a closure that refers to the learner"
+    assert reason in getattr(caught.value, "__notes__", [reason])[-1]
 
 
 class Unknowing(InMemoryDataModule):

@@ -216,6 +216,20 @@ def test_the_mean_gradient_counts_steps_by_their_rates() -> None:
     )
 
 
+@pytest.mark.parametrize("given", [lambda s: s, lambda s: {"scheduler": s, "frequency": 1}])
+def test_one_scheduler_beside_a_list_of_optimizers(given: Any) -> None:
+    """Lightning accepts it without a list."""
+
+    class Beside(Scheduled):
+        def configure_optimizers(self) -> Any:
+            both = super().configure_optimizers()
+            return [both["optimizer"]], given(both["lr_scheduler"]["scheduler"])
+
+    rounds_of(ours := federated(Beside(), client_scheduler="rounds"), 2)
+    rounds_of(theirs := federated(Scheduled(), client_scheduler="rounds"), 2)
+    assert torch.equal(ours.global_vector, theirs.global_vector)
+
+
 @pytest.mark.parametrize(
     ("learner", "arguments", "words"),
     [

@@ -191,6 +191,34 @@ def test_a_method_that_sets_an_attribute_for_all_clients_trains_one_after_the_ot
         assert any("OnItself sets self.begun in on_local_start" in note for note in module.notes)
 
 
+# Python has no source of it, as of a program that it reads from its input.
+SOURCELESS = """
+class Counting(FederatedCallback):
+    def __init__(self):
+        super().__init__()
+        self.k = 0
+
+    def on_local_start(self, clients):
+        clients.x += 0
+
+    def on_local_gradient(self, clients, gradient):
+        self.k += 1
+        return gradient * (1 if self.k % 2 else 0.5)
+
+    def on_server_update(self, server):
+        server.update *= 1.0
+"""
+
+
+@pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
+def test_an_attribute_is_noted_without_source_too() -> None:
+    names: dict[str, Any] = {"FederatedCallback": FederatedCallback}
+    exec(SOURCELESS, names)
+    module = ran(Lit, "concurrent", methods=[names["Counting"]()])
+    assert module.engine_facts["workers"] == "1"
+    assert any("Counting sets self.k in on_local_gradient" in note for note in module.notes)
+
+
 def test_an_attribute_that_is_set_while_a_batch_is_read_is_noted_too() -> None:
     notes = ran(Lit, "auto", methods=[Reading()]).notes
     assert any("Reading sets self.batch in local_batch" in note for note in notes)

@@ -141,6 +141,13 @@ class OwnReduction(Lit):
         return loss
 
 
+class Neither(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log_dict({"odd": loss}, on_step=False)
+        return loss
+
+
 class TwoWays(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
@@ -169,6 +176,7 @@ class Beside(Lit):
             r"OwnReduction: self.log\('odd', reduce_fx=.*median.*'mean', 'sum', 'max' or 'min'",
             True,
         ),
+        (Neither, r"Neither: self.log\('odd', on_step=False\) .* Add on_epoch=True", True),
         (Beside, r"Beside: its metric Counts counts in the attribute seen", True),
         (
             TwoWays,
@@ -187,6 +195,25 @@ def test_what_cannot_be_reduced_is_refused_by_name(
     assert not before or (module.run.state.rounds == 0 and module.run.loop is None), (
         "before round 0"
     )
+
+
+def test_an_argument_that_lightning_does_not_know_is_an_error() -> None:
+    class Misspelt(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("odd", loss, on_epochs=True)
+            return loss
+
+    class Known(Lit):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.log("a", loss, sync_dist=True, batch_size=8, rank_zero_only=True)
+            self.log("b", loss, False, True, None, None, "mean", False, False)
+            return loss
+
+    trainer(1).fit(federated(Known()), blobs())
+    with pytest.raises(TypeError, match="'on_epochs'"):
+        trainer(1).fit(federated(Misspelt()), blobs())
 
 
 class Losses(FederatedCallback):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pytorch_lightning.callbacks.callback import Callback
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import ClusteredModels
@@ -74,6 +74,32 @@ def test_a_step_gets_the_arguments_that_lightning_gives_it(learner: type[Lit]) -
     assert torch.equal(trained(learner, "sequential").global_vector, plain.global_vector)
 
 
+class OfItself(Lit):
+    """A function that it makes refers to the learner, which a copy of the learner does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = lambda x: self.net[0](x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net[1:](self.first(batch[0])), batch[1])
+
+
+class Compiled(OfItself):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.compile(self.net[0].forward, backend="eager")
+
+
+@pytest.mark.parametrize("learner", [OfItself, Compiled])
+@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
+def test_a_step_whose_copy_computes_with_the_learners_own_weights_is_refused(
+    engine: str, learner: type[Lit]
+) -> None:
+    with pytest.raises(UserError, match=f"^learner {learner.__name__}: a step of a copy .*net.0.w"):
+        trained(learner, engine)
+
+
 class Later(Lit):
     """Returns no loss from the second round on."""
 
@@ -86,6 +112,31 @@ class Later(Lit):
 def test_a_step_without_a_loss_is_named(engine: str) -> None:
     with pytest.raises(TypeError, match=r"Later\.training_step returned NoneType.*zero loss"):
         trained(Later, engine)
+
+
+class OfSamples(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1], reduction="none")
+
+
+class Detached(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx).detach()
+
+
+@pytest.mark.parametrize("engine", ["auto", "sequential", "concurrent", "stacked"])
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        (OfSamples, r"returned a loss of shape \(8,\); it has"),
+        (Detached, "has no gradient.*detach"),
+    ],
+)
+def test_a_loss_that_cannot_be_minimised_is_said_in_a_paragraph(
+    learner: type[Lit], said: str, engine: str
+) -> None:
+    with pytest.raises(UserError, match=said):
+        trained(learner, engine)
 
 
 class Nested(Lit):

@@ -13,7 +13,7 @@ import torch
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
-from fl_lightning.errors import Diverged, UserError
+from fl_lightning.errors import Diverged, UserError, WrongKind
 from fl_lightning.lab.contracts import snapshots
 from fl_lightning.lab.contracts.federation import (
     SIZES,
@@ -209,6 +209,8 @@ def engines(method: Method) -> None:
     ):
         try:
             ours = method.run(engine=name, **together)
+        except WrongKind:  # what a hook returns wrongly is a fault of the method, not a refusal
+            raise
         except UserError as error:
             refused.append(str(error))
             continue
@@ -416,6 +418,8 @@ def beside_another(method: Method) -> None:
         try:
             first = _together(method, partner, ours_first=True)
             last = _together(method, partner, ours_first=False)
+        except WrongKind:  # what a hook returns wrongly is a fault of the method, not a refusal
+            raise
         except UserError as error:
             refused.append(str(error))
             continue
