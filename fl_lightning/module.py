@@ -313,6 +313,7 @@ class FederatedModule(LearnerHooks):
         # A fit that ended with an exception did not call teardown.
         batch_callbacks.give_back(self.trainer)
         averages.put_back(self.trainer, self)
+        self.run.put_modes_back()
         # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
