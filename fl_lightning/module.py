@@ -334,6 +334,7 @@ class FederatedModule(LearnerHooks):
             warnings.filterwarnings("ignore", message)
             batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
+            averages.check_averages(self.trainer, self.run.methods.callbacks)
             again = self.run.continues(self.trainer) and not self.trainer.ckpt_path
             averages.follow(self.trainer, again)
         self.connect_learner()

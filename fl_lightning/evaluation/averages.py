@@ -4,13 +4,41 @@ WeightAveraging.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.errors import UserError
+from fl_lightning.round.base_weights import declared_bases
 from fl_lightning.round.global_model import GlobalModel
+
+
+def check_averages(trainer: Any, methods: Sequence[Any]) -> None:
+    """Refuse averages over rounds beside a method after whose rounds numbers of w mean something
+    else.
+
+    Raises:
+        UserError: it names both.
+    """
+    for callback, method in product(trainer.callbacks, methods):
+        kinds = ("WeightAveraging", "StochasticWeightAveraging")
+        if not any(has_base(callback, kind) for kind in kinds):
+            continue
+        why = ""
+        if declared_bases(method):
+            why = "changes frozen weights, which the averages do not follow"
+        elif method.restarts:
+            why = (
+                "gives adapters other factors in each round, and the mean of these is none of them"
+            )
+        if why:
+            raise UserError(
+                f"callback {type(callback).__name__} averages the model over rounds, and "
+                f"{type(method).__name__} {why}. Keep one of them."
+            )
 
 
 class Exchange:
