@@ -57,6 +57,33 @@ def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any
         assert metrics["drift/cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
 
 
+class Submodels(Ends):
+    """Client i trains two thirds of the coordinates; the others stand at 0."""
+
+    untrained = "zero"
+
+    def trained(self, clients: Any) -> Any:
+        numbers = torch.arange(clients.x.shape[1])
+        return (numbers + clients.ids[:, None]) % 3 > 0
+
+
+def test_drift_is_of_the_coordinates_that_a_client_trains() -> None:
+    ends = Submodels()
+    ours = network([c.DriftLogger(), ends], 3)
+    w = [ours.start, *ours.record.w]
+    for t, metrics in enumerate(ours.record.metrics):
+        moved = []
+        for (round, i), x in sorted(ends.x.items()):
+            if round == t:
+                moved.append(np.where((np.arange(len(x)) + i) % 3 > 0, x - w[t], 0.0))
+        norms = np.linalg.norm(moved, axis=1)
+        together = (np.array(moved) / norms[:, None]).sum(0)
+        n = len(moved)
+        assert metrics["drift/norm"] == pytest.approx(norms.mean(), rel=1e-6)
+        cosine = (together @ together - n) / (n * (n - 1))
+        assert metrics["drift/cosine"] == pytest.approx(cosine, rel=1e-6)
+
+
 def test_a_norm_is_counted_with_the_layer_before_it() -> None:
     names = list(layers(Layout(ResNet20(10, depth=8))))
     assert names == ["conv1", *(f"blocks.{i}.conv{j}" for i in range(3) for j in (1, 2)), "fc"]
