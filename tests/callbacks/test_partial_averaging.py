@@ -110,6 +110,10 @@ def test_names_of_groups() -> None:
     assert c.PartialAveraging(period="never").title == "PartialAveraging"
     with pytest.raises(UserError, match="no normalisation layer"):
         c.PartialAveraging({"norms": "never"}).parts(Layout(nn.Linear(2, 2)))
+    frozen = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    with pytest.raises(UserError, match="the last layer, 1, is frozen") as refused:
+        c.PartialAveraging({"last": "never"}).parts(Layout(frozen))
+    assert "Did you mean" not in str(refused.value)
 
 
 @pytest.mark.parametrize(
