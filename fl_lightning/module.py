@@ -361,6 +361,8 @@ class FederatedModule(LearnerHooks):
             held = checkpoint.resumed(saved, self.trainer)
             self._optimizer_states = saved["optimizer_states"]
             self.run.take_up(held, self.trainer)
+        else:
+            self.run.load_buffers(saved)
 
     def configure_optimizers(self) -> Optimizer:
         # Lightning has moved the parameters to their device before this.

@@ -140,6 +140,12 @@ class FederatedRun:
             self._drawn_seed = held.seed
             trainer.datamodule.setup("fit")
 
+    def load_buffers(self, saved: dict[str, Any]) -> None:
+        """Load the buffers of a checkpoint that its ``state_dict`` does not have."""
+        buffers = checkpoint.held_in(saved, "buffers").get("buffers", {})
+        check_alike(buffers, self.model.buffers(), f"{KEY}.buffers")
+        self.model.set_buffers(buffers)
+
     def cohort(self, trainer: Any) -> Cohort:
         """Return the object that decides who takes part in a round, and how many steps each
         takes.

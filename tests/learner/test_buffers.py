@@ -202,6 +202,28 @@ def test_patterns_serve_a_network_without_buffers_too() -> None:
     trainer(1).fit(federated(Lit(), buffers={"*.running_*": "average", "*": "keep"}), blobs())
 
 
+class Unsaved(Normed):
+    """Its statistics are in no state_dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norm: Any = self.net[1]
+        norm._non_persistent_buffers_set = set(norm._buffers)
+
+
+def test_statistics_that_no_state_dict_has_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    module, run = federated(Unsaved()), trainer(2, default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    assert "net.1.running_mean" not in module.state_dict()
+    fresh = federated(Unsaved())
+    (scores,) = trainer().validate(fresh, blobs(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    assert scores["val/loss"] == pytest.approx(float(run.callback_metrics["val/loss"]), rel=1e-6)
+    (tested,) = trainer().test(fresh, blobs(), ckpt_path=tmp_path / "x.ckpt", verbose=False)
+    (expected,) = trainer().test(module, blobs(), verbose=False)
+    assert tested == expected
+
+
 @pytest.mark.slow
 def test_two_processes_agree(tmp_path: Path) -> None:
     same_models_on_one_and_two(on_ranks, tmp_path)

@@ -18,6 +18,7 @@ from fl_lightning.evaluation.measured_samples import Samples, drawn
 from fl_lightning.lab.analysis.results import Run
 from fl_lightning.learner.layout import Layout, flatten, trainable
 from fl_lightning.learner.modules import lightning_modules
+from fl_lightning.round.global_model import set_buffers
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,7 @@ def opened(path: Path) -> Opened:
     if built.trainer.precision == "64-true":
         learner.load_state_dict(run.checkpoint["state_dict"])
     # A state_dict does not include buffers that are not persistent.
-    for name, buffer in learner.named_buffers():
-        if name in buffers:
-            buffer.copy_(buffers[name])
+    set_buffers(learner, buffers, ())
     # The learner's hooks may read their Trainer.
     for part in lightning_modules(learner):
         part._trainer = built.trainer

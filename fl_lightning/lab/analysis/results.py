@@ -19,6 +19,7 @@ from fl_lightning.lab.cli.compose import prepare
 from fl_lightning.lab.cli.compose import read as read_config
 from fl_lightning.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
+from fl_lightning.round.global_model import set_buffers
 from fl_lightning.storage import site_journal
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 from fl_lightning.storage.store import ClientStore
@@ -158,6 +159,7 @@ class Run:
             learner = self._made_learner()
         learner.configure_model()
         learner.load_state_dict(self.checkpoint["state_dict"])
+        set_buffers(learner, held_in(self.checkpoint, "buffers").get("buffers", {}), ())
         learner.eval()
         return learner
 
