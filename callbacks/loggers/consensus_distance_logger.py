@@ -53,7 +53,8 @@ class ConsensusDistanceLogger(FederatedCallback):
         # In an asynchronous run clients.w is an earlier model, and another for each client.
         ledger: Any = self._ledger
         planned = getattr(ledger, "planned", None) is not None
-        moved = (clients.x - (ledger.for_clients.w if planned else clients.w)).double()
+        given = ledger.for_clients.w if planned else clients.w
+        moved = (clients.x - given).double()
         self.moved[clients] = moved
         self.squared[clients] = moved**2 if self.per_layer else (moved**2).sum(1)
 
