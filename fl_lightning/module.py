@@ -17,7 +17,7 @@ from fl_lightning import checkpoint, checks, description
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
-from fl_lightning.evaluation import personal
+from fl_lightning.evaluation import averages, personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import saved_network
@@ -312,6 +312,8 @@ class FederatedModule(LearnerHooks):
     def configure_callbacks(self) -> Any:
         # A fit that ended with an exception did not call teardown.
         batch_callbacks.give_back(self.trainer)
+        averages.put_back(self.trainer, self)
+        self.run.put_modes_back()
         # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
@@ -332,6 +334,9 @@ class FederatedModule(LearnerHooks):
             warnings.filterwarnings("ignore", message)
             batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
+            averages.check_averages(self.trainer, self.run.methods.callbacks)
+            again = self.run.continues(self.trainer) and not self.trainer.ckpt_path
+            averages.follow(self.trainer, again)
         self.connect_learner()
         self.learner.setup(stage)
 
@@ -442,11 +447,13 @@ class FederatedModule(LearnerHooks):
 
     def on_train_end(self) -> None:
         self.learner.on_train_end()
+        averages.end(self.trainer)
         self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
         # The learner's hook comes last, as in plain training, and may change every entry.
-        self.run.save(saved, self.trainer)
+        with averages.saving(self.trainer, saved):
+            self.run.save(saved, self.trainer)
         self.learner.on_save_checkpoint(saved)
 
     def teardown(self, stage: str) -> None:

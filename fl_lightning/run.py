@@ -252,9 +252,6 @@ class FederatedRun:
     def restore(self, trainer: Any) -> None:
         """Set the state with which rounds continue: this run's, a checkpoint's, or a new one."""
         prepare_process(self.model.w.device)
-        # An exception in validation left the modes as validation sets them.
-        for part, training in self._modes:
-            part.training = training
         if self.continues(trainer):
             self._keep_initial_model()
             self.state.keep_rows_for(trainer.datamodule)
@@ -514,6 +511,11 @@ class FederatedRun:
             self.plan,
             self.secret,
         )
+
+    def put_modes_back(self) -> None:
+        """Set the training modes again that a validation left, if an exception ended it."""
+        for part, training in self._modes:
+            part.training = training
 
     def close(self) -> None:
         """Release the engine's resources, and the folder."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
-from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
+from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 
 
 def test_one_epoch_is_one_round_and_the_global_model_learns() -> None:
@@ -262,6 +262,26 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     fresh = federated(exported)
     scaffold(2).fit(fresh, blobs())
     assert torch.equal(whole.global_vector, fresh.global_vector)
+
+
+def test_a_fit_that_ended_in_a_validation_goes_on_after_trainer_validate() -> None:
+    class Ending(pl.Callback):
+        def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            if trainer.state.fn == "fit" and self.ends:
+                raise KeyError("in a validation")
+
+    whole, module = federated(Normed()), federated(Normed())
+    trainer(3).fit(whole, blobs())
+    ending = Ending()
+    ending.ends = True
+    run = trainer(3, [ending])
+    with pytest.raises(KeyError):
+        run.fit(module, blobs())
+    run.validate(module, blobs(), verbose=False)
+    ending.ends = False
+    run.fit(module, blobs())
+    for name, value in whole.state_dict().items():
+        assert torch.equal(module.state_dict()[name], value), name
 
 
 def test_a_run_that_drew_its_seed_resumes_with_it(

@@ -12,7 +12,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EMAWeightAveraging, ModelCheckpoint, WeightAveraging
+from pytorch_lightning.callbacks import (
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    WeightAveraging,
+)
 from torch import Tensor
 
 from fl_lightning import FederatedModule
@@ -130,6 +135,109 @@ def test_a_checkpoint_within_a_round_resumes_to_the_same_bits(tmp_path: Path) ->
     resumed, _ = fitted(KINDS["ema"](), tmp_path, path=tmp_path / "within.ckpt")
     for name, value in whole.state_dict().items():
         assert torch.equal(resumed.state_dict()[name], value), name
+
+
+class Kept(Normed):
+    """Has a buffer that no state_dict holds, and that its steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running_mean", torch.zeros(20), persistent=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.running_mean.mul_(0.9).add_(0.1 * batch[0].mean(0))
+        return super().training_step((batch[0] - self.running_mean, batch[1]), batch_idx)
+
+
+class Within(pl.Callback):
+    """Saves a checkpoint and looks at the models in a hook of a validation, or ends the fit
+    there."""
+
+    def __init__(self, hook: str, path: Path | None = None) -> None:
+        self.path, self.ends = path, path is None
+        self.seen: list[Tensor] = []
+        self.exported: list[Any] = []
+        setattr(self, hook, self.do)
+
+    def do(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.state.fn != "fit" or trainer.current_epoch != 1:
+            return
+        if self.path is None:
+            if self.ends:
+                raise KeyError("in a hook")
+            return
+        trainer.save_checkpoint(self.path)
+        self.seen.append(module.evaluated_vector.clone())
+        self.exported = [module.export(), module.export(client=0)]
+
+
+PARTS: dict[str, Any] = {"w": list, "parts": lambda: [PartialAveraging(periods={"net.3.*": 2})]}
+HOOKS = ["on_validation_epoch_start", "on_validation_batch_end", "on_validation_epoch_end"]
+
+
+def kept(folder: Path, kind: str, rounds: int = 4, added: Any = (), path: Any = None) -> Any:
+    torch.manual_seed(0)
+    module = federated(Kept(), participation=0.5, engine="sequential")
+    callbacks = [KINDS["ema"](), *PARTS[kind](), *added]
+    saves = any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks)
+    settings = {"default_root_dir": folder, "enable_checkpointing": saves}
+    run = trainer(rounds, callbacks, **settings)
+    return module, lambda: run.fit(module, blobs(clients=4), ckpt_path=path)
+
+
+def same(one: Any, two: Any) -> bool:
+    states = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
+    return all(torch.equal(first, second) for first, second in states)
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_checkpoint_within_a_validation_resumes_to_the_same_bits(
+    kind: str, hook: str, tmp_path: Path
+) -> None:
+    whole, fit = kept(tmp_path, kind)
+    fit()
+    early, fit = kept(tmp_path, kind, rounds=2)
+    fit()
+    within = Within(hook, tmp_path / "within.ckpt")
+    saving, fit = kept(tmp_path, kind, added=[within])
+    fit()
+    assert same(saving, whole), "looking changes nothing"
+    resumed, fit = kept(tmp_path, kind, path=within.path)
+    fit()
+    assert same(resumed, whole)
+    assert torch.equal(within.seen[0], early.evaluated_vector)
+    named = early.export().state_dict()
+    held = torch.load(tmp_path / "within.ckpt")["state_dict"]
+    for name, value in within.exported[0].state_dict().items():
+        assert torch.equal(value, named[name]) and torch.equal(value, held[name]), name
+    for name, value in early.export(client=0).state_dict().items():
+        assert torch.equal(within.exported[1].state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_train_epoch_end"])
+@pytest.mark.parametrize("kind", PARTS)
+def test_after_an_exception_a_run_goes_on_to_the_same_bits(
+    kind: str, hook: str, tmp_path: Path
+) -> None:
+    whole, fit = kept(tmp_path, kind)
+    fit()
+    early, fit = kept(tmp_path, kind, rounds=2)
+    fit()
+    within = Within(hook)
+    module, fit = kept(tmp_path, kind, added=[within])
+    with pytest.raises(KeyError):
+        fit()
+    assert same(module.export(), early.export())
+    within.ends = False
+    fit()  # by the same Trainer
+    assert same(module, whole)
+    _, fit = kept(tmp_path, kind, added=[Within(hook), OnExceptionCheckpoint(tmp_path, "x")])
+    with pytest.raises(KeyError):
+        fit()
+    resumed, fit = kept(tmp_path, kind, path=tmp_path / "x.ckpt")
+    fit()
+    assert same(resumed, whole)
 
 
 def test_the_averages_are_what_a_plain_learner_loads(tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ from fl_lightning.callback import Clients, FederatedCallback, Server, Upload, or
 class DriftLogger(FederatedCallback):
     """Logs ``drift/norm``, the mean of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs.
 
-    u_i = x_{i,K} - w^t; under partial averaging the evaluated model takes the place of w^t. A
-    client that did not move is left out of the pairs; without pairs no cosine is logged. Where
-    clients are at sites, nothing is logged under partial averaging, because the clients' copies of
-    parts stay there.
+    u_i = x_{i,K} - w^t, on the coordinates that client i trains; under partial averaging the
+    evaluated model takes the place of w^t. A client that did not move is left out of the pairs;
+    without pairs no cosine is logged. Where clients are at sites, nothing is logged under partial
+    averaging, because the clients' copies of parts stay there.
     Sent and kept: nothing; vectors that clients send only for this measurement are not counted.
 
     Example:
@@ -38,6 +38,8 @@ class DriftLogger(FederatedCallback):
         # Under partial averaging w has parts from which no client starts.
         partial = clients._group.round.parts is not None
         update = (clients.x - (clients.evaluated if partial else clients.w)).double()
+        # Coordinates that a client does not train may stand at 0, far from w.
+        update = torch.where(clients.trained, update, 0.0)
         norm = clients.norm(update)
         self.direction[clients] = update / torch.where(norm > 0, norm, 1.0)
         self.length[clients] = norm[:, 0]

@@ -68,7 +68,7 @@ class GlobalLossLogger(Measurement):
         values = {"train_loss": measured.loss, "grad_norm": float(ordered_norm(measured.gradient))}
         if accuracy is not None:
             values["train_acc"] = accuracy
-        if self.validated(trainer.current_epoch) and "val/loss" in trainer.callback_metrics:
+        if self.validated(self._ended) and "val/loss" in trainer.callback_metrics:
             values["gap"] = float(trainer.callback_metrics["val/loss"]) - measured.loss
         return {f"global/{name}": value for name, value in values.items()}
 

@@ -4,44 +4,162 @@ WeightAveraging.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import product
 from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.errors import UserError
+from fl_lightning.round.base_weights import declared_bases
 from fl_lightning.round.global_model import GlobalModel
 
 
-def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
-    """Return the weights ``(D,)`` and buffers that Lightning validates, exports and saves in a
-    checkpoint.
+def check_averages(trainer: Any, methods: Sequence[Any]) -> None:
+    """Refuse averages over rounds beside a method after whose rounds numbers of w mean something
+    else.
 
-    Lightning's ``WeightAveraging`` keeps averages separately, and replaces the model by them for
-    each validation. This function replaces the model by these averages in the same way, and then
-    restores the model.
+    Raises:
+        UserError: it names both.
+    """
+    for callback, method in product(trainer.callbacks, methods):
+        kinds = ("WeightAveraging", "StochasticWeightAveraging")
+        if not any(has_base(callback, kind) for kind in kinds):
+            continue
+        why = ""
+        if declared_bases(method):
+            why = "changes frozen weights, which the averages do not follow"
+        elif method.restarts:
+            why = (
+                "gives adapters other factors in each round, and the mean of these is none of them"
+            )
+        if why:
+            raise UserError(
+                f"callback {type(callback).__name__} averages the model over rounds, and "
+                f"{type(method).__name__} {why}. Keep one of them."
+            )
+
+
+class Exchange:
+    """A WeightAveraging's exchange of model and averages, which knows what is in the learner.
+
+    ``averages``: whether the averages are in the learner; ``kept``: the averages of a fit that has
+    not ended, else None; ``anew``: whether this fit has begun new ones.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.callback = callback
+        self.averages = False
+        self.kept: Any = None
+        self.anew = True
+
+    def __call__(self, module: Any) -> None:
+        type(self.callback)._swap_models(self.callback, module)
+        self.averages = not self.averages
+
+
+def follow(trainer: Any, continues: bool) -> None:
+    """Know from now on when averages are in the learner; called when a fit has set up callbacks.
+
+    ``continues``: another fit of the same run, which goes on with the averages of a fit that an
+    exception ended. Lightning's callback itself would begin new ones.
+    """
+    for callback in filter(averages_weights, trainer.callbacks):
+        exchange = exchange_of(callback)
+        if exchange is None:
+            callback._swap_models = exchange = Exchange(callback)
+        exchange.anew = not continues or exchange.kept is None
+        if not exchange.anew:
+            callback._average_model = exchange.kept
+        exchange.kept = callback._average_model
+
+
+def put_back(trainer: Any, module: Any) -> None:
+    """Put the present model into the learner, if an exception in validation left averages there."""
+    for callback in filter(averages_weights, trainer.callbacks):
+        exchange = exchange_of(callback)
+        if exchange is not None and exchange.averages:
+            exchange(module)
+
+
+def end(trainer: Any) -> None:
+    """Forget the averages of a fit that has ended: the callback has made them the model."""
+    for callback in filter(averages_weights, trainer.callbacks):
+        if exchange := exchange_of(callback):
+            exchange.kept = None
+
+
+def exchange_of(callback: Any) -> Exchange | None:
+    """Return the exchange of a callback that is followed."""
+    exchange = vars(callback).get("_swap_models")
+    return exchange if isinstance(exchange, Exchange) else None
+
+
+@contextmanager
+def in_learner(trainer: Any, averages: bool) -> Iterator[bool]:
+    """Within this context averages are in the learner (False: the present model), as Lightning
+    puts them there for a validation; yield whether a callback averages weights.
 
     Args:
         trainer: Trainer with the run's callbacks; None if there are no callbacks.
     """
     module = getattr(trainer, "lightning_module", None)
     callbacks = [] if module is None else list(filter(averages_weights, trainer.callbacks))
+    moved = []
     for callback in callbacks:
-        callback.on_validation_epoch_start(trainer, module)
+        exchange = exchange_of(callback)
+        if (exchange is not None and exchange.averages) != averages:
+            moved.append(callback)
+    names = ["on_validation_epoch_start", "on_validation_epoch_end"]
+    into, out = names if averages else reversed(names)
+    for callback in moved:
+        getattr(callback, into)(trainer, module)
     try:
-        vector = model.evaluated.detach()
-        return vector.clone() if callbacks else vector, model.buffers()
+        yield bool(callbacks)
     finally:
-        for callback in reversed(callbacks):
-            callback.on_validation_epoch_end(trainer, module)
+        for callback in reversed(moved):
+            getattr(callback, out)(trainer, module)
+
+
+@contextmanager
+def saving(trainer: Any, saved: dict[str, Any]) -> Iterator[None]:
+    """Within this context a checkpoint is written of the present model, also in a validation.
+
+    WeightAveraging calls what is in the learner the present model, and its own copy the averages.
+    In a validation it is the other way round.
+    """
+    exchanges = map(exchange_of, filter(averages_weights, trainer.callbacks))
+    exchanged = any(exchange and exchange.averages for exchange in exchanges)
+    if exchanged and "current_model_state" in saved:
+        present = saved["state_dict"]
+        saved["state_dict"] = saved["current_model_state"]
+        saved["current_model_state"] = present
+    with in_learner(trainer, averages=False):
+        yield
+
+
+def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Return the weights ``(D,)`` and buffers that Lightning validates, exports and saves in a
+    checkpoint.
+
+    Args:
+        trainer: Trainer with the run's callbacks; None if there are no callbacks.
+    """
+    with in_learner(trainer, averages=True) as averages:
+        vector = model.evaluated.detach()
+        return vector.clone() if averages else vector, model.buffers()
 
 
 def averaging_notes(callbacks: Sequence[Any], again: bool) -> list[str]:
     """Return the notes about Lightning's callbacks that average weights.
 
-    ``again``: this is another fit by the same Trainer, for which such a callback begins anew.
+    ``again``: this is another fit by the same Trainer, for which such a callback begins anew,
+    unless an exception ended the fit before.
     """
     notes = []
-    if any(has_base(callback, "StochasticWeightAveraging") for callback in callbacks):
+    stochastic = [c for c in callbacks if has_base(c, "StochasticWeightAveraging")]
+    if stochastic:
         notes.append(
             "StochasticWeightAveraging puts its average in place after the last round. So what is "
             "validated and measured (val/…, clients/…, global/…, hessian/…) and the checkpoints of "
@@ -50,7 +168,8 @@ def averaging_notes(callbacks: Sequence[Any], again: bool) -> list[str]:
             "save it, with module.export(path). WeightAveraging's averages are validated and saved"
         )
     for callback in callbacks if again else ():
-        if any(has_base(callback, f"{kind}WeightAveraging") for kind in ("", "Stochastic")):
+        exchange = exchange_of(callback)
+        if callback in stochastic or (exchange is not None and exchange.anew):
             notes.append(
                 f"{type(callback).__name__} begins its averages anew in another fit by the same "
                 "Trainer. To go on with them, resume from a checkpoint with a new Trainer"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -96,6 +96,8 @@ class Evaluator:
         data: a federated data module.
         context: context manager around each forward pass; ``convert``: ``(learner, batch) ->
             batch``, None: batches stay as they are.
+        as_buffers: frozen parameters that the learner's steps write, by name: with buffers, they
+            begin each batch anew.
 
     Example:
         >>> from fl_lightning.evaluation.measured_samples import samples_of
@@ -118,10 +120,12 @@ class Evaluator:
         seed: int = 0,
         context: Callable[[], AbstractContextManager[Any]] = torch.enable_grad,
         convert: Convert | None = None,
+        as_buffers: Collection[str] = (),
     ) -> None:
         parameter = next(p for p in learner.parameters() if p.requires_grad)
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
         copy = LearnerCopy(learner, layout, x, context, convert)
+        copy.treat_as_buffers(as_buffers)
         self.copy = copy.another(aliased=keeps_frozen(learner))
         self.copy.begin(data)
         self._modes = [training for _, training in modes(self.copy.learner)]
@@ -163,7 +167,7 @@ class Evaluator:
         device = trainer.strategy.root_device
         context = torch.enable_grad if exact else forward_context(trainer, device)
         convert = conversion(trainer, model.learner, data)
-        evaluator = cls(model.learner, model.layout, data, seed, context, convert)
+        evaluator = cls(model.learner, model.layout, data, seed, context, convert, model.as_buffers)
         if batch_callbacks.looking(trainer) or batch_callbacks.looking(trainer, VALIDATION):
             evaluator.convert_validation = conversion(trainer, model.learner, data, VALIDATION)
         return evaluator

@@ -17,7 +17,7 @@ from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, situation_of
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.averages import evaluated
+from fl_lightning.evaluation.averages import evaluated, in_learner
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.machine.processes import gathered, place
@@ -109,7 +109,10 @@ def of_run(run: Any, trainer: Any) -> PersonalModels:
             "personal models exist only after a run has begun. Ask for personal models after "
             "trainer.fit, or in a callback."
         )
-    facts = run.loop.round_at(max(run.state.rounds - 1, 0))
+    with in_learner(trainer, averages=False) as averages:
+        facts = run.loop.round_at(max(run.state.rounds - 1, 0))
+        # In a validation w's memory holds averages.
+        facts = replace(facts, w=facts.w.clone() if averages else facts.w)
     vector, buffers = evaluated(run.model, trainer)
     sizes = SampleCounts(run.loop.cohort.data)
     facts = replace(facts, sizes=sizes, evaluated=vector, buffers=buffers)

@@ -73,9 +73,8 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         reason = f"no parameter is called {which!r}"
         if which == "norms":
             reason = "the learner has no normalisation layer"
-        if which == "last":
-            layer = list(self.layers)[-1]
-            reason = f"the last layer ({layer}) has no trainable parameter (requires_grad)"
+        elif which == "last":
+            reason = f"the last layer, {list(self.layers)[-1]}, is frozen"
         hint = "" if which in groups else suggest(which, [*self, *groups])
         raise UserError(
             f"{asking}: {reason}: there are {', '.join(self)[:200]}.{hint} 'last' (layer), "

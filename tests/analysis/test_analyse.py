@@ -61,6 +61,38 @@ def test_a_run_with_its_own_head_is_analysed_as_it_is_evaluated(cli: Cli) -> Non
     assert slice_["losses"][20] == ours["loss"] and slice_["steps"][20] == 0
 
 
+FOLLOWING = """
+import torch
+from torch import nn
+from fl_lightning.models import MLP, ImageClassifier
+
+class Following(ImageClassifier):
+    def __init__(self):
+        super().__init__(MLP([64, 16, 10]), num_classes=10)
+        self.teacher = nn.Linear(64, 10).requires_grad_(False)
+        self.student = nn.Linear(64, 10)
+
+    def training_step(self, batch, batch_idx):
+        self.teacher.weight.data.mul_(0.5).add_(0.5 * self.student.weight.detach())
+        x = batch[0].flatten(1)
+        apart = self.student(x) - self.teacher(x)
+        return super().training_step(batch, batch_idx) + apart.square().mean()
+"""
+
+
+@pytest.mark.slow
+def test_frozen_weights_that_steps_write_are_the_run_s_in_each_batch(cli: Cli) -> None:
+    (cli.folder / "following.py").write_text(FOLLOWING)
+    folder = fitted(cli, "f", "--model.learner", "following.Following")
+    found = cli(*typed("analyse hessian f --probes 5"))
+    assert found.returncode == 0, found.stderr
+    with open(folder / "metrics.csv") as file:
+        logged = {name: float(value) for name, value in list(csv.DictReader(file))[-1].items()}
+    ours = read(folder / "hessian.json")
+    assert ours["loss"] == pytest.approx(logged["global/train_loss"], rel=1e-9)
+    assert ours["trace"] == pytest.approx(logged["hessian/trace"], rel=1e-6)
+
+
 @pytest.mark.slow
 def test_landscapes_of_two_runs_have_their_losses_in_the_middle(cli: Cli) -> None:
     folders = [fitted(cli, "a"), fitted(cli, "b", "-c", "method/fedprox")]

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
-from fl_lightning import UserError
+from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.systems import Devices, LogNormal, SystemHeterogeneity, VirtualClock
 from tests.callbacks.test_adapters import TRAININGS, ours
@@ -35,6 +36,8 @@ PRODUCTS = [*RANKED, "fedex", "fair"]
 MASKED = ["ffa", "rolora", "fedsa", *UNEQUAL]
 # Refused beside own copies of adapters: also the methods that take products of all adapters.
 PARTS = [*MASKED, *PRODUCTS]
+# Refused beside averages of w over rounds: they change frozen weights, or the factors' meaning.
+OTHER_FACTORS = ["flexlora", "flexlora, ranks", "flora", "flora, ranks", "fedex"]
 POISSON = {"sampling": "poisson", "participation": 0.6}
 # The rows: what stands beside, with options, and the columns that refuse it.
 BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
@@ -66,6 +69,8 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
     "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),
     "signs of EF21": (lambda: [c.ErrorFeedback21(c.SignUpdate())], {}, ["ffa", "rolora", *RANKED]),
     "top-k": (lambda: [c.TopKCompression(0.5)], {}, RANKED),
+    "averages": (lambda: [EMAWeightAveraging(decay=0.5)], {}, OTHER_FACTORS),
+    "averages at the end": (lambda: [StochasticWeightAveraging(0.1, 1)], {}, OTHER_FACTORS),
 }
 # FedSA-LoRA is PartialAveraging, whose refusals are tested with it.
 PAIRS = [(column, row) for column in METHODS for row in BESIDE]
@@ -81,7 +86,10 @@ def test_a_pair_runs_or_is_refused_by_names(column: str, row: str) -> None:
     def run() -> Any:
         return ours([method, *beside], TRAININGS["sgd"], **{"rounds": 2, **options})
 
-    if column == "fedsa" and beside and beside[0].has("transmit"):
+    sends = [
+        each for each in beside if isinstance(each, FederatedCallback) and each.has("transmit")
+    ]
+    if column == "fedsa" and sends:
         with pytest.raises(UserError, match="PartialAveraging"):
             run()
         return

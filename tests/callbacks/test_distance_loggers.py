@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 
 from fl_lightning import FederatedCallback, FederatedModule
@@ -13,8 +14,9 @@ from fl_lightning import callbacks as c
 from fl_lightning.callbacks.loggers.consensus_distance_logger import layers
 from fl_lightning.learner.layout import Layout
 from fl_lightning.models import ResNet20
+from fl_lightning.systems import Buffered, Devices, LogNormal
 from tests.helpers.federation import network
-from tests.helpers.learners import Lit, blobs, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Ends(FederatedCallback):
@@ -55,6 +57,65 @@ def test_consensus_and_drift_are_what_their_definitions_say(parts: dict[str, Any
         cosines = [u[i] @ u[j] / norms[i] / norms[j] for i in range(3) for j in range(3) if i != j]
         assert metrics["drift/norm"] == pytest.approx(norms.mean(), rel=1e-6)
         assert metrics["drift/cosine"] == pytest.approx(np.mean(cosines), rel=1e-6)
+
+
+def test_distances_in_an_asynchronous_run_are_between_models_of_different_ages() -> None:
+    class Measured(FederatedCallback):
+        tolerates_staleness = True
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.ages, self.expected = set[int](), list[tuple[float, float]]()
+
+        def on_round_end(self, server: Any) -> None:
+            x = np.stack(list(ends.x.values()))
+            self.ages |= {server.round - version for version, _ in ends.x}
+            w = server.w.detach().numpy()
+            spread = ((x - x.mean(0)) ** 2).sum(1).mean()
+            self.expected.append((((x - w) ** 2).sum(1).mean(), spread))
+            ends.x.clear()
+
+    class Seen(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            names = ("divergence/participants", "consensus/total")
+            logged.append(tuple(float(trainer.callback_metrics[name]) for name in names))
+
+    ends, measured, logged = Ends(), Measured(), list[tuple[float, ...]]()
+    ends.tolerates_staleness = True
+    late = Buffered(Devices(LogNormal(1.0, 0.8)), size=3, concurrency=6)
+    module = federated(asynchronous=late, engine="sequential")
+    loggers = [c.DivergenceLogger(), c.ConsensusDistanceLogger(per_layer=False)]
+    trainer(5, [ends, measured, *loggers, Seen()]).fit(module, blobs())
+    assert len(measured.ages) > 1, "some models are older than others"
+    for one, expected in zip(logged, measured.expected, strict=True):
+        assert one == pytest.approx(expected, rel=1e-6)
+
+
+class Submodels(Ends):
+    """Client i trains two thirds of the coordinates; the others stand at 0."""
+
+    untrained = "zero"
+
+    def trained(self, clients: Any) -> Any:
+        numbers = torch.arange(clients.x.shape[1])
+        return (numbers + clients.ids[:, None]) % 3 > 0
+
+
+def test_drift_is_of_the_coordinates_that_a_client_trains() -> None:
+    ends = Submodels()
+    ours = network([c.DriftLogger(), ends], 3)
+    w = [ours.start, *ours.record.w]
+    for t, metrics in enumerate(ours.record.metrics):
+        moved = []
+        for (round, i), x in sorted(ends.x.items()):
+            if round == t:
+                moved.append(np.where((np.arange(len(x)) + i) % 3 > 0, x - w[t], 0.0))
+        norms = np.linalg.norm(moved, axis=1)
+        together = (np.array(moved) / norms[:, None]).sum(0)
+        n = len(moved)
+        assert metrics["drift/norm"] == pytest.approx(norms.mean(), rel=1e-6)
+        cosine = (together @ together - n) / (n * (n - 1))
+        assert metrics["drift/cosine"] == pytest.approx(cosine, rel=1e-6)
 
 
 def test_a_norm_is_counted_with_the_layer_before_it() -> None:

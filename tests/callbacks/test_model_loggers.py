@@ -143,6 +143,8 @@ def test_it_is_measured_where_asked_and_after_the_last_round() -> None:
     assert where(c.GlobalLossLogger(1), 4, name="global/gap", check_val_every_n_epoch=2) == [1, 3]
     bored = EarlyStopping("val/loss", patience=1, min_delta=10.0)
     assert where(c.GlobalLossLogger(None), 9, bored) == [1]
+    bored = EarlyStopping("val/loss", patience=1, min_delta=10.0)
+    assert where(c.GlobalLossLogger(None), 9, bored, name="global/gap") == [1]
     assert where(c.GlobalLossLogger(None), 9, Stopping()) == []  # by a signal: it will go on
 
 

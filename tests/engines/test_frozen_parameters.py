@@ -92,6 +92,18 @@ def test_the_server_takes_the_mean_of_what_clients_made_of_a_teacher() -> None:
     torch.testing.assert_close(module.learner.total.data, 2 * torch.stack(each).mean())
 
 
+def test_a_measurement_begins_each_batch_with_what_the_server_has() -> None:
+    module, data = ran(engine="sequential"), blobs()
+    data.setup("fit")
+    evaluator = module.evaluator()
+    for client in (0, 1, 0):
+        ((batch, _),) = data.full_batches(client, size=24)
+        with torch.no_grad():
+            expected = float(module.export().eval().training_step(batch, 0))
+        own = evaluator.client(module.evaluated_vector, client, data.client_indices(client))
+        assert own["loss"] == pytest.approx(expected, rel=1e-12)
+
+
 def test_a_resumed_run_treats_them_alike(tmp_path: Path) -> None:
     expected = ran(4, engine="sequential").learner.teacher.weight
     torch.manual_seed(3)

@@ -75,12 +75,28 @@ def test_it_is_each_clients_own_loss_and_accuracy(engine: str) -> None:
         assert float(rows["Evaluating.after", i]) < float(rows["Evaluating.before", i])
 
 
-@pytest.mark.parametrize("learner", [Lit, Dropping, InPlace])
+class Following(Lit):
+    """Has a frozen teacher, which follows the student in each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Linear(20, 4).requires_grad_(False)
+        self.student = nn.Linear(20, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.teacher.weight.data.mul_(0.5).add_(0.5 * self.student.weight.detach())
+        apart = self.student(batch[0]) - self.teacher(batch[0])
+        return super().training_step(batch, batch_idx) + apart.square().mean()
+
+
+@pytest.mark.parametrize("learner", [Lit, Dropping, InPlace, Following])
 def test_the_run_sees_nothing_of_it(learner: type[Lit]) -> None:
     plain, watched = ran(learner, []), ran(learner, [Evaluating()])
     assert torch.equal(plain.global_vector, watched.global_vector)
-    named = dict(watched.learner.named_buffers())
-    assert all(torch.equal(value, named[name]) for name, value in plain.learner.named_buffers())
+    named = watched.learner.state_dict()
+    assert all(
+        torch.equal(value, named[name]) for name, value in plain.learner.state_dict().items()
+    )
     shown = [
         watched.trainer.callback_metrics[k]
         for k in ("train/loss", "val/loss")

@@ -32,6 +32,7 @@ class Opened:
         learner: the learner with the evaluated weights.
         data: the run's.
         trainer: Trainer from the run's config, which is never used to fit.
+        as_buffers: frozen parameters that the learner's steps write, by name.
     """
 
     folder: Path
@@ -41,6 +42,7 @@ class Opened:
     learner: Any
     data: Any
     trainer: Any
+    as_buffers: tuple[str, ...] = ()
 
     @cached_property
     def layout(self) -> Layout:
@@ -63,7 +65,9 @@ class Opened:
         device = self.trainer.strategy.root_device
         convert = conversion(self.trainer, self.learner, self.data)
         context = torch.enable_grad if exact else forward_context(self.trainer, device)
-        return Evaluator(self.learner, self.layout, self.data, self.seed, context, convert)
+        return Evaluator(
+            self.learner, self.layout, self.data, self.seed, context, convert, self.as_buffers
+        )
 
 
 def opened(path: Path) -> Opened:
@@ -91,7 +95,7 @@ def opened(path: Path) -> Opened:
             f"analyse {path}: this run has no checkpoint yet ({run.checkpoint_path} is missing). "
             "Give a run that completed a round."
         )
-    held = held_in(run.checkpoint, "seed", "rounds")
+    held = held_in(run.checkpoint, "seed", "rounds", "engine")
     built = run.built
     device = built.trainer.strategy.root_device
     learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
@@ -111,4 +115,5 @@ def opened(path: Path) -> Opened:
         learner,
         run.data,
         built.trainer,
+        () if held.get("engine") is None else held["engine"].as_buffers,
     )
