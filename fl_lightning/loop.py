@@ -295,7 +295,8 @@ class FederatedLoop:
             rates = self.client_rates.in_round(
                 v, decay_factor(self.settings.lr_decay, v), steps.values()
             )
-            yield replace(round, t=v, w=w, buffers=buffers, rates=rates), group
+            of_version = replace(round, t=v, w=w, buffers=buffers, rates=rates)
+            yield replace(of_version, current_w=round.w), group
         # The sequential engine leaves the learner with the buffers of the last group's version. Put
         # the present ones back.
         self.model.set_buffers(round.buffers)

@@ -7,8 +7,6 @@ ones.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fl_lightning.callback import Clients, FederatedCallback, Layout, Server, Upload, ordered_sum
@@ -50,11 +48,7 @@ class ConsensusDistanceLogger(FederatedCallback):
         self.declare("squared", Upload(sent=False, shape=shape, dtype=torch.float64))
 
     def on_local_end(self, clients: Clients) -> None:
-        # In an asynchronous run clients.w is an earlier model, and another for each client.
-        ledger: Any = self._ledger
-        planned = getattr(ledger, "planned", None) is not None
-        given = ledger.for_clients.w if planned else clients.w
-        moved = (clients.x - given).double()
+        moved = (clients.x - clients.current_w).double()
         self.moved[clients] = moved
         self.squared[clients] = moved**2 if self.per_layer else (moved**2).sum(1)
 

@@ -73,11 +73,7 @@ class DivergenceLogger(FederatedCallback):
         # Distances to w⁺, which is not known yet, follow at the server from sums of displacements
         # and of their squares. The two terms almost cancel if clients agree, so they are summed in
         # float64.
-        # In an asynchronous run clients.w is an earlier model, and another for each client.
-        ledger: Any = self._ledger
-        planned = getattr(ledger, "planned", None) is not None
-        given = ledger.for_clients.w if planned else clients.w
-        moved = clients.x.double() - given.double()
+        moved = clients.x.double() - clients.current_w.double()
         self.moved[clients] = moved
         self.moved_squared[clients] = (moved**2).sum(1)
         if self._every_client(clients.num_clients):

@@ -80,6 +80,15 @@ class Clients:
         return self._group.round.w
 
     @property
+    def current_w(self) -> Tensor:
+        """Return the server's model of this round ``(D,)``.
+
+        It is another than ``w`` in asynchronous runs, in which clients may begin at an earlier one.
+        """
+        w, present = self.w, self._group.round.current_w
+        return w if present is None else present
+
+    @property
     def initial_model(self) -> Tensor:
         """Return w^0 ``(D,)``; it exists if a state of the run has ``initial="initial_model"``.
 

@@ -198,6 +198,8 @@ class Round:
         sent: the last round in which each client was sent w, if a method depends on it.
         base_due: ``(round, last round)`` → how many numbers of the base a client lacks; None: no
             method changes the base.
+        current_w: the server's model ``(D,)`` in this round, if these clients begin at an earlier
+            one.
     """
 
     t: int
@@ -226,6 +228,7 @@ class Round:
     trained: Tensor | None = None
     sent: Mapping[int, int] = field(default_factory=dict)
     base_due: Callable[[int, int | None], int] | None = None
+    current_w: Tensor | None = None
 
     def buffers_of(self, client: int) -> Mapping[str, Tensor]:
         """Return the buffers with which a client starts: the server's, or its own if it kept

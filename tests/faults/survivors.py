@@ -77,11 +77,11 @@ SURVIVORS = {
     ),
     **_equal(
         "consensus_distance_logger",
-        "moved = (clients.x - given).double()",
+        "moved = (clients.x - clients.current_w).double()",
         "equivalent: the spread around the mean does not depend on where the origin is",
-        "sign: clients.x - given (column 9)",
-        "left operand alone: clients.x - given (column 9)",
-        "factor: twice the right of clients.x - given (column 9)",
+        "sign: clients.x - clients.current_w (column 9)",
+        "left operand alone: clients.x - clients.current_w (column 9)",
+        "factor: twice the right of clients.x - clients.current_w (column 9)",
     ),
     **_equal(
         "global_sharpness_aware_minimization",
