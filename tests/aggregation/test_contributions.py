@@ -184,8 +184,8 @@ def test_tensors_that_a_method_goes_on_using_stay_its_own() -> None:
 
 def test_the_latest_round_of_a_client_is_kept_where_a_method_has_personal_models() -> None:
     class Own(FederatedCallback):
-        def personal(self, clients: Clients, x: Tensor) -> Tensor:
-            return x
+        def personal(self, clients: Clients) -> Tensor:
+            return clients.x
 
     assert brought_home()[0].ledger.rows == {}
     rows = brought_home(Own())[0].ledger.rows

@@ -108,19 +108,19 @@ class Noise(FederatedCallback):
             self.base.add("first.weight", torch.full((5, 3), 1e-3, dtype=torch.float64))
 
 
+class InFloat64(LowRank):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = torch.nn.functional.linear(x, self.weight.double(), self.bias)
+        return out + self.scaling * (x @ self.lora_A.T) @ self.lora_B.T
+
+
 class Half(Adapted):
     """Its frozen weight has fewer bits than the server keeps of it."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first.weight.data = self.first.weight.data.bfloat16()
-        plain = self.first
-
-        def forward(x: torch.Tensor) -> torch.Tensor:
-            out = torch.nn.functional.linear(x, plain.weight.double(), plain.bias)
-            return out + plain.scaling * (x @ plain.lora_A.T) @ plain.lora_B.T
-
-        plain.forward = forward  # type: ignore[method-assign]
+        self.first.__class__ = InFloat64
 
 
 def test_masks_and_bases_of_a_users_own(tmp_path: Path) -> None:
