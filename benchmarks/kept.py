@@ -15,16 +15,30 @@ import json
 import lzma
 import os
 import re
+import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
-from fl_lightning.metrics import comma_separated, read_rows
+from fl_lightning.metrics import (
+    comma_separated,
+    metrics_hash,
+    read_record,
+    read_rows,
+    write_record,
+)
 
 OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
 OF_A_RUN = ("run.json", "config.yaml")
+UNFINISHED = "unfinished"  # beside the tables: those of rows of which runs are missing
+# Runs that share their machine take longer, so their seconds say nothing.
+WALL = ("time/round", "time/validation")
+CLOCKS = (*WALL, "time/cpu")
+# What docs/results may come to, with figures and the table of methods.
+FILES = 80
+MEGABYTES = 16
 
 
 def pack(source: Path, target: Path) -> None:
@@ -118,3 +132,68 @@ def copy(path: Path, target: Path) -> None:
     text = DATA_ROOT.sub(r"\1data", text)
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(text, "utf-8")
+
+
+def keep_rows(source: Path, results: Path) -> int:
+    """Keep the rows under ``source`` that have ended in ``results``, and the others beside them.
+
+    No verdict and no check reads the others.
+    """
+    unfinished = results / UNFINISHED
+    with tempfile.TemporaryDirectory() as made, unpacked(unfinished) as before:
+        chosen = {True: Path(made, "ended"), False: Path(made, "begun")}
+        for file in source.glob("*/sweep.yaml"):
+            ended = has_ended(file.parent)
+            chosen[ended].mkdir(exist_ok=True)
+            (chosen[ended] / file.parent.name).symlink_to(file.parent.resolve())
+            if ended:
+                shutil.rmtree(before / file.parent.name, ignore_errors=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        if any(before.iterdir()):
+            pack(before, unfinished)
+        status = keep(chosen[True], results) if chosen[True].exists() else 0
+        return status or (keep(chosen[False], unfinished) if chosen[False].exists() else 0)
+
+
+def has_ended(sweep: Path) -> bool:
+    """Whether all runs of a sweep have ended, by its list of them."""
+    with (sweep / "runs.csv").open(encoding="utf-8", newline="") as file:
+        return all(row["status"] in ("done", "diverged") for row in csv.DictReader(file))
+
+
+def keep(source: Path, target: Path, clocks: Sequence[str] = CLOCKS) -> int:
+    """Add what ended under ``source`` to the tables in ``target``: no checkpoints, no path of this
+    machine, and no column of ``clocks``.
+
+    A run that is there already stays as it is. What was selected by comes too, so that a sweep
+    goes on from there once ``unpack`` has made folders of it.
+    """
+    with unpacked(target) as made:
+        for file in sorted(source.glob("*/sweep.yaml")):
+            folder = file.parent
+            own = made / folder.name
+            kept = 0
+            for path in sorted(
+                [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
+            ):
+                place = own / path.parent.relative_to(folder)
+                ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
+                if ended and not (place / "run.json").is_file():
+                    for name in OF_A_RUN:
+                        copy(path.parent / name, place / name)
+                    names, rows = read_rows(path.with_name("metrics.csv"), complete=True)
+                    names = [name for name in names if name not in clocks]
+                    cells = [[row[name] for name in names] for row in rows]
+                    (place / "metrics.csv").write_text(comma_separated([names, *cells]), "utf-8")
+                    # Without the clocks it is another file.
+                    write_record(place, read_record(place) | {"metrics_hash": metrics_hash(place)})
+                    kept += 1
+            for name in OF_A_SWEEP:
+                if (folder / name).is_file():
+                    copy(folder / name, own / name)
+            print(f"{target / folder.name}: {kept} runs more")
+        pack(made, target)
+    files = [path for path in target.rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e6
+    print(f"{target}: {len(files)} files of {FILES} at most, {size:.1f} MB of {MEGABYTES}")
+    return int(len(files) > FILES or size > MEGABYTES)

@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.compared import drawn, line, ranked, table, tables
-from benchmarks.kept import unpacked
-from benchmarks.papers import WALL, keep, sweeps
+from benchmarks.kept import WALL, keep, unpacked
+from benchmarks.papers import sweeps
 from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning.given import made as object_of
 from fl_lightning.lab.cli.cite_command import cited, references

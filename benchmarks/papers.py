@@ -5,8 +5,9 @@
 runs P1, P2 and P5 with five seeds, 60 rounds, the learning rates that were kept, and the arms that
 claims are about. Both write to
 ``runs/papers`` and say how their verdicts compare with those of ``docs/results``, which they never
-touch. ``keep`` adds what has ended there to the tables in ``docs/results``, and ``unpack`` makes
-folders of runs from these tables, in ``runs/papers/all``. ``page`` makes ``docs/results.md`` of the
+touch. ``keep`` adds what has ended there to the tables in ``docs/results``; a row of which runs are
+missing waits in ``docs/results/unfinished``. ``unpack`` makes folders of runs from all these
+tables, in ``runs/papers/all``, where ``all`` goes on. ``page`` makes ``docs/results.md`` of the
 tables, with every number behind it in ``docs/results_tables.md``, and ``check`` holds them to the
 protocol. ``full`` runs the papers' whole tables. Data:
 FL_LIGHTNING_DATA, else fetched.
@@ -32,16 +33,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks.kept import OF_A_RUN, OF_A_SWEEP, copy, pack, read, unpack, unpacked
+from benchmarks.kept import OF_A_SWEEP, UNFINISHED, keep_rows, read, unpack, unpacked
 from benchmarks.papers_text import filled, parted, without_a_claim
 from fl_lightning.lab.cli.compose import packaged, parse_yaml
-from fl_lightning.metrics import (
-    comma_separated,
-    metrics_hash,
-    read_record,
-    read_rows,
-    write_record,
-)
 
 RESULTS = Path("docs/results")
 PAGE = Path("docs/results.md")
@@ -75,12 +69,6 @@ LATER = {"A7-models, A7-updates": "protocol-2", "P10": "protocol-3", "O1": "prot
 QUICK = ("P1, P3, P9", "P2", "P5, B3")
 CUT = ("seed_everything=[20,21,22,23,24]", "trainer.max_epochs=60")
 INTERVAL = ("mean", "low", "high", "n")
-# Runs that share their machine take longer, so their seconds say nothing.
-WALL = ("time/round", "time/validation")
-CLOCKS = (*WALL, "time/cpu")
-# What docs/results may come to, with figures and the table of methods.
-FILES = 80
-MEGABYTES = 16
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -111,9 +99,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
         return status
     if given.what == "keep":
-        return keep(OUT / "all", RESULTS)
+        return keep_rows(OUT / "all", RESULTS)
     if given.what == "unpack":
         unpack(RESULTS, OUT / "all")
+        unpack(RESULTS / UNFINISHED, OUT / "all")
         return 0
     if given.what == "page":
         return page(RESULTS, PAGE)
@@ -232,46 +221,6 @@ def labels_of(folders: Sequence[Path], labels: Path) -> dict[str, str]:
             if arm in arms:
                 texts[f"{sweep}/{arm}" if arm in others else arm] = text
     return texts
-
-
-# --------------------------------------------------------------------------- what is kept
-
-
-def keep(source: Path, target: Path, clocks: Sequence[str] = CLOCKS) -> int:
-    """Add what ended under ``source`` to the tables in ``target``: no checkpoints, no path of this
-    machine, and no column of ``clocks``.
-
-    A run that is there already stays as it is. What was selected by comes too, so that a sweep
-    goes on from there once ``unpack`` has made folders of it.
-    """
-    with unpacked(target) as made:
-        for folder in sweeps(source):
-            own = made / folder.name
-            kept = 0
-            for path in sorted(
-                [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
-            ):
-                place = own / path.parent.relative_to(folder)
-                ended = json.loads(path.read_text("utf-8"))["status"] in ("done", "diverged")
-                if ended and not (place / "run.json").is_file():
-                    for name in OF_A_RUN:
-                        copy(path.parent / name, place / name)
-                    names, rows = read_rows(path.with_name("metrics.csv"), complete=True)
-                    names = [name for name in names if name not in clocks]
-                    cells = [[row[name] for name in names] for row in rows]
-                    (place / "metrics.csv").write_text(comma_separated([names, *cells]), "utf-8")
-                    # Without the clocks it is another file.
-                    write_record(place, read_record(place) | {"metrics_hash": metrics_hash(place)})
-                    kept += 1
-            for name in OF_A_SWEEP:
-                if (folder / name).is_file():
-                    copy(folder / name, own / name)
-            print(f"{target / folder.name}: {kept} runs more")
-        pack(made, target)
-    files = [path for path in target.rglob("*") if path.is_file()]
-    size = sum(path.stat().st_size for path in files) / 1e6
-    print(f"{target}: {len(files)} files of {FILES} at most, {size:.1f} MB of {MEGABYTES}")
-    return int(len(files) > FILES or size > MEGABYTES)
 
 
 # --------------------------------------------------------------------------- the page

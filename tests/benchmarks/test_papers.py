@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from benchmarks import papers
-from benchmarks.kept import pack, unpack, unpacked
+from benchmarks.kept import keep, pack, unpack, unpacked
 from fl_lightning.lab.report.claims import read_claims
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import summarise
@@ -47,7 +47,7 @@ def ran(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machine(
     ran: Path,
 ) -> None:
-    assert papers.keep(papers.OUT / "all", papers.RESULTS) == 0
+    assert keep(papers.OUT / "all", papers.RESULTS) == 0
     made = [path.relative_to(papers.RESULTS).as_posix() for path in papers.RESULTS.rglob("*.*")]
     assert sorted(made) == ["sweeps.csv", "x-small/curves.csv.xz", "x-small/runs.csv.xz"]
     with unpacked(papers.RESULTS) as folders:
@@ -62,6 +62,26 @@ def test_what_has_ended_is_kept_without_weights_and_without_paths_of_this_machin
         )
         assert "root: data}" in (sweep / "new/seed-20/config.yaml").read_text()
         assert (sweep / "claims.yaml").read_text() == CLAIM, "whose hash the runs recorded"
+
+
+def test_a_row_of_which_runs_are_missing_waits_beside_the_tables(ran: Path) -> None:
+    sweep = papers.OUT / "all/x-small"
+    listed = "arm,seed,status,folder\nold,25,done,a\nnew,25,running,b\n"
+    (sweep / "runs.csv").write_text(listed)
+    assert papers.main(["keep"]) == 0
+    waiting = papers.RESULTS / "unfinished"
+    assert [path.name for path in papers.RESULTS.iterdir()] == ["unfinished"]
+    shutil.rmtree(sweep)
+    assert papers.main(["unpack"]) == 0
+    assert len(list(sweep.glob("*/seed-*/run.json"))) == 11
+    assert len(list(sweep.glob("select/*/0.1/*/run.json"))) == 12
+    make_arm(sweep, "new", {25: 0.8})
+    (sweep / "new/seed-25/config.yaml").write_text("data: {}\n")
+    (sweep / "runs.csv").write_text(listed.replace("running", "diverged"))
+    assert papers.main(["keep"]) == 0
+    assert not waiting.exists()
+    with unpacked(papers.RESULTS) as folders:
+        assert len(list(folders.glob("x-small/*/seed-*/metrics.csv"))) == 12
 
 
 def test_tables_hold_every_digit_and_the_same_runs_give_the_same_bytes(tmp_path: Path) -> None:
@@ -81,13 +101,13 @@ def test_tables_hold_every_digit_and_the_same_runs_give_the_same_bytes(tmp_path:
 
 
 def test_runs_are_added_to_tables_whose_own_runs_stay(ran: Path) -> None:
-    papers.keep(papers.OUT / "all", papers.RESULTS)
+    keep(papers.OUT / "all", papers.RESULTS)
     finished = papers.OUT / "all/x-small/new/seed-25/run.json"
     finished.write_text(finished.read_text().replace("running", "done"))
     again = papers.OUT / "all/x-small/new/seed-20/run.json"
     again.write_text(again.read_text().replace("FedAvg", "another"))
     shutil.rmtree(papers.OUT / "all/x-small/old/seed-22")
-    papers.keep(papers.OUT / "all", papers.RESULTS)
+    keep(papers.OUT / "all", papers.RESULTS)
     with unpacked(papers.RESULTS) as folders:
         assert len(list(folders.glob("x-small/*/seed-*/metrics.csv"))) == 12
         assert "FedAvg" in (folders / "x-small/new/seed-20/run.json").read_text()
@@ -96,7 +116,7 @@ def test_runs_are_added_to_tables_whose_own_runs_stay(ran: Path) -> None:
 def test_the_page_has_the_findings_with_their_numbers_the_report_and_what_is_missing(
     ran: Path,
 ) -> None:
-    papers.keep(papers.OUT / "all", papers.RESULTS)
+    keep(papers.OUT / "all", papers.RESULTS)
     (papers.RESULTS / "findings.md").write_text(
         "The new one is {X-a.verdict}, by {X-a.mean}; a factor of {O-a.mean:factor}°.\n"
     )
