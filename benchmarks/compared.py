@@ -44,8 +44,8 @@ LEVEL = 0.05
 class Costs:
     """What a run of an arm took, as a mean over its seeds.
 
-    Only runs on one core give ``seconds``, since threads share their work at a price; None where
-    there is no such run.
+    ``seconds`` are of the runs that had the fewest cores, since threads share their work at a price;
+    None where they were not kept.
     """
 
     bytes: float
@@ -142,7 +142,8 @@ def spent(runs: Sequence[ReportedRun]) -> Costs | None:
     done = [run for run in runs if run.status == "done"]
     if not done:
         return None
-    timed = [run for run in done if run.machine["cores"] == 1]
+    fewest = min(run.machine["cores"] for run in done)
+    timed = [r for r in done if r.machine["cores"] == fewest and "time/cpu" in r.columns]
     return Costs(
         fmean(float(run.column("communication/total_bytes")[-1]) for run in done),
         fmean(float(summed(run, "cost/gradients")[-1]) for run in done),
@@ -213,7 +214,7 @@ def told_apart(rows: Sequence[Row]) -> str:
 
 
 def beside_the_first(rows: Sequence[Row]) -> str:
-    """The arms of which no uncorrected interval says that they are behind the first."""
+    """The arms whose uncorrected interval does not lie below the first one."""
     first, *others = rows
     best = first.arm.scores["tail"]
     alike = []
@@ -224,7 +225,8 @@ def beside_the_first(rows: Sequence[Row]) -> str:
         if high is None or high >= 0:
             alike.append(row.method)
     names = ", ".join(alike) or "none"
-    return f"Not told apart from the first, {first.method}, without a correction: {names}."
+    text = f"The uncorrected interval of the difference from the first, {first.method}, "
+    return f"{text}holds 0 for {names}."
 
 
 def starred(pair: Comparison) -> bool:
