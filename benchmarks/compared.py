@@ -44,8 +44,8 @@ LEVEL = 0.05
 class Costs:
     """What a run of an arm took, as a mean over its seeds.
 
-    ``seconds`` are of the runs that had the fewest cores, since threads share their work at a price;
-    None where they were not kept.
+    ``seconds`` are of the runs that had the fewest cores, since threads share their work at a
+    price; None where they were not kept.
     """
 
     bytes: float
