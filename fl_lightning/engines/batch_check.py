@@ -59,6 +59,9 @@ def check_batch_sizes(copies: LearnerCopies, failed: bool = False) -> str:
     # A first step may fail on any copy, if a hook keeps what the step reads in the learner itself.
     if failed and not failure(copies, first, smallest[0]):
         return ""
+    # If the size is the reason, the other client's step fails with it, too.
+    if failed and not failure(copies, works[0], smallest[0]):
+        return ""
     met = first_met(situation, smallest[0])
     # No client of these rounds has the smallest batch, but another one may also be too small.
     if met.samples > smallest[0]:

@@ -136,6 +136,24 @@ def test_a_step_that_fails_on_any_copy_does_not_fail_for_its_size(engine: str) -
     assert reason in getattr(caught.value, "__notes__", [reason])[-1]
 
 
+class Particular(Lit):
+    """Fails on whatever a client has whose first feature is 7."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        assert not bool((batch[0][:, 0] == 7).any()), "another kind of sample"
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_step_that_fails_on_one_client_does_not_fail_for_its_size(engine: str) -> None:
+    x, y = torch.randn(29, 20, dtype=torch.float64), torch.arange(29) % 4
+    x[:9, 0] = 7  # of client 0, whose last batch has one sample
+    own = [np.arange(9), np.arange(9, 29)]
+    data = InMemoryDataModule((x, y), clients=own, batch_size=4)
+    with pytest.raises(AssertionError, match="another kind of sample"):
+        trainer(1).fit(federated(Particular(), participation="all", engine=engine), data)
+
+
 class Unknowing(InMemoryDataModule):
     """Batches that come made, so that nobody knows their sizes."""
 
