@@ -42,7 +42,7 @@ LEVEL = 0.05
 
 @dataclass(frozen=True)
 class Costs:
-    """What a run of an arm took, as a mean over its seeds.
+    """The costs of a run of an arm, as means over its seeds.
 
     ``seconds`` are of the runs that had the fewest cores, since threads share their work at a
     price; None where they were not kept.
@@ -214,7 +214,7 @@ def told_apart(rows: Sequence[Row]) -> str:
 
 
 def beside_the_first(rows: Sequence[Row]) -> str:
-    """The arms whose uncorrected interval does not lie below the first one."""
+    """The arms of which 0 lies in the uncorrected interval of the difference from the first."""
     first, *others = rows
     best = first.arm.scores["tail"]
     alike = []

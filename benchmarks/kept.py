@@ -32,7 +32,7 @@ from fl_lightning.metrics import (
 
 OF_A_SWEEP = ("sweep.yaml", "claims.yaml", "runs.csv", "selections.yaml", "select.csv")
 OF_A_RUN = ("run.json", "config.yaml")
-UNFINISHED = "unfinished"  # beside the tables: those of rows of which runs are missing
+UNFINISHED = "unfinished"  # the folder, in that of the tables, of rows that lack runs
 # Runs that share their machine take longer, so their seconds say nothing.
 WALL = ("time/round", "time/validation")
 CLOCKS = (*WALL, "time/cpu")

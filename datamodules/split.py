@@ -292,8 +292,8 @@ def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
 
 
 def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
-    """Refuse a partition that is none, and clients that are not a sequence, or that are given
-    together with a partition.
+    """Refuse anything but a Partition as partition, anything but a sequence as clients, and both
+    together.
     """
     if partition is not None and not isinstance(partition, Partition):
         raise UserError(

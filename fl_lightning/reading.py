@@ -39,8 +39,8 @@ def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
 def set_of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
     """Return the attributes of ``self`` that a hook assigns, also in methods that it calls.
 
-    If there is no source, as in a program that Python reads from its input, they are those that the
-    code of the hook itself stores.
+    A program that Python reads from its input has no source. Then these are the attributes that the
+    hook's own code stores, without the methods that it calls.
     """
     function = inspect.unwrap(getattr(hook, "__func__", hook))
     if not _parsed(hook)[1] and inspect.isfunction(function):

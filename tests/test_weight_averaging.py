@@ -185,6 +185,12 @@ def kept(folder: Path, kind: str, rounds: int = 4, added: Any = (), path: Any = 
     return module, lambda: run.fit(module, blobs(clients=4), ckpt_path=path)
 
 
+def after(folder: Path, kind: str, rounds: int) -> Any:
+    module, fit = kept(folder, kind, rounds)
+    fit()
+    return module
+
+
 def same(one: Any, two: Any) -> bool:
     states = zip(one.state_dict().values(), two.state_dict().values(), strict=True)
     return all(torch.equal(first, second) for first, second in states)
@@ -195,10 +201,7 @@ def same(one: Any, two: Any) -> bool:
 def test_a_checkpoint_within_a_validation_resumes_to_the_same_bits(
     kind: str, hook: str, tmp_path: Path
 ) -> None:
-    whole, fit = kept(tmp_path, kind)
-    fit()
-    early, fit = kept(tmp_path, kind, rounds=2)
-    fit()
+    whole, early = after(tmp_path, kind, 4), after(tmp_path, kind, 2)
     within = Within(hook, tmp_path / "within.ckpt")
     saving, fit = kept(tmp_path, kind, added=[within])
     fit()
@@ -220,10 +223,7 @@ def test_a_checkpoint_within_a_validation_resumes_to_the_same_bits(
 def test_after_an_exception_a_run_goes_on_to_the_same_bits(
     kind: str, hook: str, tmp_path: Path
 ) -> None:
-    whole, fit = kept(tmp_path, kind)
-    fit()
-    early, fit = kept(tmp_path, kind, rounds=2)
-    fit()
+    whole, early = after(tmp_path, kind, 4), after(tmp_path, kind, 2)
     within = Within(hook)
     module, fit = kept(tmp_path, kind, added=[within])
     with pytest.raises(KeyError):

@@ -13,9 +13,9 @@ class DriftLogger(FederatedCallback):
     """Logs ``drift/norm``, the mean of ‖u_i‖, and ``drift/cosine``, the mean cosine over pairs.
 
     u_i = x_{i,K} - w^t, on the coordinates that client i trains; under partial averaging the
-    evaluated model takes the place of w^t. A client that did not move is left out of the pairs;
-    without pairs no cosine is logged. Where clients are at sites, nothing is logged under partial
-    averaging, because the clients' copies of parts stay there.
+    evaluated model takes the place of w^t. A client that did not move is left out of the pairs. If
+    no pair is left, the logger logs no cosine. If clients are at sites, it logs nothing under
+    partial averaging, because the clients' copies of parts stay there.
     Sent and kept: nothing; vectors that clients send only for this measurement are not counted.
 
     Example:

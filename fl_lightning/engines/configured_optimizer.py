@@ -281,8 +281,7 @@ def from_learner(learner: Any) -> tuple[Optimizer, list[tuple[Any, int]], list[d
     Each scheduler comes with the number of epochs or steps of plain training between its steps.
 
     Raises:
-        UserError: there is no optimizer, or there are several, or it is not in a form that
-            Lightning accepts.
+        UserError: the learner gives several optimizers or none, or a form that Lightning refuses.
     """
     with groups_made() as made:
         configured = learner.configure_optimizers()
@@ -321,7 +320,7 @@ def stepped_every(learner: object, optimizer: Optimizer, given: Any) -> tuple[An
     """Return a configured scheduler, and the epochs or steps of plain training between its steps.
 
     Raises:
-        UserError: it is no scheduler, or the scheduler of another optimizer.
+        UserError: it has no ``step``, or belongs to another optimizer.
     """
     scheduler = given.get("scheduler", given) if isinstance(given, dict) else given
     if not callable(getattr(scheduler, "step", None)):

@@ -406,7 +406,7 @@ class LearnerCopy:
         """The loss in what ``training_step`` returned.
 
         Raises:
-            WrongKind: it is no loss.
+            WrongKind: it lacks a loss of one number.
         """
         loss = output.get("loss") if isinstance(output, dict) else output
         if not isinstance(loss, Tensor) or loss.numel() != 1:

@@ -32,7 +32,8 @@ def check_averages(trainer: Any, methods: Sequence[Any]) -> None:
             why = "changes frozen weights, which the averages do not follow"
         elif method.restarts:
             why = (
-                "gives adapters other factors in each round, and the mean of these is none of them"
+                "gives adapters new factors in each round, and a mean of old and new factors has "
+                "another product than any of them"
             )
         if why:
             raise UserError(
@@ -102,7 +103,7 @@ def in_learner(trainer: Any, averages: bool) -> Iterator[bool]:
     puts them there for a validation; yield whether a callback averages weights.
 
     Args:
-        trainer: Trainer with the run's callbacks; None if there are no callbacks.
+        trainer: Trainer with the run's callbacks, or None.
     """
     module = getattr(trainer, "lightning_module", None)
     callbacks = [] if module is None else list(filter(averages_weights, trainer.callbacks))
@@ -144,7 +145,7 @@ def evaluated(model: GlobalModel, trainer: Any) -> tuple[Tensor, Mapping[str, Te
     checkpoint.
 
     Args:
-        trainer: Trainer with the run's callbacks; None if there are no callbacks.
+        trainer: Trainer with the run's callbacks, or None.
     """
     with in_learner(trainer, averages=True) as averages:
         vector = model.evaluated.detach()
