@@ -14,13 +14,16 @@ from typing import Any
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.lab.contracts import rehearsal, small_runs
 from fl_lightning.lab.contracts.federation import ROUNDS, fit, quiet
-from fl_lightning.lab.contracts.verdict import Check, CheckReport, Failed, NotApplicable, where
+from fl_lightning.lab.contracts.verdict import RUN, Check, CheckReport, Failed, NotApplicable, where
 from fl_lightning.module import FederatedModule
 
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]
 
 # Every invariant by name; its function raises if the invariant does not hold.
 INVARIANTS: dict[str, Callable[[small_runs.Method], None]] = {
+    RUN: small_runs.plain,
+    "uploads are assigned": small_runs.uploads,
+    "draws have keys": rehearsal.draws,
     "neutral setting is FedAvg": small_runs.neutral,
     "order of clients": small_runs.order_of_clients,
     "order of training": small_runs.order_of_training,
@@ -51,7 +54,7 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
 
     Returns:
         A report with ``.ok`` and ``.checks``; ``print(report)`` shows a table with reason and hint
-        for each failure.
+        for each failure. If a plain run fails, nothing else is tried.
 
     >>> class Forgetful(FederatedCallback):
     ...     def on_local_end(self, clients):
@@ -62,7 +65,13 @@ def check_method(factory: Callable[..., FederatedCallback]) -> CheckReport:
     """
     with quiet():
         method = small_runs.Method(factory)
-        checks = [_checked(name, check, method) for name, check in INVARIANTS.items()]
+        checks: list[Check] = []
+        for name, check in INVARIANTS.items():
+            if checks and checks[0].verdict == "fails":
+                # It would fail for the same reason, with a hint that does not help.
+                checks.append(Check(name, "n/a", f"{RUN} fails"))
+            else:
+                checks.append(_checked(name, check, method))
         return CheckReport(method.cls.__name__, checks)
 
 
@@ -103,5 +112,5 @@ def _checked(
         return Check(name, "n/a", str(reason))
     except Exception as error:
         # The user's code may raise anything, and the report shows it.
-        return Check(name, "fails", where(error), "the run itself failed; mend this first")
+        return Check(name, "fails", where(error))
     return Check(name, "holds")

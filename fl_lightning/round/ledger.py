@@ -20,6 +20,8 @@ from fl_lightning.round.totals import Total
 from fl_lightning.storage.rows import Rows
 from fl_lightning.virtual.planned_round import Planned
 
+NOT_ASSIGNED = "no client of the round assigned it"
+
 
 class Ledger:
     """The values that a round stages until its commit, and that its server hooks may read.
@@ -210,6 +212,11 @@ class Ledger:
     def _uploaded(self, key: str, declaration: Upload) -> Tensor:
         if key in self.total.uploads:
             return self.total.uploads[key]
+        if self.finished:
+            self.notes.append(
+                f"the server reads {key}, but {NOT_ASSIGNED}, so its sums are 0. Assign it in a "
+                f"hook that takes clients: self.{declaration.name}[clients] = …"
+            )
         zeros = declaration.zeros(self.round.w)
         return zeros.to(declaration.summed_as(zeros.dtype))
 

@@ -18,7 +18,7 @@ from fl_lightning.lab.contracts import small_runs
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.lab.contracts.verdict import Check, CheckReport
 from fl_lightning.testing import INVARIANTS, _checked, check_method
-from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook
+from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook, Nothing, RowNorms
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedInit, updates": lambda **given: c.RelaxedInitialization(
@@ -165,24 +165,22 @@ def test_the_report_is_a_table_with_reasons_and_hints() -> None:
     assert "what: on_local_end set or changed self.latest" in str(bad) and "hint: " in str(bad)
 
 
-def test_an_error_that_fails_every_run_is_told_once() -> None:
-    class Broken(FederatedCallback):
-        def on_local_gradient(self, clients: Any, gradient: Any) -> Any:
-            return gradient + self.nothing
-
-    report = check_method(Broken)
-    failed = [check.name for check in report.checks if check.verdict == "fails"]
-    assert str(report).count("has no attribute 'nothing'") == 1 and len(failed) > 10
-    assert str(report).count(f"(as {failed[0]!r})") == len(failed) - 1
+def test_an_error_in_every_run_is_the_whole_report() -> None:
+    report = check_method(Nothing)
+    assert not report.ok and {check.verdict for check in report.checks[1:]} == {"n/a"}
+    first, _, *rest = str(report).splitlines()
+    assert first == "Nothing: nothing was checked, because a run of three rounds fails"
+    assert "has no attribute 'nothing'" in " ".join(rest) and len(rest) < 4
 
 
-def test_what_a_hook_returns_wrongly_is_a_fault_and_no_refusal() -> None:
-    class Short(FederatedCallback):
-        def on_local_gradient(self, clients: Any, gradient: Any) -> Any:
-            return gradient[0]
-
-    verdicts = {check.name: check.verdict for check in check_method(Short).checks}
-    assert verdicts["engines agree"] == verdicts["another callback, either order"] == "fails"
+def test_an_error_of_groups_is_explained_without_a_traceback(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    report = check_method(RowNorms)
+    for name in ("client hooks set nothing on self", "local steps can be captured"):
+        assert report[name].reason.startswith("in a group of 3 clients: RuntimeError")
+        assert "clients.norm(v)" in report[name].hint
+    assert not caplog.records
 
 
 def test_a_method_that_reads_label_counts_in_hooks_is_rehearsed() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning import ClientState, Coefficient, FederatedCallback
+from fl_lightning import ClientState, Coefficient, FederatedCallback, Upload
 from fl_lightning.callback import Clients, Server
 
 
@@ -273,6 +273,27 @@ class BlindAgain(FederatedCallback):
         return 0.01 * clients.x / clients.x.norm()
 
 
+class Nothing(Anchor):
+    """It reads an attribute that does not exist."""
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Any:
+        return gradient + self.nothing  # type: ignore[attr-defined]
+
+
+class Unassigned(FederatedCallback):
+    """Its server reads a sum that none of its clients sends."""
+
+    norms = Upload(shape=())
+
+    def on_server_update(self, server: Server) -> None:
+        server.log("norm", self.norms.mean())
+
+
+class OwnNoise(FederatedCallback):
+    def transmit(self, clients: Clients, u: Tensor) -> Tensor:
+        return u + 0.01 * torch.randn_like(u)
+
+
 WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (HiddenMomentum, "state is declared", "self.velocity changed"),
     (HiddenMomentum, "resume is exact", "declare it"),
@@ -311,5 +332,8 @@ WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (HiddenMean, "resume is exact", "the evaluated model"),
     (HiddenShift, "resume is exact", "gives another result"),
     (HiddenShift, "state is declared", "self.shift"),
+    (Nothing, "a run of three rounds", "has no attribute 'nothing' (wrong_methods.py"),
+    (Unassigned, "uploads are assigned", "self.norms[clients] = …"),
+    (OwnNoise, "draws have keys", "transmit draws from a random generator of the process"),
     (BlindAgain, "groups of 1, 3 and D clients", "perturbation differs in a group of 3"),
 ]

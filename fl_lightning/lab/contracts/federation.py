@@ -27,6 +27,8 @@ from fl_lightning.machine.processes import place
 from fl_lightning.module import FederatedModule
 from fl_lightning.round.settings import SEQUENTIAL
 
+# This logger of torch prints a traceback for an error that the report shows.
+FAKE_TENSORS = "torch._subclasses.fake_tensor"
 # With batches of 4 these sizes give a client with one sample, short last batches, and different
 # K_i.
 SIZES = [1, 5, 9, 4, 12, 7]
@@ -140,13 +142,14 @@ def quiet() -> Iterator[None]:
 
     Afterwards the caller's settings and random state are restored.
     """
-    loggers = [logging.getLogger(name) for name in LOGGERS]
+    quieted = {**dict.fromkeys(LOGGERS, logging.ERROR), FAKE_TENSORS: logging.CRITICAL}
+    loggers = {logging.getLogger(name): level for name, level in quieted.items()}
     levels = [logger.level for logger in loggers]
     threads = torch.get_num_threads()
     # The compared bits depend on the number of threads.
     torch.set_num_threads(1)
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
+    for logger, level in loggers.items():
+        logger.setLevel(level)
     try:
         with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")

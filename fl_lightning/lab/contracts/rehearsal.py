@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.callback import Clients, Declaration, FederatedCallback
 from fl_lightning.engines.local_step import LocalStep, Work
+from fl_lightning.engines.random_state import RandomState
 from fl_lightning.lab.contracts import snapshots
 from fl_lightning.lab.contracts.federation import Outcome, fit, require_same
 from fl_lightning.lab.contracts.small_runs import Method
@@ -209,28 +210,58 @@ def state(group: ClientGroup) -> Outcome:
     return {name: value.clone() for name, value in rows.items()}
 
 
+GROUPS = (
+    "a hook sees (n, D): per-client numbers are columns (n, 1), norms are clients.norm(v), sums "
+    "over coordinates are .sum(1, keepdim=True), and no client's row enters another's"
+)
+
+
+@contextmanager
+def in_a_group(n: int) -> Iterator[None]:
+    """Within this context an error of a hook shows that the hook cannot train ``n`` clients."""
+    try:
+        yield
+    except (RuntimeError, TypeError, IndexError, ValueError) as error:
+        raise Failed(f"in a group of {n} clients: {where(error)}", GROUPS) from error
+
+
 def groups(method: Method) -> None:
     """Compare groups of 1, 3 and D clients with the same clients one by one, after each hook."""
     callback, module = method.used
     size = module.layout.size
-    hint = (
-        "a hook sees (n, D): per-client numbers are columns (n, 1), norms are clients.norm(v), "
-        "sums over coordinates are .sum(1, keepdim=True), and no client's row enters another's"
-    )
     # If n = D, a sum over the wrong axis still has the right shape: only its numbers are wrong.
     for n in (1, 3, size):
         stage = Stage(callback, module.global_vector.detach(), module.layout, size)
-        try:
+        with in_a_group(n):
             single = [stage.rehearse(stage.group([i])) for i in range(n)]
             together = stage.rehearse(stage.group(range(n)))
-        except (RuntimeError, TypeError, IndexError, ValueError) as error:
-            raise Failed(f"in a group of {n} clients: {where(error)}", hint) from error
         group = f"{n} = D" if n == size else f"{n}"
         for (hook, ours), *alone in zip(together, *single, strict=True):
             theirs = {}
             for name in alone[0][1]:
                 theirs[name] = torch.cat([rows[name] for _, rows in alone])
-            require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", hint)
+            require_same(theirs, ours, 1e-12, f"{hook} differs in a group of {group}", GROUPS)
+
+
+def draws(method: Method) -> None:
+    """Require that no hook of clients draws from the process's random generators."""
+    callback, module = method.used
+
+    def guard(hook: str, call: Callable[[], Any]) -> Any:
+        before = RandomState()
+        returned = call()
+        if before.drawn_since():
+            raise Failed(
+                f"{hook} draws from a random generator of the process",
+                "such numbers depend on which clients train together, and in which order. Draw "
+                'from self.generator("a name", clients.round, client) for each client in '
+                "clients.client_ids",
+            )
+        return returned
+
+    stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
+    with in_a_group(1):
+        stage.rehearse(stage.group([0]), guard)
 
 
 def in_a_round(method: Method, guard: Call) -> None:
@@ -275,7 +306,8 @@ def untouched_self(method: Method) -> None:
 
     in_a_round(method, guard)
     stage = Stage(callback, module.global_vector.detach(), module.layout, 3)
-    stage.rehearse(stage.group(range(3)), guard)
+    with in_a_group(3):
+        stage.rehearse(stage.group(range(3)), guard)
 
 
 class Reads(TorchDispatchMode):
@@ -338,5 +370,5 @@ def traceable(method: Method) -> None:
 
     in_a_round(method, reading)
     # A fake tensor has a shape but no numbers.
-    with mode:
+    with in_a_group(3), mode:
         stage.rehearse(group, guard)

@@ -13,7 +13,7 @@ import torch
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
-from fl_lightning.errors import Diverged, UserError, WrongKind
+from fl_lightning.errors import Diverged, UserError
 from fl_lightning.lab.contracts import snapshots
 from fl_lightning.lab.contracts.federation import (
     SIZES,
@@ -28,6 +28,7 @@ from fl_lightning.lab.contracts.federation import (
     required_by,
 )
 from fl_lightning.lab.contracts.verdict import Failed, NotApplicable, where
+from fl_lightning.round.ledger import NOT_ASSIGNED
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL, STACKED
 from fl_lightning.schedules import Steps
 
@@ -109,6 +110,19 @@ def fedavg(**settings: Any) -> Outcome:
 @lru_cache(typed=True)
 def _once(**settings: Any) -> Outcome:
     return outcome(fit([], **settings))
+
+
+def plain(method: Method) -> None:
+    """Require that a run with the settings of all the other runs ends."""
+    _ = method.plain
+
+
+def uploads(method: Method) -> None:
+    """Require that clients assign every upload that the server reads."""
+    _, module = method.used
+    missing = [text for text in module.notes if NOT_ASSIGNED in text]
+    if missing:
+        raise Failed(" ".join(missing))
 
 
 def neutral(method: Method) -> None:
@@ -209,8 +223,6 @@ def engines(method: Method) -> None:
     ):
         try:
             ours = method.run(engine=name, **together)
-        except WrongKind:  # what a hook returns wrongly is a fault of the method, not a refusal
-            raise
         except UserError as error:
             refused.append(str(error))
             continue
@@ -418,8 +430,6 @@ def beside_another(method: Method) -> None:
         try:
             first = _together(method, partner, ours_first=True)
             last = _together(method, partner, ours_first=False)
-        except WrongKind:  # what a hook returns wrongly is a fault of the method, not a refusal
-            raise
         except UserError as error:
             refused.append(str(error))
             continue
