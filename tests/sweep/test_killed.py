@@ -128,6 +128,26 @@ def test_killed_twice_and_the_report_is_the_same(cli: Cli, sweep_file: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_stopped_sweep_shows_how_far_its_runs_are(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu]
+fixed: {trainer.max_epochs: 10000, model.engine: sequential, model.local_epochs: 1}
+grid: {method: [method/fedavg, method/fedinit], seed_everything: [1]}
+""")
+    sweep = cli.start("sweep", "s.yaml", "--jobs", 1)
+    run = cli.folder / "runs/s/fedavg/seed-1"
+    until(lambda: (run / "metrics.csv").exists() and rounds_done(run) > 1, sweep)
+    sweep.kill(signal.SIGINT)
+    ended = sweep.wait()
+    assert ended.returncode == 128 + signal.SIGINT
+    rounds = rounds_done(run)
+    lines = [line.split(maxsplit=1) for line in ended.stdout.splitlines() if line]
+    table = {line[0]: line[1:] for line in lines}
+    assert table["fedavg"] == [f"stopped after round {rounds - 1}"] and table["fedinit"] == ["·"]
+    assert "report" not in ended.stdout  # there is nothing to compare yet
+
+
+@pytest.mark.slow
 def test_killed_after_its_arm_chose_goes_on_with_the_choice(cli: Cli) -> None:
     (cli.folder / "s.yaml").write_text(f"""
 configs: [base, data/digits, trainer/cpu]

@@ -93,6 +93,26 @@ select:
     assert set(json.loads((folder / "report.json").read_text())["arms"]) == {"fedavg", "fedinit"}
 
 
+@pytest.mark.slow
+def test_a_metric_that_no_run_logs_ends_the_selection_after_its_first_run(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu]
+fixed: {trainer.max_epochs: 2, model.engine: sequential, model.local_epochs: 1}
+grid: {method: [method/fedavg, method/fedinit], seed_everything: [1]}
+select:
+  over: {model.learner.init_args.lr: [0.05, 0.1]}
+  metric: val/acccuracy
+  mode: max
+  val_fraction: 0.2
+  seeds: [100]
+""")
+    for _ in range(2):  # the same command again begins no other run
+        ended = cli("sweep", "s.yaml", "--jobs", 1)
+        assert ended.returncode == 2
+        assert "select.metric val/acccuracy: " in ended.stderr and "Logged: " in ended.stderr
+        assert len(list((cli.folder / "runs/s/select").rglob("metrics.csv"))) == 1
+
+
 AFTER = """
 configs: [base, data/digits, trainer/cpu]
 fixed: {trainer.max_epochs: 2, model.engine: sequential, model.local_epochs: 1}

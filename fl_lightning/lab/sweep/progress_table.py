@@ -51,7 +51,7 @@ class ProgressTable:
         if not last and (not self._live or time.monotonic() < self._next):
             return
         self._next = time.monotonic() + _EVERY
-        lines = self.lines(states)
+        lines = self.lines(states, last)
         if self._live:
             width = shutil.get_terminal_size().columns - 1
             lines = [line[:width] for line in lines]
@@ -77,13 +77,17 @@ class ProgressTable:
         text = f"{status}, {text}" if text else status
         print(f"{run.place}: {text} ({ended} of {len(states)})", flush=True)
 
+    def leave(self) -> None:
+        """Leave what is drawn where it is; it is drawn again below."""
+        self._lines_drawn = 0
+
     def _clear(self) -> None:
         if self._lines_drawn:
             # Move up by this number of lines, and clear everything below.
             print(f"\x1b[{self._lines_drawn}F\x1b[J", end="")
 
-    def lines(self, states: Mapping[PlannedRun, str]) -> list[str]:
-        """Return the table, line by line."""
+    def lines(self, states: Mapping[PlannedRun, str], last: bool = False) -> list[str]:
+        """Return the table, line by line; the last one also has the rounds of stopped runs."""
         seconds = int(time.monotonic() - self._began)
         numbers = ", ".join(f"{number} {status}" for status, number in counts(states).items())
         done = [self._newest(run) for run, status in states.items() if status == DONE]
@@ -93,7 +97,7 @@ class ProgressTable:
         cells: dict[str, dict[int, str]] = {}
         for run, status in states.items():
             arm = run.place.rpartition("/")[0]
-            cells.setdefault(arm, {})[run.seed] = self._cell(run, status, names)
+            cells.setdefault(arm, {})[run.seed] = self._cell(run, status, names, last)
         seeds = list(dict.fromkeys(run.seed for run in states))
         title = ", ".join(names) if shown else self.metric or "val/acc"
         head = [title, *(f"seed {seed}" for seed in seeds)]
@@ -116,13 +120,16 @@ class ProgressTable:
             self._values[run] = values
         return self._values[run]
 
-    def _cell(self, run: PlannedRun, status: str, names: list[str]) -> str:
+    def _cell(self, run: PlannedRun, status: str, names: list[str], last: bool) -> str:
         """Return a done run's values, the round of a running one, or the state.
 
-        Without ``names`` each value has its metric's name next to it.
+        Without ``names`` each value has its metric's name next to it. ``last``: a waiting run that
+        has begun shows its round, too.
         """
-        if status == RUNNING:
+        if status == RUNNING or (status == WAITING and last):
             done = progress(run, "round")[0]
+            if status == WAITING:
+                return f"stopped after round {done - 1}" if done else "·"
             rounds = self.rounds.get(run.place)
             return f"{done}/{rounds}" if rounds else f"round {done}"
         if status == DONE:

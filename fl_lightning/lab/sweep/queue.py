@@ -36,6 +36,7 @@ class Queue:
         claims_hash: recorded by each run.
         table: table that shows the progress.
         listed: folder of runs.csv.
+        metric: metric that every run has to log; the first that ends without it stops the others.
     """
 
     def __init__(
@@ -45,11 +46,13 @@ class Queue:
         claims_hash: str | None,
         table: ProgressTable,
         listed: Path | None,
+        metric: str | None = None,
     ) -> None:
         self.states = states
         self.claims_hash = claims_hash
         self.table = table
         self.listed = listed
+        self.metric = metric
         # Places are taken from the end of the list.
         self._free = list(reversed(places))
         self._workers: dict[ForkProcess, tuple[PlannedRun, Place]] = {}
@@ -58,6 +61,8 @@ class Queue:
         self._workers_know = False
         # The folder of a run that failed because its disk is full.
         self.full: Path | None = None
+        # The run that ended without the metric.
+        self.without_metric: PlannedRun | None = None
 
     def run(self, hold: Sequence[str] = ()) -> None:
         """Run until no run waits, except those of the arms to ``hold``.
@@ -72,6 +77,8 @@ class Queue:
                 handlers[number] = signal.signal(number, self._on_signal)
         waiting = [run for run, status in self.states.items() if status == WAITING]
         waiting = [run for run in reversed(waiting) if run.arm not in hold]
+        for run in self.states:
+            self._look_for_metric(run)
         try:
             self._write()
             while self._workers or (waiting and self._goes_on):
@@ -82,8 +89,10 @@ class Queue:
                 self._take_ended()
                 # The handler only notes the signal; workers get it here, also one that has just
                 # started.
-                if self.stopped is not None and not self._workers_know:
+                if not (self._workers_know or self._may_train):
                     self._workers_know = True
+                    # The terminal has moved on by the lines of the signal.
+                    self.table.leave()
                     for worker in self._workers:
                         worker.terminate()
                 self.table.show(self.states)
@@ -102,7 +111,12 @@ class Queue:
     @property
     def _goes_on(self) -> bool:
         """Return whether more runs may start."""
-        return self.stopped is None and self.full is None
+        return self._may_train and self.full is None
+
+    @property
+    def _may_train(self) -> bool:
+        """Return whether the runs that have started may go on."""
+        return self.stopped is None and self.without_metric is None
 
     def _start(self, run: PlannedRun) -> None:
         place = self._free.pop()
@@ -122,12 +136,20 @@ class Queue:
                 os.killpg(worker.pid, signal.SIGKILL)
             self._free.append(place)
             # A run that was stopped before it handled signals has lost nothing, so it waits again.
-            unbegun = self.stopped is not None and -code in STOPPING
+            unbegun = not self._may_train and -code in STOPPING
             self.states[run] = WAITING if unbegun else outcome(run, code)
             if self.states[run] == FAILED and disk_usage(run.folder).free < _LEAST_ROOM:
                 self.full = run.folder
+            self._look_for_metric(run)
             self.table.tell(run, self.states)
             self._write()
+
+    def _look_for_metric(self, run: PlannedRun) -> None:
+        if self.metric is None or self.states[run] != DONE:
+            return
+        _, value = files.progress(run, self.metric)
+        if value is None:
+            self.without_metric = run
 
     def _write(self) -> None:
         if self.listed is not None:

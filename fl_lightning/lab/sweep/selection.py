@@ -21,7 +21,7 @@ from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
 from fl_lightning.lab.sweep.spec import ROUNDS, Selection, as_list
-from fl_lightning.metrics import Directions, comma_separated
+from fl_lightning.metrics import Directions, comma_separated, read_rows
 from fl_lightning.storage.files import written_aside
 
 # Score a candidate as a report compares arms.
@@ -235,6 +235,15 @@ def choose(
     return {arm: candidate.whole for arm, candidate in best.items()}
 
 
+def not_logged(metric: str, run: PlannedRun) -> UserError:
+    """Return the error of a run that did not log the metric by which candidates are compared."""
+    known = [name for name in read_rows(run.folder / "metrics.csv")[0] if name != "round"]
+    return UserError(
+        f"select.metric {metric}: {run.folder} did not log it.{suggest(metric, known)} "
+        f"Logged: {', '.join(known)}. Give one of these."
+    )
+
+
 def _write_scores(
     sweep: Path,
     metric: str,
@@ -318,11 +327,7 @@ def _mean(
         measured = ended[run]
         score = score_of(measured, select.metric, SCORE)
         if score is None and not has_lost(measured, select.metric, SCORE):
-            known = [name for name in measured.columns if name != "round"]
-            raise UserError(
-                f"select.metric {select.metric}: {run.folder} did not log it."
-                f"{suggest(select.metric, known)} Logged: {', '.join(known)}."
-            )
+            raise not_logged(select.metric, run)
         # The run has lost, and has no worst number: its candidate cannot win.
         scores.append(math.nan if score is None else score)
     return sum(scores) / len(scores)

@@ -24,6 +24,7 @@ from fl_lightning.lab.sweep.selection import (
     Candidate,
     candidates,
     choose,
+    not_logged,
     stored,
     told,
     unequal,
@@ -252,9 +253,11 @@ class Sweep:
             self._stand()
             files.write_states(self.folder, self.states)
             states = self._states(by_seed(groups), rounds)
-            queue = self._queue(states, places, rounds, f"{self.folder}/select", None)
+            queue = self._queue(states, places, rounds, f"{self.folder}/select", metric=self.metric)
             if WAITING in states.values():
                 queue.run()
+            if queue.without_metric is not None:
+                raise not_logged(str(self.metric), queue.without_metric)
             stopped = queue.stopped
             self.full = queue.full is not None
             ended |= queue.states
@@ -333,11 +336,11 @@ class Sweep:
         places: list[workers.Place],
         rounds: Mapping[str, int | None],
         title: str,
-        listed: Path | None,
+        listed: Path | None = None,
+        metric: str | None = None,
     ) -> Queue:
-        return Queue(
-            states, places, self._claims_hash, ProgressTable(title, self.metric, rounds), listed
-        )
+        table = ProgressTable(title, self.metric, rounds)
+        return Queue(states, places, self._claims_hash, table, listed, metric)
 
     def _runs(self, arm: PlannedArm, guess: bool = False) -> list[PlannedRun]:
         choice = self.chosen.get(arm.name)

@@ -145,8 +145,8 @@ def _conclude(sweep: Sweep) -> None:
         print(f"failed: {run.place} (what it said: {run.folder / 'log.txt'})")
     for arm in sweep.undecided:
         print(
-            f"waiting: {arm} has chosen nothing, because not all of its runs under "
-            f"{sweep.folder / 'select'} ended well"
+            f"waiting: {arm} has not chosen yet, because some of its runs under "
+            f"{sweep.folder / 'select'} did not end"
         )
     if failed or sweep.undecided or WAITING in sweep.states.values():
         print("the same command goes on with what is not done")
@@ -157,7 +157,10 @@ def _conclude(sweep: Sweep) -> None:
             f"{size / 1e9:.1f} GB are clients' rows, with which runs go on. Where none is to, free"
         )
         print(f"them: find {place} -path '*/state/rows-*.safetensors' -delete")
-    print(f"→ {sweep.folder} (fl-lightning report {sweep.folder} compares the arms)")
+    report = ""
+    if DONE in sweep.states.values():
+        report = f" (fl-lightning report {sweep.folder} compares the arms)"
+    print(f"→ {sweep.folder}{report}")
 
 
 def _write_script(target: str, text: str, sweep: Sweep) -> None:
