@@ -68,6 +68,12 @@ def _keep_cores() -> None:
         )
 
 
+def _say_what_takes_seconds(command: str) -> None:
+    """Print in a terminal that the command has begun, because importing PyTorch takes seconds."""
+    if sys.stderr.isatty():
+        print(f"fl-lightning {command}: loading PyTorch …", file=sys.stderr, flush=True)
+
+
 def usage() -> str:
     """Return the help of the whole command line."""
     lines = [f"  {name:<10}{text}" for name, text in COMMANDS.items()]
@@ -154,6 +160,8 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         return 0
     _keep_cores()
     if command in _MODULES:
+        if command in ("sweep", "check") and not {"-h", "--help"} & set(rest):
+            _say_what_takes_seconds(command)
         if command == "sweep" and "OMP_WAIT_POLICY" not in os.environ:
             # Worker processes get their cores after OpenMP has started, so OpenMP does not know
             # that they have only a few. A run that kept its first number of threads would wait in a
@@ -171,6 +179,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         return 0
     # Check names and YAML before importing torch, so that a typing error is reported at once.
     prepared = prepare(command, rest)
+    _say_what_takes_seconds(command)
     # Python has to find the user's `my_learner.Lit` in the current directory.
     sys.path.insert(0, os.getcwd())
     from fl_lightning.lab.cli.commands import run

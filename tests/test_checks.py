@@ -25,6 +25,7 @@ from tests.helpers.learners import blobs, federated, trainer
         ({"local_steps": 1.5}, ["local_steps=1.5", "integer"]),
         ({"clip_norm": 0.0}, ["clip_norm=0.0", "above 0"]),
         ({"init_from": "/nowhere.ckpt"}, ["/nowhere.ckpt"]),
+        ({"init_from": 3}, ["init_from=3", "give the path of a checkpoint"]),
         ({"client_optimizer": torch.optim.LBFGS}, ["LBFGS", "torch.optim.SGD"]),
     ],
 )

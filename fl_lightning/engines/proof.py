@@ -10,6 +10,7 @@ not pass, wherever it is stored.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -326,13 +327,29 @@ def explains(error: Exception, learner: Any) -> bool:
     return packaged and of_sizes and bool(SIZES.search(str(error)))
 
 
+def described(batch: Any) -> str:
+    """Return shape and type of a batch's tensors, with the keys of mappings.
+
+    >>> import torch
+    >>> described((torch.zeros(4, 2), {"mask": torch.ones(4, dtype=torch.bool)}))
+    '(4, 2) float32, mask: (4,) bool'
+    """
+    if isinstance(batch, Tensor):
+        return f"{tuple(batch.shape)} {str(batch.dtype).removeprefix('torch.')}"
+    if isinstance(batch, Mapping):
+        parts = {key: described(value) for key, value in batch.items()}
+        return ", ".join(f"{key}: {text}" for key, text in parts.items() if text)
+    if isinstance(batch, list | tuple):
+        return ", ".join(filter(None, map(described, batch)))
+    return ""
+
+
 def explained(error: Exception, learner: Any, client: int, batch: Any) -> Exception:
     """Return the learner's own error with a note, or a UserError if a packaged network is the
     cause.
     """
     tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-    shapes = ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
-    where = f"client {client}'s first batch ({shapes})"
+    where = f"client {client}'s first batch ({described(batch)})"
     if not explains(error, learner):
         met = f"met before round 0, in a first local step on a copy: {where}; nothing was started"
         if isinstance(error, AttributeError):

@@ -66,6 +66,11 @@ def load_weights(path: str | Path) -> dict[str, Tensor]:
     Raises:
         UserError: the file is missing, damaged, or has no weights.
     """
+    if not isinstance(path, str | Path):
+        raise UserError(
+            f"init_from={path!r} is not accepted; give the path of a checkpoint or of an exported "
+            "file."
+        )
     if Path(path).is_dir():
         raise UserError(
             f"init_from={str(path)!r} is a folder; give a file, such as a run's "

@@ -5,6 +5,9 @@ The README's own method holds, a wrong variant of it leads to the fault.
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -74,3 +77,15 @@ def test_what_cannot_be_checked_is_said_in_a_paragraph(
 ) -> None:
     assert main(["check", *argv]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_terminal_sees_at_once_that_the_command_has_begun(bare_python: str) -> None:
+    ours, theirs = pty.openpty()
+    command = [bare_python, "-m", "fl_lightning", "check", "ControlVariate"]
+    process = subprocess.Popen(command, stderr=theirs, cwd=Path(__file__).parents[2])
+    first = os.read(ours, 1 << 16).decode()
+    begun = process.poll()
+    process.wait()
+    os.close(theirs)
+    os.close(ours)
+    assert first == "fl-lightning check: loading PyTorch …\r\n" and begun is None
