@@ -438,8 +438,13 @@ def objections_to(folders: Sequence[Path], results: Path) -> list[str]:
         about += [(place, "is absent and not listed") for place in planned - kept - listed]
         about += [(p, "selects by a reported seed") for p in selecting if Path(p).name in reported]
         sweep_file = git("show", f"{protocol}:configs/experiment/{name}.yaml", strip=False)
-        if not (folder / "sweep.yaml").read_text("utf-8").startswith(sweep_file):
+        text = (folder / "sweep.yaml").read_text("utf-8")
+        if not text.startswith(sweep_file):
             about.append(("sweep.yaml", "is not the protocol's"))
+        overrides = text.removeprefix(sweep_file).strip().removeprefix("# over it: ").split()
+        for override in overrides:
+            if not override.startswith("data.init_args.root="):
+                about.append(("sweep.yaml", f"was run with {override}"))
         claims = git("show", f"{protocol}:configs/experiment/{name}.claims.yaml", strip=False)
         stated = hashlib.sha256(claims.encode()).hexdigest()
         for place in (kept & planned) | selecting:

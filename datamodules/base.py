@@ -384,7 +384,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         save_partition(Path(path), self._who, self._train.labels)
 
     def card(self) -> dict[str, str]:
-        """Return facts for a run's card."""
+        """Return the entries about the data for a run's card: title → text."""
         return card(self, self._who)
 
     # ---- batches of a client

@@ -122,9 +122,9 @@ class Relabelled(Dataset[Any]):
         sample = self.dataset[i]
         if not isinstance(sample, tuple | list) or len(sample) != 2:
             raise UserError(
-                f"{self.place}: classes numbers labels by name, which needs samples (x, label), "
-                f"but sample {i} is of type {type(sample).__name__}. Number the labels in the data "
-                "set itself."
+                f"{self.place}: the option classes numbers the labels by their names. For this "
+                f"each sample must be a pair (x, label), but sample {i}, of type "
+                f"{type(sample).__name__}, is not. Number the labels in the data set itself."
             )
         return sample[0], int(self.labels_of[int(sample[1])])
 

@@ -188,9 +188,9 @@ class FromDataModule(FederatedDataModule):
       per epoch, by (seed, round, client, epoch).
     - ``SubsetRandomSampler``, a list of positions: these samples are split.
 
-    ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because a client's samples
-    are reshuffled every epoch; ``pin_memory`` and ``persistent_workers`` count as true. Other
-    samplers and batch samplers, ``num_samples`` other than all, weights without replacement,
+    ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because each client's samples
+    are reshuffled in every epoch. ``pin_memory`` and ``persistent_workers`` are treated as true.
+    Other samplers and batch samplers, ``num_samples`` other than all, weights without replacement,
     ``IterableDataset`` and several loaders are refused.
 
     Args:

@@ -26,8 +26,8 @@ Arrays = dict[str, NDArray[Any]]
 def state_of(files: Sequence[Path]) -> list[tuple[str, int, int]]:
     """Return name, size and time of modification (ns) of each file."""
     facts = []
-    # A folder may hold one file per client, and resolving a path takes ten times as long as the
-    # rest.
+    # Resolve each folder once, not each file: a folder may hold one file per client, and resolving
+    # a path takes ten times as long as everything else here.
     parents = {file.parent for file in files}
     folders = {parent: os.path.realpath(parent) for parent in parents}
     for file in files:

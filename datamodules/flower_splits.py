@@ -253,8 +253,9 @@ class Grouped(Partition):
             )
         if not whole and self.mode != "allow-smaller":
             raise UserError(
-                f"Grouped: size is {self.size}, and there are {len(names)} groups: give at most "
-                "as many, or mode='allow-smaller'."
+                f"Grouped: each client gets size={self.size} groups, but there are only "
+                f"{len(names)} groups. Give a size of at most {len(names)}, or "
+                "mode='allow-smaller'."
             )
         if self.mode == "allow-bigger":
             return [bunch.tolist() for bunch in np.array_split(names, whole)]

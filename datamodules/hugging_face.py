@@ -426,8 +426,9 @@ def opened(path: Path, option: str = "data") -> Any:
     if not saved and not files:
         folders = sorted(one.name for one in path.iterdir() if one.is_dir())
         raise UserError(
-            f"{str(path)!r} is not a folder of save_to_disk, and it has no Parquet or Arrow files; "
-            f"its folders are {', '.join(folders)[:200] or 'none'}. Give a folder that has them."
+            f"{str(path)!r} was not written by save_to_disk, and it has no Parquet or Arrow files; "
+            f"its folders are {', '.join(folders)[:200] or 'none'}. Give a folder that "
+            "save_to_disk wrote, or one that holds such files."
         )
     try:
         if saved:

@@ -120,9 +120,10 @@ class InstructionTuning(FederatedDataModule):
         held_out = (self.val_fraction, self.client_test_fraction, self._test_clients, self._pooled)
         if pack and any(held_out):
             raise UserError(
-                "InstructionTuning's pack is true, which joins all records of a client, so none of "
-                "them can be held out (val_fraction, client_test_fraction, test_clients, pooled). "
-                "Give data.test, a separate file, or leave pack out."
+                "InstructionTuning's pack is true, which joins all records of a client. So "
+                "val_fraction, client_test_fraction, test_clients and pooled cannot hold out any "
+                "of them. Leave these options out (data.test takes a separate file), or leave pack "
+                "out."
             )
         self.root = None if root is None else Path(root)
         self.train = train

@@ -27,7 +27,7 @@ ALPHABET = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklm
 PLACES = {letter: place for place, letter in enumerate(ALPHABET)}
 WORDS = re.compile(r"[\w']+|[.,!?;]")
 PICTURE = (".jpg", ".jpeg", ".png")
-# Number of classes, of the kinds whose labels are numbers with a known end.
+# Number of classes, for those kinds of data whose labels have a known range.
 CLASSES = {"femnist": 62}
 # The column with the text of a tweet in LEAF's Sent140.
 TEXT = 4

@@ -39,8 +39,8 @@ class DirichletByClass(Partition):
     """Each class is divided among the clients by shares p ~ Dir(alpha) (Yurochkin et al., 2019).
 
     Sizes differ. If a client would have fewer than ``min_samples``, all classes are drawn again.
-    ``source`` chooses the tool whose rule is used. With ``tool_seed`` the lists are exactly those
-    of that tool, for the same labels in the same order.
+    ``source`` names the tool whose algorithm draws the split. With ``tool_seed`` the lists are
+    exactly those of that tool, for the same labels in the same order.
 
     Args:
         alpha: one number, or one per client.

@@ -165,7 +165,7 @@ def split_samples(
     total = len(data)
     if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
         partition = ByGroup(groups.tolist())
-    # Check before samples are left out: afterwards nothing shows to whom the other groups belong.
+    # Check now: once samples are left out, groups of the wrong length would go unnoticed.
     if clients is None:
         partition.check_size(total)
     kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)

@@ -297,7 +297,7 @@ class FromTable(FederatedDataModule):
         y: NDArray[Any],
         classes: dict[str, int] | None,
     ) -> None:
-        """Train on this table, and test on another."""
+        """Make this table the training set, and the file ``test`` the test set."""
         other = read_table(located("test", self.test), self.separator, self.columns)
         require(other.path, other.columns, {"target": [self.target], "features": features})
         named = self.client is not None and self.client in other.columns

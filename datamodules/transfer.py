@@ -30,9 +30,9 @@ def overridden(owner: Any, method: str) -> bool:
 class Transfer:
     """The transfer hooks that ``owner`` overrides, for batches of the clients of ``data``.
 
-    In evaluation Lightning calls them, as methods of ``data``. In training Lightning's batch is the
-    round's token, which does not pass through them. There :meth:`batches` applies them to each
-    local batch.
+    The hooks become attributes of ``data``, so Lightning calls them in evaluation. In training
+    Lightning's batch is only the round's token, and the hooks return it unchanged. There
+    :meth:`batches` applies the hooks to each local batch.
     """
 
     def __init__(self, data: Any, owner: Any) -> None:

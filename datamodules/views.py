@@ -55,7 +55,7 @@ class Partitioned(Protocol):
 
 
 def card(data: Partitioned, split: Split) -> dict[str, str]:
-    """Return facts for a run's card."""
+    """Return the entries about the data for a run's card: title → text."""
     sizes = split.sizes
     held = 0 if split.held_out is None else len(split.held_out)
     if sizes.min() == sizes.max():

@@ -69,9 +69,9 @@ def higher_is_better(name: str) -> bool:
     greater = _by_name(name)
     if greater is None:
         raise UserError(
-            f"higher_is_better({name!r}): the name does not show which direction is better. Its "
-            "last "
-            f"word counts: greater is better for {', '.join(sorted(_GREATER))}, rouge…; less for "
+            f"higher_is_better({name!r}): the name does not show which direction is better. The "
+            "last word of the name decides. Greater is better for "
+            f"{', '.join(sorted(_GREATER))}, rouge…; less is better for "
             f"{', '.join(sorted(_LESS))}."
         )
     return greater

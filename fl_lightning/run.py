@@ -308,7 +308,7 @@ class FederatedRun:
         if self.state.rounds:
             self.note(
                 "The initial model w^0 of this run was not stored, because no method needed it "
-                "before. The run uses the model that it resumes from in its place."
+                "before. Instead of w^0, the run uses the model that it resumes from."
             )
 
     def begin(self, trainer: Any, server_optimizer: Any, participants: Participants) -> None:

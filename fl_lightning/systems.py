@@ -230,8 +230,9 @@ def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
     if not names:
         return []
     return [
-        "time/virtual counts whole vectors as sent both ways, whatever fewer bytes come of "
-        f"{names}: it does not show what these save; communication/… of CommunicationLogger does"
+        "time/virtual assumes that full vectors are sent in both directions, so it does not show "
+        f"the bytes that are saved by {names}. CommunicationLogger counts the bytes that are sent "
+        "(communication/…)"
     ]
 
 

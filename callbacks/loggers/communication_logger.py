@@ -60,7 +60,8 @@ class CommunicationLogger(FederatedCallback):
 
     def __init__(self, budget: int | float | str | None = None) -> None:
         super().__init__()
-        # Under a private name, because a resumed run may have another budget.
+        # A resume refuses other values of arguments that are stored under their own names. A
+        # resumed run may have another budget, so the budget has a private name.
         self._most = None if budget is None else bytes_of(budget)
         self._told = False
 

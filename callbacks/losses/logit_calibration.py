@@ -34,11 +34,11 @@ class LogitCalibration(FederatedCallback):
     Sent and kept: nothing more than by FedAvg. One gradient per step.
 
     Args:
-        tau: τ, at least 0; 0 is FedAvg (classes without samples stay in the sum), unless
-            ``exclude_true``.
-        exclude_true: the sum runs over only the other classes, as the paper prints it: mean log(1 -
-            p_y), p = softmax(z - m_i), is added to the loss. A sample without another class adds
-            nothing. Unbounded below.
+        tau: τ, at least 0. With 0 the method is FedAvg, and the sum includes classes without
+            samples, too. With ``exclude_true`` no τ gives FedAvg.
+        exclude_true: sum over only the other classes, as the paper prints it. This adds mean
+            log(1 - p_y) to the loss, with p = softmax(z - m_i); a sample adds nothing if its client
+            has no other class. The loss then has no lower bound.
 
     Raises:
         UserError: tau is negative, or neither a finite number nor a schedule; exclude_true is

@@ -154,8 +154,8 @@ class RobustAggregation(FederatedCallback):
         f = min(self.byzantine, (len(u) - 3) // self.times)
         if self.uses_f and max(f, 0) < self.byzantine:
             server.note(
-                f"{type(self).__name__}: a round of {len(u)} clients withstands only "
-                f"byzantine={max(f, 0)}, and not {self.byzantine}."
+                f"{type(self).__name__}: with {len(u)} clients in a round, byzantine can be at "
+                f"most {max(f, 0)}, but you set {self.byzantine}."
             )
         # With one or two clients, no client is nearer to the others.
         if self.uses_f and f < 0:

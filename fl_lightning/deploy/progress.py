@@ -69,8 +69,9 @@ class ServerProgress:
             else:
                 self.note(
                     f"learner {type(self.learner).__name__}: its hooks change {full} at the "
-                    "server, and sites do not get it, since it is not a number. If training_step "
-                    "reads it, keep it in a buffer (self.register_buffer), which travels"
+                    "server. It is not a number, so the server does not send it to the sites. If "
+                    "training_step reads it, keep it in a buffer (self.register_buffer): buffers "
+                    "are sent"
                 )
         return numbers
 

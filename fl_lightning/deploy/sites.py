@@ -284,7 +284,8 @@ class Sites:
         if leaf_of:
             self.loop.note(
                 f"round {round.t}: clients {sorted(leaf_of)} dropped: their sites did not answer "
-                f"within timeout={self.timeout:g} s, or reported other numbers of samples"
+                f"within timeout={self.timeout:g} s, or now report another number of samples than "
+                "when the round began"
             )
         for client, leaf in leaf_of.items():
             collect(leaf, Brought(client, None))

@@ -22,9 +22,9 @@ from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
 from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL
 
-# Seconds of local work per round below which threads do not pay.
+# Below this many seconds of local work per round, threads cost more time than they save.
 TINY_SECONDS = 0.02
-# Seconds of local work per round below which forked processes do not pay.
+# Below this many seconds of local work per round, forked processes cost more than they save.
 FORK_SECONDS = 0.2
 # A step that is not captured and is shorter than this is mostly Python, which one thread runs at a
 # time.

@@ -122,9 +122,8 @@ def note_rest(
     if rests:
         note(
             f"client_scheduler={schedule.unit!r}: {schedule.name} gives a learning rate of 0 in "
-            f"{len(rests)} of {number} {unit} (the first: {rests[0]}, counted from 0), in which "
-            "nothing is trained. Give the scheduler another length or start if you do not want "
-            "this"
+            f"{len(rests)} of {number} {unit} (the first: {rests[0]}, counted from 0). These train "
+            "nothing. If you do not want this, give the scheduler another length or start"
         )
 
 
@@ -207,9 +206,9 @@ def of_clients(
     if schedulers:
         optimizer.param_groups = given
         note(
-            "the learner's lr scheduler is ignored: clients keep the rates that its optimizer "
-            "was made with, times lr_decay by the round; client_scheduler='rounds' or "
-            "'local_steps' steps it"
+            "the learner's lr scheduler is ignored: clients use the rates that the learner gave "
+            "its optimizer, times the round's lr_decay. To step the scheduler, set "
+            "client_scheduler='rounds' or 'local_steps'"
         )
     return optimizer, None
 

@@ -147,7 +147,10 @@ class ConcurrentKind(EngineKind):
         plan = draft.with_workers()
         worker = draft.copies.on_learner()
         if not_forked:
-            draft.note(f"clients train one after the other, to the same bits, because {not_forked}")
+            draft.note(
+                f"clients train one after the other, because {not_forked}. The results are the "
+                "same, bit for bit"
+            )
             return Sequential(worker, plan.threads), plan
         return Forked(worker, plan.workers, draft.note), plan
 

@@ -213,7 +213,7 @@ class Stopped(Exception):
 
 
 class NumberedBatches:
-    """Batches, with the present one's number in ``step``.
+    """An iterable of batches; ``step`` is the index of the current batch, from 0.
 
     Iterating raises :class:`Stopped` once ``stop`` is set.
     """

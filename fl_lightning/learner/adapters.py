@@ -146,9 +146,9 @@ def scale_notes(layout: Any, methods: Any) -> list[str]:
     if not asking or not silent:
         return []
     return [
-        f"{' and '.join(asking)}: the adapter {silent[0]} has no number called scaling, so its "
-        "product counts as B·A, times 1. If its module multiplies B·A with another number, let "
-        "the module have it as the attribute scaling"
+        f"{' and '.join(asking)}: the adapter {silent[0]} has no number called scaling, so the "
+        "method takes B·A as its product. If the adapter's module multiplies B·A by a number, "
+        "store that number as the module's attribute scaling"
     ]
 
 

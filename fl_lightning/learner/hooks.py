@@ -62,7 +62,8 @@ class LearnerHooks(pl.LightningModule):
 
     def __getattr__(self, name: str) -> Any:
         """Return the learner's attribute, if a callback reads one that this module lacks."""
-        # Private names are not forwarded: code that reads them means this very object.
+        # Private names are not forwarded: code that reads one wants it from this module, and not
+        # from the learner.
         try:
             return super().__getattr__(name)
         except AttributeError:

@@ -283,8 +283,9 @@ def notes_of_restarts(callbacks: Sequence[Any]) -> list[str]:
     measuring = [each for each in callbacks if each.role == "measurement"]
     comparing = [type(each).__name__ for each in measuring if Resting.kept_vector(each)]
     return [
-        f"{name}: it compares models of different rounds, and coordinates mean something else "
-        f"after each round of {restarting[0]}. Its numbers do not say how far clients are apart"
+        f"{name}: it compares models of different rounds, but after each round of "
+        f"{restarting[0]} the coordinates have another meaning. So its numbers do not show how "
+        "far apart the clients are"
         for name in comparing[: len(comparing) if restarting else 0]
     ]
 

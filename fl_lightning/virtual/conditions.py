@@ -77,7 +77,8 @@ class Deadline:
 class Outcome:
     """What happened to the participants of a synchronous round, each list ascending.
 
-    ``length``: ticks until the server stepped. ``ends``: ticks by client, from the round's start.
+    ``length``: ticks from the round's start until the server stepped. ``ends``: ticks by client,
+    from the round's start.
     ``arrived``: clients whose uploads came before the end, including the accepted ones.
     """
 

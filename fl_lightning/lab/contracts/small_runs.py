@@ -422,8 +422,8 @@ def buffers(method: Method) -> None:
 
 def beside_another(method: Method) -> None:
     refused = []
-    # One partner changes where clients start. The other partner changes their gradients and the
-    # server's state.
+    # RelaxedInitialization changes where clients start. ControlVariates changes their gradients and
+    # the server's state.
     for partner in (RelaxedInitialization, ControlVariates):
         if partner.__name__ == method.cls.__name__:
             continue

@@ -48,14 +48,15 @@ def intervals(summary: Summary) -> list[Drawing]:
     rows = [row for row in rows if row.evidence.values and row.claim.kind != "diverges"]
     if not rows:
         return []
-    # Comparisons of one metric and scale share an axis.
-    panels: dict[tuple[str, str], list[Comparison]] = {}
+    # Comparisons of one metric or cost, and of one scale, share an axis.
+    panels: dict[tuple[str, str, str], list[Comparison]] = {}
     for row in rows:
-        panels.setdefault((row.claim.metric, row.claim.unit), []).append(row)
+        cost = row.claim.cost if row.claim.kind == "to_target" else ""
+        panels.setdefault((row.claim.metric, row.claim.unit, cost), []).append(row)
     drawn = figure(9.2, 0.75 * len(panels) + 0.42 * len(rows) + 0.3, wide=True)
     heights = [0.42 * len(panel) + 0.1 for panel in panels.values()]
     every_axes = drawn.subplots(len(panels), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axes, ((metric, scale), panel) in zip(every_axes, panels.items(), strict=True):
+    for axes, ((metric, scale, cost), panel) in zip(every_axes, panels.items(), strict=True):
         shown = difference_unit(summary, panel[0])
         _panel(axes, panel, shown, claimed=bool(summary.verdicts))
         # Without claims, b is always the first arm.
@@ -67,13 +68,17 @@ def intervals(summary: Summary) -> list[Drawing]:
         if summary.verdicts:
             difference = "a − b"
             ratio = "log(a / b)"
+        measured = summary.called(metric)
+        if cost:
+            measured = f"{cost} until the target in {measured}"
         label = {
-            "difference": f"{summary.called(metric)}: {difference}",
-            "log_ratio": f"{summary.called(metric)}: {ratio}",
-            "number": f"{summary.called(metric)}: Spearman's ρ",
+            "difference": f"{measured}: {difference}",
+            "log_ratio": f"{measured}: {ratio}",
+            "number": f"{measured}: Spearman's ρ",
         }[scale]
         scores = " / ".join(dict.fromkeys(SCORE_TITLES[row.claim.score] for row in panel))
-        axes.set_xlabel(f"{label}{', in percentage points' * shown.percent} ({scores})")
+        said = "" if cost else f" ({scores})"
+        axes.set_xlabel(f"{label}{', in percentage points' * shown.percent}{said}")
     caption = "The large marker is the mean, and the line is its 95 % interval, which needs at "
     caption += "least two pairs. Each dot below is one seed."
     if any(row.percent == 90 for row in rows):

@@ -114,8 +114,8 @@ class Claim:
 class ClaimsFile:
     """A claims.yaml; ``stated`` are the hashes that runs recorded when they started.
 
-    ``names`` maps an arm's name in the claims to the report's name. ``folders`` are the folders of
-    its sweeps' runs; empty means all runs.
+    ``names`` maps an arm's name in the claims to the report's name. ``folders``: the run folders of
+    the sweeps to which the claims belong; empty: the claims are about all runs.
     """
 
     path: Path

@@ -135,6 +135,9 @@ def _helps(
     if claim.kind == "to_target":
         cheaper = claim.a if claim.direction == "less" else claim.b
         return values[cheaper] is None
+    # A ratio has no log if a value is 0 or below, and the seed may speak against the claim.
+    if claim.scale == "log_ratio" and any(value is not None and value <= 0 for value in values.values()):
+        return True
     return any(has_lost(run, claim.metric, claim.score) for run in runs.values())
 
 
@@ -145,6 +148,10 @@ def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
         return "diverged, so it has no score to compare"
     if any(has_lost(run, claim.metric, claim.score) for run in runs.values()):
         return "has a value that is not finite, so it has no score to compare"
+    if claim.scale == "log_ratio" and all(
+        score_of(run, claim.metric, claim.score) is not None for run in runs.values()
+    ):
+        return "has a score of 0 or below, which has no log"
     return "has no score to compare"
 
 
@@ -221,7 +228,9 @@ def _diverges(claim: Claim, arms: Mapping[str, Seeds]) -> Evidence:
         ours = _score_if_done(run, claim.metric, claim.score)
         theirs = _score_if_done(other, claim.metric, claim.score)
         least = None if theirs is None else claim.factor * theirs
-        made.take(seed, None if ours is None or least is None else float(ours >= least))
+        # The arm did not diverge, which speaks against a claim that it does.
+        lost = other is not None and other.finished and claim.direction != "less"
+        made.take(seed, None if ours is None or least is None else float(ours >= least), lost)
     return made
 
 

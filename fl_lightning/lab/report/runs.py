@@ -108,7 +108,8 @@ class ReportedSweep:
 
     ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``kin``: the same text for sweeps
     that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not begun.
-    ``names`` maps an arm to its name in the report, if that differs from the sweep's.
+    ``names`` maps an arm to its name in the report, if that differs from the sweep's. ``arms``
+    maps the folders of listed runs to their arms.
     """
 
     folder: Path
@@ -118,6 +119,7 @@ class ReportedSweep:
     kin: str
     waiting: tuple[tuple[str, str, str], ...]
     names: Mapping[str, str] = field(default_factory=dict)
+    arms: Mapping[Path, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -183,6 +185,10 @@ def find(folders: Sequence[Path]) -> Found:
     for path in paths:
         named.setdefault(path.resolve(), path)
     found.runs = [read_run(path, found.directions) for path in named.values()]
+    # A run that was made by itself, or copied from another sweep, does not record its arm here.
+    arms = {path.resolve(): arm for sweep in found.sweeps for path, arm in sweep.arms.items()}
+    for place, run in enumerate(found.runs):
+        found.runs[place] = replace(run, arm=arms.get(run.folder.resolve(), run.arm))
     _keep_apart(found)
     first: dict[tuple[str, int], ReportedRun] = {}
     for run in found.runs:
@@ -290,16 +296,18 @@ def _faults(folder: Path, status: str, record: Mapping[str, Any], rounds: Column
     if status not in FINISHED:
         return
     asked = record.get("rounds")
+    written = record.get("metrics_hash")  # Older runs recorded none.
+    whole = written is not None and written == metrics_hash(folder)
     ended = _ended(rounds)
     if absent := ended - len(rounds):
         yield f"lacks {absent} of the rounds 0 to {ended - 1}"
-    if status == "done" and isinstance(asked, int) and ended < asked:
+    # If the file is what the run wrote, the run itself ended early (EarlyStopping, say).
+    if status == "done" and isinstance(asked, int) and ended < asked and not whole:
         yield f"ends after {ended} of {asked} rounds"
     path = folder / "metrics.csv"
     if len(rounds) and path.is_file() and not path.read_bytes().endswith(b"\n"):
         yield "has a last line without a line break, so the line may be incomplete"
-    written = record.get("metrics_hash")  # Older runs recorded none.
-    if written is not None and written != metrics_hash(folder):
+    if written is not None and not whole:
         yield "has changed since the run wrote it: its SHA-256 is not the one in run.json"
 
 
@@ -380,7 +388,9 @@ def _sweep(folder: Path) -> ReportedSweep:
     else:
         claims = None
     runs = tuple(paths[place] for place in places)
-    return ReportedSweep(folder, claims, _mapping(folder / "sweep.yaml"), runs, kin, tuple(waiting))
+    of_runs = {paths[place]: place.rpartition("/")[0] for place in places if place in order}
+    spec = _mapping(folder / "sweep.yaml")
+    return ReportedSweep(folder, claims, spec, runs, kin, tuple(waiting), arms=of_runs)
 
 
 def _natural(place: str) -> tuple[str, str, int, str]:

@@ -156,8 +156,9 @@ def standing(run: PlannedRun, before: Mapping[str, str], rounds: int | None = No
 
     Args:
         before: the states in runs.csv, by place.
-        rounds: number of rounds that are asked for now; None: as many as before.
+        rounds: number of rounds that are asked for now; None: what the run's own options ask for.
     """
+    rounds = run.rounds if rounds is None else rounds
     content = read_record(run.folder)
     status = content.get("status")
     done = content.get("rounds")

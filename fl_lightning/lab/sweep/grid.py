@@ -23,7 +23,7 @@ class PlannedArm:
     """One setting of a sweep.
 
     ``axes``: key of the grid → value as named. ``share``: the arm's share of the rounds that are
-    fixed for all arms, if it sets its own.
+    fixed for all arms, if it sets its own. ``of_grid``: the options that the grid sets.
     """
 
     name: str
@@ -31,9 +31,10 @@ class PlannedArm:
     options: Mapping[str, Any]
     axes: Mapping[str, str] = field(default_factory=dict)
     share: Fraction = Fraction(1)
+    of_grid: frozenset[str] = frozenset()
 
     def argv(self, **more: Any) -> list[str]:
-        """Return arguments of ``fit``, with ``more`` options over the arm's."""
+        """Return the arguments for ``fit``; options in ``more`` replace the arm's own."""
         configs: list[str] = []
         for name in self.configs:
             configs += ["-c", name]
@@ -61,6 +62,13 @@ class PlannedRun:
     @property
     def folder(self) -> Path:
         return self.sweep / self.place
+
+    @property
+    def rounds(self) -> int | None:
+        """Return the rounds that its options ask for; None: they come from a config."""
+        head = f"--{ROUNDS}="
+        asked = [word.removeprefix(head) for word in self.argv if word.startswith(head)]
+        return int(asked[-1]) if asked and asked[-1].isdecimal() else None
 
 
 def arms(spec: Spec) -> list[PlannedArm]:
@@ -98,12 +106,13 @@ def _arm(spec: Spec, name: str, picked: Sequence[_Item], axes: Mapping[str, str]
     for item in picked:
         configs += item.configs
         options |= item.options
+    of_grid = frozenset(options)
     share = Fraction(1)
     if all(map(_whole, (options.get(ROUNDS), spec.own_rounds, spec.fixed.get(ROUNDS)))):
         # 15 of 150 rounds stay a tenth of the fixed number, whatever that is.
         share = Fraction(options[ROUNDS], spec.own_rounds)
         options[ROUNDS] = part_of(spec.fixed[ROUNDS], share)
-    return PlannedArm(name, tuple(configs), {**spec.fixed, **options}, axes, share)
+    return PlannedArm(name, tuple(configs), {**spec.fixed, **options}, axes, share, of_grid)
 
 
 def part_of(rounds: int, share: Fraction) -> int:

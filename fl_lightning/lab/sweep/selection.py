@@ -7,7 +7,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,8 +61,8 @@ def candidates(
     ``chosen``: the choices of arms so far, for the arms that come after them.
 
     Raises:
-        UserError: no arm has the option, an arm that does not exist has its own candidates, or an
-            arm cannot come after another.
+        UserError: no arm has the option, the grid sets it, an arm that does not exist has its own
+            candidates, or an arm cannot come after another.
     """
     names = [arm.name for arm in arms]
     for name in select.arms:
@@ -81,6 +81,8 @@ def candidates(
                 "method has, or leave it out."
             )
     options |= select.arms
+    for arm in arms:
+        check_not_of_grid(arm, options[arm.name])
     _check_order(select.after, options)
     made = []
     folders = set[str]()
@@ -105,6 +107,20 @@ def candidates(
             its_runs = runs(sweep, "select/", measuring, select.seeds)
             made.append(Candidate(arm.name, choice, tuple(its_runs), after, taken))
     return made
+
+
+def check_not_of_grid(arm: PlannedArm, chosen: Iterable[str]) -> None:
+    """Refuse a choice that would replace a value of the grid, after which the arm is named.
+
+    Raises:
+        UserError: it names the option.
+    """
+    for key in chosen:
+        if key in arm.of_grid:
+            raise UserError(
+                f"select: {key} is chosen for {arm.name}, but the grid sets it, so the arm would "
+                "not have the value of its name. Leave it out of the grid or of select."
+            )
 
 
 def _check_order(after: Mapping[str, str], options: Mapping[str, Mapping[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from fl_lightning.lab.sweep.queue import Queue, outcome
 from fl_lightning.lab.sweep.selection import (
     Candidate,
     candidates,
+    check_not_of_grid,
     choose,
     not_logged,
     stored,
@@ -65,7 +66,7 @@ class Sweep:
     """A grid of runs in ``folder``.
 
     ``states`` are the states of its runs, ``candidates`` the candidates of the selection,
-    ``undecided`` the arms that could not choose.
+    ``undecided`` the arms that could not choose, and ``lost`` those of them that never will.
     """
 
     def __init__(self, spec: Spec, folder: Path) -> None:
@@ -76,8 +77,11 @@ class Sweep:
         select = spec.select
         self.candidates: list[Candidate] = []
         self.chosen: dict[str, Mapping[str, Any]] = {}
+        self.lost: list[str] = []
         if select is not None and select.stored is not None:
             self.chosen = stored(select.stored, self.arms)
+            for arm in self.arms:
+                check_not_of_grid(arm, self.chosen[arm.name])
         elif select is not None:
             self.candidates = candidates(folder, select, self.arms)
         self.states: dict[PlannedRun, str] = {}
@@ -104,6 +108,16 @@ class Sweep:
         """Return the arms that had to choose and could not."""
         had = {candidate.arm for candidate in self.candidates}
         return [arm.name for arm in self.arms if arm.name in had and arm.name not in self.chosen]
+
+    @property
+    def still_choosing(self) -> list[str]:
+        """Return the undecided arms for which there is still a candidate to try."""
+        dead = list(self.lost)
+        # An arm after a lost one has no choice to take.
+        for candidate in self.candidates:
+            if candidate.after in dead and candidate.arm not in dead:
+                dead.append(candidate.arm)
+        return [arm for arm in self.undecided if arm not in dead]
 
     def listed(self) -> list[PlannedRun]:
         """Return the sweep's own runs, in the grid's order, with the choices of their arms so
@@ -189,13 +203,16 @@ class Sweep:
             at_once = len(self._prepare(None))
             if self.candidates:
                 self._choose(at_once)
-            self.selecting = bool(self.undecided)
+            self.selecting = bool(self.still_choosing)
             if not self.selecting:
-                self._check([self._runs(arm) for arm in self.arms], at_once)
+                decided = [arm for arm in self.arms if arm.name not in self.undecided]
+                self._check([self._runs(arm) for arm in decided], at_once)
             self._stand()
             states = self._states(_runs_of(self.ready)) if self.selecting else self.states
             files.write_states(self.folder, self.states)
         waiting = [run for run, status in states.items() if status in (WAITING, FAILED)]
+        if not self.selecting:
+            waiting = [run for run in waiting if run.arm not in self.undecided]
         if not waiting:
             raise UserError(f"sweep --slurm: all runs of {self.folder} are done.")
         return _SLURM.format(
@@ -295,6 +312,12 @@ class Sweep:
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, ended)
         self.candidates = candidates(self.folder, self.spec.select, self.arms, self.chosen)
+        self.lost = []
+        for arm in self.undecided:
+            own = [candidate for candidate in self.candidates if candidate.arm == arm]
+            states = [ended.get(run) for run in _runs_of(own)]
+            if set(states) <= {DONE, DIVERGED}:
+                self.lost.append(arm)
 
     def _guess(self, arm: str | None) -> dict[str, Any]:
         """Return the first value that ``arm`` may choose, and may take from the arm before it."""

@@ -143,12 +143,18 @@ def _conclude(sweep: Sweep) -> None:
     failed = [run for run, status in sweep.states.items() if status == FAILED]
     for run in failed:
         print(f"failed: {run.place} (what it said: {run.folder / 'log.txt'})")
-    for arm in sweep.undecided:
+    for arm in sweep.lost:
+        print(
+            f"no choice: each candidate of {arm} diverged, or has a score that is not finite, so "
+            "the arm's own runs are not made. Give other candidates"
+        )
+    for arm in sweep.still_choosing:
         print(
             f"waiting: {arm} has not chosen yet, because some of its runs under "
             f"{sweep.folder / 'select'} did not end"
         )
-    if failed or sweep.undecided or WAITING in sweep.states.values():
+    waiting = [run for run, status in sweep.states.items() if status == WAITING]
+    if failed or sweep.still_choosing or any(run.arm not in sweep.undecided for run in waiting):
         print("the same command goes on with what is not done")
     size = bytes_of_rows(sweep.folder)
     if size >= _TOLD:
