@@ -441,6 +441,7 @@ def objections_to(folders: Sequence[Path], results: Path) -> list[str]:
         text = (folder / "sweep.yaml").read_text("utf-8")
         if not text.startswith(sweep_file):
             about.append(("sweep.yaml", "is not the protocol's"))
+            sweep_file = text
         overrides = text.removeprefix(sweep_file).strip().removeprefix("# over it: ").split()
         for override in overrides:
             if not override.startswith("data.init_args.root="):

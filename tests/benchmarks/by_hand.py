@@ -9,10 +9,12 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -287,6 +289,7 @@ def differences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
         runs = [sweeps.arms[arm][seed] for arm in arms]
         lost = any(run.diverged for run in runs)
         found = [score(run, metric, claim.get("score", "tail"), greater) for run in runs]
+        lost = lost or (logarithmic and any(x is not None and x <= 0 for x in found))
         value = contrast(found[0], found[1], logarithmic) if plain or not lost else None
         if value is not None and len(found) == 4:
             other = contrast(found[2], found[3], logarithmic)
@@ -382,12 +385,30 @@ def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
             level = SCORES[claim.get("score", "tail")](other, claim["metric"])
         if value is None and own is not None and level is not None:
             value = float(own >= claim.get("factor", 10) * level)
-        evidence.add(seed, value, lost=False)
+        calm = other is not None and other.ended and claim.get("direction") != "less"
+        evidence.add(seed, value, lost=calm)
     return evidence
 
 
 EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
 COUNTED = ("diverges", "every_seed")
+
+
+def by_chance(values: Sequence[float], places: int) -> float:
+    """How often as many random orders of ``places`` have correlations with so large a sum."""
+    one = Counter(
+        round(rank_correlation(range(places), order) or 0.0, 9)
+        for order in itertools.permutations(range(places))
+    )
+    sums = {0.0: 1.0}
+    for _ in values:
+        longer: dict[float, float] = {}
+        for total, share in sums.items():
+            for rho, times in one.items():
+                key = round(total + rho, 6)
+                longer[key] = longer.get(key, 0.0) + share * times / math.factorial(places)
+        sums = longer
+    return sum(share for total, share in sums.items() if abs(total) >= abs(sum(values)) - 1e-5)
 
 
 def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str:
@@ -414,7 +435,8 @@ def verdict(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float)
     if claim.get("kind") in COUNTED and len(values) < FEWEST_SEEDS_COUNTED:
         return "inconclusive"
     if claim.get("kind") == "diverges":
-        return verdict_of_divergence(claim, values)
+        counted = verdict_of_divergence(claim, values)
+        return "inconclusive" if counted == "reproduced" and evidence.lost else counted
     held = "inconclusive" if evidence.lost else "reproduced"
     if claim.get("kind") == "every_seed":
         return verdict_of_seeds(claim, values, held)
@@ -450,6 +472,8 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
         p = p_two_sided(values)
         if kind == "equivalence":
             p = p_equivalent(values, margin)
+        if kind == "trend" and claim["over"] != "layers" and p is not None:
+            p = max(p, by_chance(values, len(sweeps.arms_of(claim))))
         found = interval(values)
         if kind in COUNTED:
             p = None

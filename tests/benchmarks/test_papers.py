@@ -255,6 +255,10 @@ def test_a_run_from_before_the_protocol_or_with_other_claims_or_sources_is_objec
     (folder / "runs.csv").write_text("arm,seed,status,folder\n")
     (papers.RESULTS / "protocol.txt").write_text(f"{protocol} protocol-1\n")
     assert objected_to() == []
+    other = "configs: [base]\n\n# over it: data.init_args.root=data trainer.max_epochs=1\n"
+    (folder / "sweep.yaml").write_text(other)
+    assert objected_to() == [f"{folder.name}/sweep.yaml: was run with trainer.max_epochs=1"]
+    (folder / "sweep.yaml").write_text("configs: [base]\n\n# over it: data.init_args.root=data\n")
 
     def change(place: str, **more: str) -> None:
         path = folder / place / "run.json"

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import yaml
 from folders import make_run
 from scipy import stats
 
@@ -385,3 +386,21 @@ def test_the_axis_of_a_difference_names_its_arms(tmp_path: Path) -> None:
     (drawing,) = charts.intervals(summarise(find([tmp_path / "s"])))
     label = drawing.figure.axes[0].get_xlabel()
     assert label.startswith("val/acc: ours minus fedavg, in percentage points"), label
+
+
+def test_the_axis_of_a_cost_names_the_cost(tmp_path: Path) -> None:
+    values = {"val/acc": [0.1, 0.5, 0.9], "communication/total_bytes": [1.0, 2.0, 3.0]}
+    for arm in ("fedavg", "ours"):
+        for seed in (0, 1):
+            make_run(tmp_path / "s" / arm / f"seed-{seed}", arm, seed, values)
+    shared = {"a": "ours", "b": "fedavg", "metric": "val/acc", "direction": "less", "margin": 0.0}
+    claims = [
+        {"id": "B", "kind": "to_target", "target": 0.4, "cost": "bytes", **shared},
+        {"id": "R", "scale": "log_ratio", **shared},
+    ]
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(claims))
+    summary = summarise(find([tmp_path / "s"]), claims=tmp_path / "c.yaml")
+    (drawing,) = charts.intervals(summary)
+    labels = [axes.get_xlabel() for axes in drawing.figure.axes]
+    assert labels[0] == "bytes until the target in val/acc: log(a / b)"
+    assert labels[1].startswith("val/acc: log(a / b) (mean over")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,36 @@ def test_what_is_no_number_at_the_end_diverges_and_reaches_no_target(
     assert found["claims"][0]["verdict"] == verdict
     assert set(found["arms"]["ours"]["rounds_to"]["0.9"].values()) == {None}
     assert found["arms"]["base"]["rounds_to"]["0.9"]["0"] is None
+
+
+def test_a_seed_that_has_no_ratio_cannot_help_a_claim(tmp_path: Path) -> None:
+    folder = tmp_path / "s"
+    make_arm(folder, "ours", {seed: 0.5 + 0.01 * seed for seed in SEEDS}, "global/gap")
+    make_arm(folder, "base", {seed: 0.8 + 0.02 * seed for seed in SEEDS}, "global/gap")
+    claim: dict[str, Any] = {"metric": "global/gap", "scale": "log_ratio", "margin": 0.0}
+    assert judged(tmp_path, folder, **claim)[0]["claims"][0]["verdict"] == "reproduced"
+    shutil.rmtree(folder / "base/seed-5")
+    make_arm(folder, "base", {5: -0.1}, "global/gap")  # here base is better
+    found, text = judged(tmp_path, folder, **claim)
+    assert found["claims"][0]["verdict"] == "inconclusive" and found["claims"][0]["n"] == 5
+    assert "seed 5 is left out, because a run has a score of 0 or below" in text
+
+
+@pytest.mark.parametrize(
+    "direction, verdict", [("greater", "inconclusive"), ("less", "contradicted")]
+)
+def test_a_calm_arm_beside_one_that_diverged_is_no_divergence(
+    tmp_path: Path, direction: str, verdict: str
+) -> None:
+    for seed in range(4):
+        calm = seed == 3
+        for arm, lost in (("ours", not calm), ("base", calm)):
+            status = "diverged" if lost else "done"
+            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": [1.0] * 9}, status)
+    claim = {"kind": "diverges", "arm": "ours", "against": "base", "metric": "val/loss"}
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump([{"id": "D", "direction": direction, **claim}]))
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", tmp_path / "c.yaml")["claims"]
+    assert (said["verdict"], said["n"], said["left_out"]) == (verdict, 3, 1)
 
 
 def test_a_value_that_is_no_number_on_the_way_loses_the_means_that_it_is_in(

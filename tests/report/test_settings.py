@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from test_claims import write as written
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.report.report_command import main
+from fl_lightning.metrics import metrics_hash
 
 
 def refused(*argv: object) -> str:
@@ -169,6 +171,24 @@ def test_a_trend_over_an_axis_is_of_its_own_method(tmp_path: Path) -> None:
     assert "several methods were swept" in several
 
 
+@pytest.mark.parametrize(
+    "places, p, verdict", [(2, 0.0625, "inconclusive"), (4, 2 / 24**5, "reproduced")]
+)
+def test_seeds_that_agree_on_a_short_axis_may_agree_by_chance(
+    tmp_path: Path, places: int, p: float, verdict: str
+) -> None:
+    for place in range(places):
+        for seed in range(5):
+            run = tmp_path / f"s/{place}/seed-{seed}"
+            axes = {"model.participation": str(place)}
+            make_run(run, str(place), seed, {"val/acc": [0.5 + 0.01 * place] * 9}, axes=axes)
+    claim = {"kind": "trend", "over": "model.participation", "metric": "val/acc"}
+    path = written(tmp_path / "c.yaml", {"id": "T", "direction": "greater", **claim})
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
+    assert said["mean"] == pytest.approx(1.0) and said["p"] == pytest.approx(p)
+    assert said["verdict"] == verdict
+
+
 def test_sweeps_with_other_claims_keep_their_arms_apart(tmp_path: Path) -> None:
     claim = {"a": "up", "b": "base", "metric": "val/acc", "direction": "greater", "margin": 0.005}
     for name, level in (("one", 0.9), ("two", 0.1)):
@@ -242,6 +262,25 @@ def test_what_a_run_has_lost_is_said(tmp_path: Path, change: Any, words: str) ->
     path.write_text("".join(change(path.read_text().splitlines(keepends=True))))
     report(tmp_path / "out", tmp_path / "s")
     assert words in (tmp_path / "out/report.md").read_text()
+
+
+def test_a_run_that_ended_itself_early_has_lost_nothing(tmp_path: Path) -> None:
+    (run,) = make_arm(tmp_path / "s", "a", {0: 0.5})
+    record = json.loads((run / "run.json").read_text()) | {"rounds": 100}
+    (run / "run.json").write_text(json.dumps(record | {"metrics_hash": metrics_hash(run)}))
+    report(tmp_path / "out", tmp_path / "s")
+    assert "ends after" not in (tmp_path / "out/report.md").read_text()
+    (run / "run.json").write_text(json.dumps(record))  # an older run: nothing shows that it did
+    report(tmp_path / "out", tmp_path / "s")
+    assert "ends after 20 of 100 rounds" in (tmp_path / "out/report.md").read_text()
+
+
+def test_the_place_in_a_sweep_names_the_arm_of_a_run(tmp_path: Path) -> None:
+    for arm in ("fedinit-0.1", "fedinit-0.01"):  # made by `fl-lightning fit`, which knows no arms
+        make_run(tmp_path / f"s/{arm}/seed-0", None, 0, {"val/acc": [0.5] * 9}, title="FedInit")
+    rows = "".join(f"{arm},0,done,x\n" for arm in ("fedinit-0.1", "fedinit-0.01"))
+    (tmp_path / "s/runs.csv").write_text(f"arm,seed,status,folder\n{rows}")
+    assert list(report(tmp_path / "out", tmp_path / "s")["arms"]) == ["fedinit-0.1", "fedinit-0.01"]
 
 
 def test_a_column_that_stands_twice_is_refused_and_removed_claims_are_said(tmp_path: Path) -> None:

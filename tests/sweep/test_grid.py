@@ -12,6 +12,7 @@ from fl_lightning.lab.sweep import sweep_command
 from fl_lightning.lab.sweep.grid import arms, runs, seeds
 from fl_lightning.lab.sweep.selection import candidates, unequal
 from fl_lightning.lab.sweep.spec import Spec, read_spec
+from fl_lightning.lab.sweep.sweep import Sweep
 from fl_lightning.lab.sweep.workers import places
 from tests.helpers.commands import typed
 
@@ -361,3 +362,20 @@ def test_two_candidates_of_one_folder_are_refused(tmp_path: Path) -> None:
     assert spec.select is not None
     with pytest.raises(UserError, match="two candidates of s have the folder select/s/1"):
         candidates(Path("runs/s"), spec.select, arms(spec))
+
+
+@pytest.mark.parametrize("select", ["over: {method.beta: [0.01, 0.1]}", "from: other"])
+def test_what_the_grid_sets_is_not_chosen(tmp_path: Path, select: str) -> None:
+    """The arm 0.1 would have another β."""
+    (tmp_path / "other").mkdir()
+    chosen = "'0.1': {method.beta: 0.01}\n'0.2': {method.beta: 0.01}\n"
+    (tmp_path / "other/selections.yaml").write_text(chosen)
+    seeds = "" if "from" in select else ", seeds: [7]"
+    path = tmp_path / "s.yaml"
+    path.write_text(
+        "configs: [base, data/digits]\ngrid: {method: [{configs: [method/fedinit], "
+        "method.beta: 0.1}, {configs: [method/fedinit], method.beta: 0.2}]}\n"
+        f"select: {{{select.replace('other', str(tmp_path / 'other'))}{seeds}}}\n"
+    )
+    with pytest.raises(UserError, match=r"method\.beta is chosen for 0\.1, but the grid"):
+        Sweep(read_spec(str(path)), tmp_path / "runs")

@@ -113,6 +113,27 @@ select:
         assert len(list((cli.folder / "runs/s/select").rglob("metrics.csv"))) == 1
 
 
+@pytest.mark.slow
+def test_an_arm_without_a_working_candidate_does_not_hold_up_the_others(cli: Cli) -> None:
+    (cli.folder / "s.yaml").write_text("""
+configs: [base, data/digits, trainer/cpu]
+fixed: {trainer.max_epochs: 1, model.engine: sequential, model.local_epochs: 1}
+grid: {method: [method/fedavg, method/fedinit], seed_everything: [1]}
+select:
+  over: {model.learner.init_args.lr: [0.1]}
+  arms: {fedavg: {model.learner.init_args.lr: [1.0e+20, 1.0e+30]}}
+  metric: val/loss
+  seeds: [100]
+""")
+    ended = cli("sweep", "s.yaml", "--jobs", 1)
+    assert ended.returncode == 1, ended.stderr
+    assert "no choice: each candidate of fedavg diverged" in ended.stdout
+    assert "the same command goes on" not in ended.stdout
+    assert states(cli.folder / "runs/s") == {"fedavg/1": "waiting", "fedinit/1": "done"}
+    script = cli("sweep", "s.yaml", "seed_everything=[1,2]", "--slurm", "-").stdout
+    assert "fedinit/seed-2" in script and "fedavg/seed" not in script
+
+
 AFTER = """
 configs: [base, data/digits, trainer/cpu]
 fixed: {trainer.max_epochs: 2, model.engine: sequential, model.local_epochs: 1}
@@ -215,9 +236,10 @@ def test_other_settings_in_one_folder_are_refused_and_more_rounds_are_not(
         other.returncode == 2
         and "fedavg/seed-0 began with model.participation 0.5, and now it is 0.3" in other.stderr
     )
-    more = cli(
-        "sweep", sweep_file, "method=method/fedavg", "trainer.max_epochs=2", "seed_everything=[0,1]"
-    )
+    longer = ("method=method/fedavg", "trainer.max_epochs=2", "seed_everything=[0,1]")
+    assert "fedavg/seed-0" in cli("sweep", sweep_file, *longer, "--slurm", "-").stdout
+    assert "2 waiting" in cli("sweep", sweep_file, *longer, "--dry_run").stdout
+    more = cli("sweep", sweep_file, *longer)
     assert more.returncode == 0 and set(states(cli.folder / "runs/demo").values()) == {"done"}
     rows = (cli.folder / "runs/demo/fedavg/seed-0/metrics.csv").read_text().splitlines()
     assert (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -136,7 +136,7 @@ def _helps(
         cheaper = claim.a if claim.direction == "less" else claim.b
         return values[cheaper] is None
     # A ratio has no log if a value is 0 or below, and the seed may speak against the claim.
-    if claim.scale == "log_ratio" and any(value is not None and value <= 0 for value in values.values()):
+    if claim.scale == "log_ratio" and _not_positive(values.values()):
         return True
     return any(has_lost(run, claim.metric, claim.score) for run in runs.values())
 
@@ -148,11 +148,14 @@ def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
         return "diverged, so it has no score to compare"
     if any(has_lost(run, claim.metric, claim.score) for run in runs.values()):
         return "has a value that is not finite, so it has no score to compare"
-    if claim.scale == "log_ratio" and all(
-        score_of(run, claim.metric, claim.score) is not None for run in runs.values()
-    ):
+    scores = [score_of(run, claim.metric, claim.score) for run in runs.values()]
+    if claim.scale == "log_ratio" and _not_positive(scores):
         return "has a score of 0 or below, which has no log"
     return "has no score to compare"
+
+
+def _not_positive(scores: Iterable[float | None]) -> bool:
+    return any(score is not None and score <= 0 for score in scores)
 
 
 def _value(claim: Claim, run: ReportedRun, arms: Mapping[str, Seeds]) -> float | None:
@@ -277,7 +280,7 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
     places = _places(list(dict.fromkeys(run.axes[claim.over] for run in runs)))
     arms = dict.fromkeys(run.arm for run in runs)
     _refuse_other_axes(claim, found, list(arms), len(places))
-    made = Evidence()
+    made = Evidence(places=len(places))
     for seed in sorted({run.seed for run in runs}):
         at_value = {run.axes[claim.over]: run for run in runs if run.seed == seed and run.finished}
         made.incomplete |= len(at_value) < len(places)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from statistics import fmean, stdev
 
+import numpy as np
 from scipy.special import stdtr, stdtrit
 
 
@@ -73,6 +75,27 @@ def equivalent(found: Interval, margin: float) -> float | None:
     if not found.sd:
         return float(inside <= 0)
     return float(stdtr(found.n - 1, -inside / (found.sd / math.sqrt(found.n))))
+
+
+def chance_of_orders(total: float, n: int, places: int) -> float:
+    """Return the probability that ``n`` random orders of ``places`` values have a sum of Spearman's
+    ρ that is as far from 0 as ``total``.
+
+    It is 0, which corrects nothing, for more than eight places, whose orders are too many to count.
+
+    >>> chance_of_orders(5.0, 5, 2), chance_of_orders(1.0, 1, 3)
+    (0.0625, 0.3333333333333333)
+    """
+    if places > 8:
+        return 0.0
+    orders = np.array(list(permutations(range(places))))
+    squares = ((orders - np.arange(places)) ** 2).sum(1)
+    of_one = np.bincount(squares) / len(orders)
+    of_all = np.ones(1)
+    for _ in range(n):
+        of_all = np.convolve(of_all, of_one)
+    sums = n - 6 * np.arange(len(of_all)) / (places * (places**2 - 1))
+    return float(of_all[np.abs(sums) >= abs(total) - 1e-9].sum())
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

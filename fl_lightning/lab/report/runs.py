@@ -186,7 +186,9 @@ def find(folders: Sequence[Path]) -> Found:
         named.setdefault(path.resolve(), path)
     found.runs = [read_run(path, found.directions) for path in named.values()]
     # A run that was made by itself, or copied from another sweep, does not record its arm here.
-    arms = {path.resolve(): arm for sweep in found.sweeps for path, arm in sweep.arms.items()}
+    arms: dict[Path, str] = {}
+    for sweep in found.sweeps:
+        arms |= {path.resolve(): arm for path, arm in sweep.arms.items()}
     for place, run in enumerate(found.runs):
         found.runs[place] = replace(run, arm=arms.get(run.folder.resolve(), run.arm))
     _keep_apart(found)

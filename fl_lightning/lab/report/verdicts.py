@@ -7,7 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fl_lightning.lab.report.claims import Claim
-from fl_lightning.lab.report.intervals import Interval, equivalent, holm, mean_sd, paired
+from fl_lightning.lab.report.intervals import (
+    Interval,
+    chance_of_orders,
+    equivalent,
+    holm,
+    mean_sd,
+    paired,
+)
 
 # Pairs needed for a verdict, and seeds needed for one about divergence.
 MIN_PAIRS = 5
@@ -21,12 +28,14 @@ class Evidence:
 
     ``lost``: a seed is left out in a way that would help the claim, so nothing can be reproduced.
     ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.
+    ``places``: the number of values of a trend's axis; 0: it is no such trend.
     """
 
     values: dict[int, float] = field(default_factory=dict)
     lost: bool = False
     left_out: int = 0
     incomplete: bool = False
+    places: int = 0
 
     def take(self, seed: int, value: float | None, lost: bool = False) -> None:
         """Count a seed; ``lost``: leaving it out would help the claim."""
@@ -129,6 +138,10 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
         return replace(measured, p=None)
     if claim.kind == "equivalence":
         return replace(measured, p=equivalent(measured, claim.margin))
+    if evidence.places and measured.p is not None:
+        # With few values on an axis seeds often agree by chance, and then t would be certain.
+        by_chance = chance_of_orders(sum(values), len(values), evidence.places)
+        return replace(measured, p=max(measured.p, by_chance))
     return measured
 
 
