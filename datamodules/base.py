@@ -137,7 +137,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self.client_test_fraction = client_test_fraction
         self.seed = None if seed is None else check_seed("data.seed", seed)
         self._wanted_samples = samples
-        self.partition = self.default_partition if partition is None else partition
+        default = self.default_partition if given is None else IID()
+        self.partition = default if partition is None else partition
         self.augmentation: CropFlip | None = None
         self._named_augmentations = augmentations_of(augment or ())
         self.train_set: Samples | None = None

@@ -200,8 +200,9 @@ class Grouped(Partition):
         if self.groups is not None or data.groups is None:
             return self
         groups = data.groups
-        if data.client_names:
-            groups = np.asarray(data.client_names)[groups]
+        # After a split the clients have the names of their bunches.
+        if names := data._group_names or data.client_names:
+            groups = np.asarray(names)[groups]
         return Grouped(self.size, self.mode, self.order, groups)
 
     @property

@@ -377,6 +377,11 @@ class FromFolders(FileDataModule):
             made.kept = None
         return made
 
+    def setup(self, stage: str | None = None) -> None:
+        if self.clients_per_domain > 1 and self._split_seed not in (None, self.run_seed):
+            self.train_set = None  # The seed decides which of a domain's clients has which samples.
+        super().setup(stage)
+
     def load(self) -> None:
         super().load()
         if not isinstance(self.partition, ByGroup):

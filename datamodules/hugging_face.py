@@ -15,7 +15,7 @@ from torch.utils.data import Dataset
 
 from fl_lightning.accepted import NonNegativeInt, PositiveInt
 from fl_lightning.datamodules.parquet_rows import ParquetRows
-from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
+from fl_lightning.datamodules.partitions import Partition, own_or_grouped
 from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import (
     MOST_CLASSES,
@@ -142,7 +142,7 @@ class FromHuggingFace(FileDataModule):
             )
         super().__init__(
             num_workers=num_workers,
-            partition=ByGroup() if client is not None else (partition or IID()),
+            partition=own_or_grouped(partition, client, arguments),
             num_clients=None if client is not None else num_clients,
             **arguments,
         )

@@ -18,7 +18,7 @@ from fl_lightning.accepted import AtLeast
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.language_modelling import no_pixels
-from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
+from fl_lightning.datamodules.partitions import ByGroup, Partition, own_or_grouped
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.split import Split
 from fl_lightning.datamodules.tokens import NO_TOKEN, Bytes, Folder, padded, tokenizer_of
@@ -103,7 +103,7 @@ class InstructionTuning(FederatedDataModule):
         **arguments: Any,
     ) -> None:
         super().__init__(
-            partition=partition or (IID() if group is None else ByGroup()),
+            partition=own_or_grouped(partition, group, arguments),
             biases=biases,
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,

@@ -382,3 +382,14 @@ def check_client(client: int, indices: Any, total: int) -> None:
             f"Client {client} has sample indices of type {array.dtype} from {array.min()} to "
             f"{array.max()}: give whole numbers from 0 to {total - 1}."
         )
+
+
+def own_or_grouped(
+    partition: Partition | None, group: str | None, arguments: Mapping[str, Any]
+) -> Partition | None:
+    """Return the partition of data whose column ``group`` names clients; None if the arguments give
+    the clients themselves.
+    """
+    if partition is not None or arguments.get("clients") is not None:
+        return partition
+    return IID() if group is None else ByGroup()

@@ -361,6 +361,14 @@ def find_targets(dataset: Any) -> Any:
         return None
     for name in ("targets", "labels"):
         labels = getattr(dataset, name, None)
-        if labels is not None and len(labels) == len(dataset) and np.asarray(labels).ndim == 1:
+        if _one_per_sample(labels, len(dataset)):
             return labels
     return None
+
+
+def _one_per_sample(labels: Any, samples: int) -> bool:
+    """Return whether ``labels`` is one number or word per sample, and not a list of tags, say."""
+    try:
+        return len(labels) == samples and np.asarray(labels).ndim == 1
+    except (TypeError, ValueError):
+        return False

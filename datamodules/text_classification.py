@@ -16,7 +16,7 @@ from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.biases import Bias
 from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.language_modelling import no_pixels
-from fl_lightning.datamodules.partitions import IID, ByGroup, Partition
+from fl_lightning.datamodules.partitions import ByGroup, Partition, own_or_grouped
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.tokens import Bytes, Folder, padded, read_text, tokenizer_of
 from fl_lightning.errors import UserError, suggest
@@ -76,7 +76,7 @@ class TextClassification(FederatedDataModule):
         **arguments: Any,
     ) -> None:
         super().__init__(
-            partition=partition or (IID() if group is None else ByGroup()),
+            partition=own_or_grouped(partition, group, arguments),
             biases=biases,
             batch_size=batch_size,
             eval_batch_size=eval_batch_size,
@@ -160,6 +160,12 @@ class TextClassification(FederatedDataModule):
                         f"{str(self.root / file)!r}, row {number}, has no text in the column "
                         f"{column!r}; it has {', '.join(map(str, row))[:200]}. Name the columns "
                         "by data.text, data.label and data.group."
+                    )
+            for column in columns[len(self.text) :]:
+                if row[column] == "":
+                    raise UserError(
+                        f"{str(self.root / file)!r}, row {number}, has an empty cell in the column "
+                        f"{column!r}. Give it a value, or leave the row out."
                     )
             if row[self.label] == NO_LABEL:
                 continue

@@ -23,6 +23,8 @@ SHOWN_IN_TABLE = 20
 SHOWN_IN_FIGURE = 200
 SHOWN_NAMES = 40
 SHOWN_CLASSES = 10
+# With more classes (whole numbers that are measurements, perhaps) tables would not fit in memory.
+MOST_CLASSES_SHOWN = 10_000
 WIDE_TITLE = 55
 MANY_CLIENTS = 100_000  # with more clients, computing totals takes too long
 
@@ -88,22 +90,26 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
 
 
 def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
-    """Return samples of the first ``limit`` clients ``(clients, classes)``; None without labels."""
+    """Return samples of the first ``limit`` clients ``(clients, classes)``; None without labels, or
+    if there are too many classes to show.
+    """
     classes = data.num_classes
     labels = data._train.labels
-    if classes is None or labels is None:
+    if classes is None or labels is None or classes > MOST_CLASSES_SHOWN:
         return None
     shown = range(min(limit, data.num_clients))
     return np.stack([np.bincount(labels[data.client_indices(i)], minlength=classes) for i in shown])
 
 
 def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.int64] | None:
-    """Return samples of all clients by class ``(classes,)``; None without labels, or if there are
-    more than ``clients`` clients.
+    """Return samples of all clients by class ``(classes,)``; None without labels, with too many
+    classes to show, or if there are more than ``clients`` clients.
     """
     classes = data.num_classes
     labels = data._train.labels
     if classes is None or labels is None or data.num_clients > clients:
+        return None
+    if classes > MOST_CLASSES_SHOWN:
         return None
     totals = np.zeros(classes, np.int64)
     for i in range(data.num_clients):

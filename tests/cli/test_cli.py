@@ -20,7 +20,7 @@ import torch
 import yaml
 
 from fl_lightning.__main__ import main
-from fl_lightning.lab.cli.compose import packaged, prepare, read
+from fl_lightning.lab.cli.compose import merge, packaged, prepare, read
 from fl_lightning.models import ImageClassifier
 from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Zygote
@@ -338,6 +338,23 @@ def test_partition(cli: Cli) -> None:
     assert result.returncode == 0, result.stderr
     assert "10 clients" in result.stdout and "hash" in result.stdout
     assert {"partition.png", "partition.npz"} == set(os.listdir(cli.folder))
+    # The seed of the model is the run's, and the run's split depends on it.
+    seeds = ("--seed_everything 3", "--model.seed 3", "--model.seed=3 --seed_everything 7", "")
+    hashes = []
+    skewed = "partition -c data/digits --data.partition Dirichlet --data.partition.alpha 0.3"
+    for seed in seeds:
+        told = cli(*typed(skewed, seed)).stdout
+        hashes += re.findall(r"hash (\w+)", told)
+    assert len(hashes) == 4 and len(set(hashes[:3])) == 1 and hashes[3] != hashes[0]
+
+
+def test_two_spellings_of_a_class_keep_its_arguments() -> None:
+    skewed = {"class_path": "CIFAR10", "init_args": {"batch_size": 20}}
+    elsewhere = {"class_path": "fl_lightning.datamodules.CIFAR10", "init_args": {"root": "d"}}
+    for first, second in ((skewed, elsewhere), (elsewhere, skewed)):
+        merged = merge({"data": first}, {"data": second})["data"]["init_args"]
+        assert merged == {"batch_size": 20, "root": "d"}
+    assert merge(skewed, {"class_path": "my.CIFAR10"}) == {"class_path": "my.CIFAR10"}
 
 
 # --------------------------------------------------------------------------- learners from the

@@ -205,3 +205,14 @@ def test_digits_5(tmp_path: Path) -> None:
     (tmp_path / "usps_28x28.mat").unlink()
     with pytest.raises(UserError, match=r"usps_28x28\.mat' of Digits-5 is not there"):
         FromFolders(tmp_path).setup()
+
+
+def test_another_seed_deals_a_domain_anew(domains: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = FromFolders(domains, clients_per_domain=2)
+    hashes = []
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        data.setup()
+        hashes.append(data.partition_hash)
+    assert hashes[0] != hashes[1]
+    assert hashes[1] == FromFolders(domains, clients_per_domain=2, seed=1).partition_hash

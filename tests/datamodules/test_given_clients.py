@@ -6,18 +6,23 @@ Each keeps its own where some are held out, and sequences have an end.
 from __future__ import annotations
 
 import itertools
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, SubsetRandomSampler, TensorDataset
 
 from fl_lightning.datamodules import (
     ByGroup,
     FromDataModule,
     FromDatasets,
+    FromLEAF,
     InMemoryDataModule,
+    InstructionTuning,
     Saved,
 )
 from fl_lightning.datamodules.partitions import LazyClients
@@ -216,3 +221,54 @@ def test_positions_beside_a_loader_of_fewer_samples_could_mean_either() -> None:
 
 def test_clients_are_the_fourth_argument_of_data_in_memory() -> None:
     assert InMemoryDataModule((X, Y), None, None, OWN).client_sizes().tolist() == [21, 21, 21]
+
+
+class Tagged(Dataset[Tensor]):
+    """Each sample has a list of tags, as data sets of tokens or boxes do."""
+
+    labels = ((1, 2, 3), (4, 5))
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, i: int) -> Tensor:
+        return torch.tensor(i)
+
+
+@pytest.mark.parametrize("labels", [Tagged.labels, 7, len], ids=["lists", "number", "method"])
+def test_what_is_no_label_per_sample_is_no_class(labels: Any) -> None:
+    dataset = Tagged()
+    dataset.labels = labels
+    data = FromDatasets(dataset, num_clients=2)
+    assert data.num_clients == 2 and data.num_classes is None
+
+
+def test_whole_numbers_that_are_measurements_are_no_table_of_classes() -> None:
+    data = InMemoryDataModule((torch.randn(20, 3), torch.arange(20) * 10**8), num_clients=5)
+    data.plot_partition()
+    assert "5 clients" in data.partition_table()
+
+
+def test_given_clients_are_no_groups_of_the_data(tmp_path: Path) -> None:
+    for side, count in (("train", 2), ("test", 1)):
+        own = {"x": [[0.5, 1.0]] * count, "y": [0] * count}
+        content = {
+            "users": ["a", "b"],
+            "num_samples": [count] * 2,
+            "user_data": {"a": own, "b": own},
+        }
+        (tmp_path / side).mkdir()
+        (tmp_path / side / "all.json").write_text(json.dumps(content))
+    data = FromLEAF(tmp_path, clients=[[0, 1, 2, 3]])
+    data.setup()
+    assert list(data.client_names) == [] and data.own_tests is None
+    named = FromLEAF(tmp_path, clients={"both": [0, 1, 2, 3]})
+    named.setup()
+    assert list(named.client_names) == ["both"]
+
+
+def test_clients_of_records_may_be_given() -> None:
+    records = [{"instruction": str(i), "output": "x"} for i in range(4)]
+    data = InstructionTuning(train=records, clients=[[0, 1], [2, 3]])
+    data.setup()
+    assert data.num_clients == 2 and data.client_sizes().tolist() == [2, 2]

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.datamodules import IID, LanguageModelling, TextClassification
+from fl_lightning.datamodules import IID, Grouped, LanguageModelling, TextClassification
 from fl_lightning.datamodules.biases import ClientBias
 from fl_lightning.errors import UserError
 from tests.helpers.texts import CLASSES, GENRES, multinli_files, sentence_rows, text_file
@@ -214,3 +214,25 @@ def test_a_text_that_cannot_be_cut_is_named(
     (tmp_path / "latin.txt").write_bytes("é".encode("latin-1") * 100)
     with pytest.raises(UserError, match=says):
         LanguageModelling(tmp_path, seed=0, **arguments).setup()
+
+
+@pytest.mark.parametrize("column", ["y", "who"])
+def test_an_empty_cell_is_no_class_and_no_client(tmp_path: Path, column: str) -> None:
+    rows = ["t,y,who", "good,pos,ann", "bad,neg,bob", "what,,ann" if column == "y" else "so,pos,"]
+    (tmp_path / "a.csv").write_text("\n".join(rows) + "\n")
+    data = TextClassification(tmp_path, "a.csv", None, text="t", label="y", group="who")
+    with pytest.raises(UserError, match=f"row 3, has an empty cell in the column '{column}'"):
+        data.setup()
+
+
+def test_another_seed_bunches_the_same_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multinli_files(tmp_path)
+    data = TextClassification(tmp_path, partition=Grouped(2))
+    names = []
+    for seed in ("0", "1"):
+        monkeypatch.setenv("PL_GLOBAL_SEED", seed)
+        data.setup()
+        names.append(list(data.client_names))
+    assert names[0] == names[1] and "+" in names[0][0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
@@ -131,6 +131,22 @@ def _without_training(options: Sequence[str]) -> list[str]:
         if not left_out:
             kept.append(option)
     return kept
+
+
+def _seed_of_model(config: Mapping[str, Any], options: Sequence[str]) -> str | None:
+    """Return ``model.seed``, by which a run splits its data; None: by ``seed_everything``.
+
+    >>> _seed_of_model({"model": {"seed": 3}}, []), _seed_of_model({}, ["--model.seed", "4"])
+    ('3', '4')
+    """
+    model = config.get("model")
+    seed = model.get("seed") if isinstance(model, Mapping) else None
+    for option, following in zip(options, [*options[1:], ""], strict=True):
+        if option == "--model.seed":
+            seed = following
+        elif option.startswith("--model.seed="):
+            seed = option.partition("=")[2]
+    return None if seed in (None, "null") else str(seed)
 
 
 def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
@@ -292,10 +308,13 @@ class CommandCLI(LightningCLI):
         parser.command = self.prepared
         config = self.prepared.config
         if self.command == "partition":
+            seed = _seed_of_model(config, self.prepared.options)
             keys = ("seed_everything", "data")
             config = {key: value for key, value in config.items() if key in keys}
-            # A split depends only on the data, so a run's other options change nothing.
+            # A split depends on the data and the run's seed, so other options change nothing.
             self.prepared.options = _without_training(self.prepared.options)
+            if seed is not None:
+                self.prepared.options += ["--seed_everything", seed]
         self.config = parser.parse_args(["--config", as_text(config), *self.prepared.options])
         _refuse_without_effect(self.config.data, self.prepared.options)
         seed = self.config.seed_everything

@@ -67,6 +67,7 @@ def _partition(cli: CommandCLI) -> None:
     for name in ("partition.png", "partition.npz"):
         writable_as_file(folder / name)
     data = cli.datamodule
+    data.prepare_data()
     data.setup("fit")
     print(data.partition_table())
     with written_aside(folder / "partition.png") as file:

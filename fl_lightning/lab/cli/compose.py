@@ -269,7 +269,7 @@ def merge(base: Any, update: Any) -> Any:
     if not isinstance(base, dict):
         base = {}
     # The class changed, so the arguments of the former class do not apply.
-    if update.get("class_path", base.get("class_path")) != base.get("class_path"):
+    if "class_path" in update and not same_class(update["class_path"], base.get("class_path")):
         base = {}
     merged = dict(base)
     for key, value in update.items():
@@ -278,6 +278,21 @@ def merge(base: Any, update: Any) -> Any:
         else:
             merged[key] = merge(merged.get(key), value)
     return merged
+
+
+def same_class(one: Any, other: Any) -> bool:
+    """Return whether two class paths name one class, of which one may be a short name.
+
+    >>> same_class("Digits", "fl_lightning.datamodules.Digits"), same_class("Digits", "my.Digits")
+    (True, False)
+    """
+    if one == other:
+        return True
+    if not (isinstance(one, str) and isinstance(other, str)):
+        return False
+    short, long = sorted((one, other), key=lambda path: path.count("."))
+    ours = long.split(".")[0] in ("fl_lightning", "torch", "pytorch_lightning", "lightning")
+    return "." not in short and ours and long.rpartition(".")[2] == short
 
 
 def as_loggers(value: Any, events: str) -> Any:
