@@ -95,7 +95,7 @@ class Identity:
             UserError: it names the settings that differ.
         """
         # A checkpoint has these entries only if the run used them.
-        unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
+        unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
         now = {**unsaid, **self.arguments}
         then = {**unsaid, **held.arguments}
         differing = []

@@ -166,3 +166,36 @@ def test_an_account_that_makes_no_sense_is_another(tmp_path: Path, text: str) ->
     torch.save(saved, path)
     with pytest.raises(UserError, match="client_optimizer"):
         fit([], rounds=2, folder=str(tmp_path), resume=True)
+
+
+def test_another_number_of_batches_per_step_is_refused(tmp_path: Path) -> None:
+    fit([], rounds=1, folder=str(tmp_path), accumulate=2)
+    with pytest.raises(UserError, match="accumulate: 2 then, 1 now"):
+        fit([], rounds=2, folder=str(tmp_path), resume=True)
+
+
+class ScaledUpdate(FederatedCallback):
+    """A method that has only a hook of the server."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def on_server_update(self, server: Any) -> None:
+        server.update *= self.by
+
+
+class Measuring(FederatedCallback):
+    role = "measurement"
+
+    def on_server_update(self, server: Any) -> None:
+        server.log("update", server.update.norm())
+
+
+def test_a_method_that_only_changes_the_servers_update_is_compared(tmp_path: Path) -> None:
+    fit([ScaledUpdate(0.5), Measuring()], rounds=1, folder=str(tmp_path))
+    other = r"by=0\.5\) then, .*by=2\.0\) now"
+    for now, words in ((ScaledUpdate(2.0), other), (None, "none now")):
+        with pytest.raises(UserError, match=words):
+            fit([now] if now else [], rounds=2, folder=str(tmp_path), resume=True)
+    fit([ScaledUpdate(0.5)], rounds=2, folder=str(tmp_path), resume=True)
