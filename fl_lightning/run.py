@@ -269,7 +269,7 @@ class FederatedRun:
             # Refuse before restoring anything from the checkpoint.
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
-            self.state = held.restore(rows, self.model, trainer.ckpt_path)
+            self.state = self._fitting(held).restore(rows, self.model, trainer.ckpt_path)
             self._note_undeclared()
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
@@ -280,6 +280,34 @@ class FederatedRun:
             base.restore(held.base, held.base_costs, held.base_kinds)
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
+
+    def _fitting(self, held: Held) -> Held:
+        """Return a checkpoint's part without client optimizers' states that this run's cannot use.
+
+        With ``strict_resume`` all of them fit.
+        """
+        kept = any(key.startswith("optimizer.") for key in held.clients)
+        now = self.optimizers.accounts["client_optimizer"]
+        then = held.arguments.get("client_optimizer", now)
+        if not kept or not self.settings.keep_optimizer_state:
+            return held
+        if configured_optimizer.state_fits(then, now):
+            return held
+        self.note(
+            "client_optimizer has other settings than the checkpoint's, to which the states that "
+            "clients keep do not fit, so the clients' optimizers begin anew"
+        )
+        return held.without_optimizers()
+
+    def check_optimizer(self, held: list[Any]) -> None:
+        """Check a checkpoint's states of optimizers, which Lightning is about to load.
+
+        Raises:
+            UserError: the server's optimizer cannot go on with its state.
+        """
+        assert self.resumed_from is not None
+        then = self.resumed_from.arguments.get("server_optimizer", "")
+        checkpoint.check_optimizer(held, self.optimizers.server, then, self.note)
 
     def _note_undeclared(self) -> None:
         """Note an attribute that the learner or a method changes from round to round, and that
