@@ -271,7 +271,9 @@ class Held:
         if self.w0 is not None:
             check_vector(self.w0, w)
         if self.w is None:
-            model.set_buffers(self.buffers)
+            # A model that was trained before may have evaluated another one than w, and then
+            # Lightning has loaded the weights into that one.
+            model.move_to(model.evaluated.detach(), None, self.buffers)
         else:
             # Under partial averaging the weights loaded by name are the evaluated model. The
             # checkpoint holds w separately.

@@ -265,6 +265,9 @@ class FederatedRun:
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
             self.state = RunState(rows)
+            # A new run begins with the learner's weights. If an earlier one evaluated another
+            # model than w, they are that model.
+            self.model.move_to(self.model.evaluated.detach(), None, {})
         else:
             # Refuse before restoring anything from the checkpoint.
             if self.settings.strict_resume:
