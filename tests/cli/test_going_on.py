@@ -132,9 +132,10 @@ def test_a_monitored_metric_may_be_measured_for_the_first_time_in_a_later_round(
     assert result.returncode == 2 and "'global/train_loss'" in result.stderr
 
 
-def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli, number: int) -> None:
     off = ("--trainer.enable_checkpointing", "false")
-    assert cli(*FIT, *X, *off, "--trainer.max_epochs", 2).returncode == 0
+    assert cli(*FIT, *X, *off, "--trainer.max_epochs", number).returncode == 0
     before = snapshot(cli.folder)
     for argv in ((*FIT, *X), ("fit", "x")):
         result = cli(*argv)
