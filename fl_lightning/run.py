@@ -357,6 +357,8 @@ class FederatedRun:
         kept = self.settings.keep_optimizer_state
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)
+        plan = systems.plan(cohort, self.settings, self.methods, model.w)
+        systems.check_models(plan, self.state.rounds, self.state.versions)
         self._note_settings(trainer, cohort, rates)
         policy = self._choose_engine(trainer, cohort)
         assert self.engine is not None
@@ -380,7 +382,7 @@ class FederatedRun:
             progress=reporter.client_ended,
             note=self.note,
             buffers=policy,
-            device_plan=systems.plan(cohort, self.settings, self.methods, model.w),
+            device_plan=plan,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
