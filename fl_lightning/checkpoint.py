@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class Identity:
             UserError: it names the settings that differ.
         """
         # A checkpoint has these entries only if the run used them.
-        unsaid = {"client_scheduler": "ignore", "asynchronous": "None"}
+        unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
         now = {**unsaid, **self.arguments}
         then = {**unsaid, **held.arguments}
         differing = []
@@ -251,6 +251,11 @@ class Held:
                 del held[name]
         return {k: v for k, v in held.items() if k not in ("versions", "secret") or v}
 
+    def without_optimizers(self) -> Held:
+        """Return it without the rows of the clients' optimizers."""
+        clients = {k: v for k, v in self.clients.items() if not k.startswith("optimizer.")}
+        return replace(self, clients=clients)
+
     def restore(
         self, rows: ClientRows, model: GlobalModel, ckpt_path: str | Path | None
     ) -> RunState:
@@ -266,7 +271,9 @@ class Held:
         if self.w0 is not None:
             check_vector(self.w0, w)
         if self.w is None:
-            model.set_buffers(self.buffers)
+            # A model that was trained before may have evaluated another one than w, and then
+            # Lightning has loaded the weights into that one.
+            model.move_to(model.evaluated.detach(), None, self.buffers)
         else:
             # Under partial averaging the weights loaded by name are the evaluated model. The
             # checkpoint holds w separately.
@@ -335,14 +342,23 @@ def _check_callback(state: Any, callback: Any) -> None:
         raise damaged(f"callbacks.{type(callback).__name__}") from None
 
 
-def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
+def check_optimizer(
+    held: list[Any], optimizer: Optimizer, then: str, note: Callable[[str], None]
+) -> None:
     """Refuse a state that the server optimizer could not load, or with which it could not step.
+
+    If the run goes on with other settings of the server optimizer, these take the place of the
+    checkpoint's in ``held``, from which Lightning will load them.
+
+    Args:
+        then: the account of the checkpoint's server optimizer; empty: an older checkpoint.
 
     Raises:
         UserError: it names the place of the state.
     """
     place = "optimizer_states"
-    own = optimizer.state_dict()["param_groups"]
+    fresh = optimizer.state_dict()
+    own = fresh["param_groups"]
     shape = optimizer.param_groups[0]["params"][0].shape
 
     def fits(value: Any) -> bool:
@@ -353,6 +369,16 @@ def check_optimizer(held: list[Any], optimizer: Optimizer) -> None:
     if len(held) != 1 or not isinstance(held[0], Mapping):
         raise damaged(place)
     each(each(that(fits), ANYTHING), ANYTHING)(held[0].get("state"), f"{place}.state")
+    now = configured_optimizer.account(optimizer)
+    if then and configured_optimizer.differing("server_optimizer", then, now):
+        if configured_optimizer.state_fits(then, now):
+            fresh["state"] = held[0]["state"]
+        elif any(held[0]["state"].values()):
+            note(
+                "server_optimizer has other settings than the checkpoint's, to which its state "
+                "does not fit, so the server's optimizer begins anew"
+            )
+        held[0] = fresh
     groups = held[0].get("param_groups")
     if not isinstance(groups, list) or len(groups) != len(own):
         raise damaged(f"{place}.param_groups")

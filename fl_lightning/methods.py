@@ -435,6 +435,7 @@ class Methods:
                 callback.role == "system"
                 or getattr(callback, "shapes_rounds", False)
                 or any(map(callback.has, CHANGING))
+                or (callback.is_method() and callback.has("on_server_update"))
             )
             if changes and not callback.declarations():
                 texts.append(f"{type(callback).__name__}({arguments(callback)})")

@@ -376,7 +376,7 @@ class FederatedModule(LearnerHooks):
         self.global_model.build(again=True)
         self.run.restore(self.trainer)
         if self._optimizer_states is not None:
-            checkpoint.check_optimizer(self._optimizer_states, self.run.optimizers.server)
+            self.run.check_optimizer(self._optimizer_states)
             checkpoint.check_states(
                 self.run.state.server, self.run.methods.declared, self.global_model.w
             )

@@ -265,11 +265,14 @@ class FederatedRun:
         rows = ClientRows(ClientStore(rank=rank, world_size=world), rank, world)
         if held is None:
             self.state = RunState(rows)
+            # A new run begins with the learner's weights. If an earlier one evaluated another
+            # model than w, they are that model.
+            self.model.move_to(self.model.evaluated.detach(), None, {})
         else:
             # Refuse before restoring anything from the checkpoint.
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
-            self.state = held.restore(rows, self.model, trainer.ckpt_path)
+            self.state = self._fitting(held).restore(rows, self.model, trainer.ckpt_path)
             self._note_undeclared()
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
@@ -280,6 +283,34 @@ class FederatedRun:
             base.restore(held.base, held.base_costs, held.base_kinds)
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
+
+    def _fitting(self, held: Held) -> Held:
+        """Return a checkpoint's part without client optimizers' states that this run's cannot use.
+
+        With ``strict_resume`` all of them fit.
+        """
+        kept = any(key.startswith("optimizer.") for key in held.clients)
+        now = self.optimizers.accounts["client_optimizer"]
+        then = held.arguments.get("client_optimizer", now)
+        if not kept or not self.settings.keep_optimizer_state:
+            return held
+        if configured_optimizer.state_fits(then, now):
+            return held
+        self.note(
+            "client_optimizer has other settings than the checkpoint's, to which the states that "
+            "clients keep do not fit, so the clients' optimizers begin anew"
+        )
+        return held.without_optimizers()
+
+    def check_optimizer(self, held: list[Any]) -> None:
+        """Check a checkpoint's states of optimizers, which Lightning is about to load.
+
+        Raises:
+            UserError: the server's optimizer cannot go on with its state.
+        """
+        assert self.resumed_from is not None
+        then = self.resumed_from.arguments.get("server_optimizer", "")
+        checkpoint.check_optimizer(held, self.optimizers.server, then, self.note)
 
     def _note_undeclared(self) -> None:
         """Note an attribute that the learner or a method changes from round to round, and that
@@ -326,6 +357,8 @@ class FederatedRun:
         kept = self.settings.keep_optimizer_state
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)
+        plan = systems.plan(cohort, self.settings, self.methods, model.w)
+        systems.check_models(plan, self.state.rounds, self.state.versions)
         self._note_settings(trainer, cohort, rates)
         policy = self._choose_engine(trainer, cohort)
         assert self.engine is not None
@@ -349,7 +382,7 @@ class FederatedRun:
             progress=reporter.client_ended,
             note=self.note,
             buffers=policy,
-            device_plan=systems.plan(cohort, self.settings, self.methods, model.w),
+            device_plan=plan,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )

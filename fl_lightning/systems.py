@@ -6,7 +6,7 @@ The simulation costs no time: time is virtual, and the order of events is comput
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Annotated, Any, ClassVar
 
 import numpy as np
@@ -207,6 +207,29 @@ def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Pla
     durations = Durations(clock.devices, cohort.seed, cohort.m, down, up)
     drawn = cohort.participants
     return Synchronous(heterogeneity, drawn, cohort.n, cohort.steps_in, durations, clock.rule())
+
+
+def check_models(plan: Plan | None, rounds: int, held: Collection[int]) -> None:
+    """Refuse a resume that lacks a model from which clients still train.
+
+    Args:
+        rounds: number of committed rounds.
+        held: rounds of which the run has the model at the start.
+
+    Raises:
+        UserError: the checkpoint is of a run with other settings.
+    """
+    if not rounds or not isinstance(plan, Asynchronous):
+        return
+    lacking = plan.planned(rounds - 1).needed.difference(held)
+    if lacking:
+        raise UserError(
+            "asynchronous: with these settings some clients still train from the model at the "
+            f"start of round {min(lacking)} (counted from 0). The checkpoint does not hold it, "
+            "because its run had other settings. Give the settings of its config.yaml, or begin "
+            "a new run. To start that run from the checkpoint's weights, give it as "
+            "model.init_from."
+        )
 
 
 def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:

@@ -109,6 +109,24 @@ def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:
         MetricsCSV(tmp_path / "file").log_metrics({"x": 1.0}, 0)
 
 
+def written(folder: Path, rest: bytes) -> str:
+    """Leave three rounds and this rest in the file; return the file of four rounds."""
+    path = folder / "metrics.csv"
+    path.unlink(missing_ok=True)
+    rounds(MetricsCSV(folder), 0, 3)
+    path.write_bytes(path.read_bytes() + rest)
+    rounds(MetricsCSV(folder / "whole"), 0, 4)
+    return text(folder / "whole")
+
+
+def going_on(folder: Path) -> None:
+    before = (folder / "metrics.csv").read_bytes()
+    logger = MetricsCSV(folder)
+    logger.resume(3)
+    assert (folder / "metrics.csv").read_bytes() == before, "unchanged until a round is logged"
+    rounds(logger, 3, 4)
+
+
 TORN = [
     b"3,0.",
     b"3\n",
@@ -123,21 +141,18 @@ TORN = [
 
 @pytest.mark.parametrize("torn", TORN)
 def test_a_torn_last_line_never_blocks_a_resume(tmp_path: Path, torn: bytes) -> None:
-    rounds(MetricsCSV(tmp_path), 0, 3)
-    whole = text(tmp_path)
-    (tmp_path / "metrics.csv").write_bytes(whole.encode() + torn)
+    whole = written(tmp_path, torn)
     assert read_rows(tmp_path / "metrics.csv")[1][-1]["round"] == "2"
-    MetricsCSV(tmp_path).resume(3)
+    going_on(tmp_path)
     assert text(tmp_path) == whole
 
 
 def test_what_two_runs_left_after_the_rounds_that_are_needed_is_dropped(tmp_path: Path) -> None:
-    rounds(MetricsCSV(tmp_path), 0, 3)
-    whole = text(tmp_path)
-    (tmp_path / "metrics.csv").write_text(whole + "3,0.1\n,,4,0.3,5,\n4,0.1,0.2\n")
-    MetricsCSV(tmp_path).resume(3)
+    rest = b"3,0.1\n,,4,0.3,5,\n4,0.1,0.2\n"
+    whole = written(tmp_path, rest)
+    going_on(tmp_path)
     assert text(tmp_path) == whole
-    (tmp_path / "metrics.csv").write_text(whole + "3,0.1\n,,4,0.3,5,\n4,0.1,0.2\n")
+    written(tmp_path, rest)
     with pytest.raises(UserError, match="line 5"):
         MetricsCSV(tmp_path).resume(4)
 

@@ -143,24 +143,51 @@ def differing(key: str, then: str, now: str) -> list[str]:
     0 equals 0.0, and an option that is off may be absent, because another version of torch has
     other options.
     """
-    of_class_then, _, text_then = then.partition(" ")
-    of_class_now, _, text_now = now.partition(" ")
+    of_class_then, of_class_now = class_of(then), class_of(now)
     if of_class_then != of_class_now:
         return [f"{key}: {of_class_then} then, {of_class_now} now"]
+    groups = _options_that_differ(then, now)
+    if groups is None:
+        return [] if then == now else [f"{key}: {then} then, {now} now"]
+    found = []
+    for place, options in enumerate(groups):
+        where = key if len(groups) == 1 else f"{key}, parameter group {place}"
+        for name, (a, b) in options.items():
+            found.append(f"{where}.{name}: {a} then, {b} now")
+    return found
+
+
+def class_of(account: str) -> str:
+    """Return the name of the class in an account of an optimizer."""
+    return account.partition(" ")[0]
+
+
+def state_fits(then: str, now: str) -> bool:
+    """Return whether an optimizer can go on with the state of one with another account."""
+    groups = _options_that_differ(then, now)
+    if class_of(then) != class_of(now) or groups is None:
+        return then == now
+    # A step with an option that was off before may read a state that does not exist.
+    for options in groups:
+        for name, (a, b) in options.items():
+            if name not in ("lr", "weight_decay") and bool(a) != bool(b):
+                return False
+    return True
+
+
+def _options_that_differ(then: str, now: str) -> list[dict[str, tuple[Any, Any]]] | None:
+    """Return name → (then, now) by parameter group; None if the accounts cannot be compared."""
     try:
-        groups_then, groups_now = ast.literal_eval(text_then), ast.literal_eval(text_now)
-        pairs = list(zip(groups_then, groups_now, strict=True))
+        groups_then = ast.literal_eval(then.partition(" ")[2])
+        groups_now = ast.literal_eval(now.partition(" ")[2])
         found = []
-        for place, (before, after) in enumerate(pairs):
-            where = key if len(pairs) == 1 else f"{key}, parameter group {place}"
-            for name in {**before, **after}:
-                a, b = before.get(name), after.get(name)
-                if a != b and (a or b):
-                    found.append(f"{where}.{name}: {a} then, {b} now")
+        for before, after in zip(groups_then, groups_now, strict=True):
+            pairs = {name: (before.get(name), after.get(name)) for name in {**before, **after}}
+            found.append({name: (a, b) for name, (a, b) in pairs.items() if a != b and (a or b)})
         return found
     except (ValueError, TypeError, AttributeError, SyntaxError, MemoryError, RecursionError):
         # A tensor cannot be shown as a literal, and a checkpoint may hold any object.
-        return [] if then == now else [f"{key}: {then} then, {now} now"]
+        return None
 
 
 def of_clients(

@@ -19,15 +19,19 @@ class MetricsCSV(Logger):
     """Writes ``metrics.csv`` in ``save_dir``, one row per round.
 
     The first column is ``round``, the others follow in order of appearance. Floats are written so
-    that reading gives the same value. The row is on disk when ``log_metrics`` returns.
-    ``resume(t)`` forgets rounds from ``t`` on, so a run that was killed and resumed leaves the same
-    file (except its ``time/`` columns).
+    that reading gives the same value. The row survives the end of the process once ``log_metrics``
+    has returned, and that of the machine once ``save`` has. ``resume(t)`` forgets rounds from ``t``
+    on, so a run that was killed and resumed leaves the same file (except its ``time/`` columns).
     """
 
     def __init__(self, save_dir: str | os.PathLike[str]) -> None:
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] | None = None  # None: the file has not been read
+        self._before: int | None = (
+            None  # the file's rounds from this one on are dropped; None: none
+        )
+        self._synced = True  # whether all rows would survive a crash of the machine
         self._round = -1  # round of the last row, which may still get more columns
         self._row: Row = {}
         self._start = 0  # offset of the last row's first byte
@@ -83,24 +87,48 @@ class MetricsCSV(Logger):
                 file.truncate()
         except OSError as error:
             raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
+        self._synced = False
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Write all rows through to the disk; a checkpoint that counts on them is written next."""
+        if self._synced:
+            return
+        try:
+            with open(self.path, "r+b") as file:
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise UserError(f"Cannot write {self.path}: {error.strerror}.") from error
+        self._synced = True
 
     @rank_zero_only
     def resume(self, round: int) -> None:
-        """Keep only the rows of rounds before ``round``."""
-        if not self.path.exists():
-            return
-        columns, rows = read_rows(self.path, before=round)
-        rows = [row for row in rows if int(row["round"]) < round]
-        # If a column first appeared in a round that is dropped, drop the column too.
-        filled = {"round"}
-        for row in rows:
-            filled.update(name for name, value in row.items() if value)
-        self._rewrite([column for column in columns if column in filled], rows)
+        """Keep only the rows of rounds before ``round``.
+
+        The others are dropped with the next row: if the process is killed before it has one, the
+        last checkpoint is still that of a later round.
+
+        Raises:
+            UserError: the file is not a metrics.csv.
+        """
+        if self.path.exists():
+            read_rows(self.path, before=round)
+        self._columns = None
+        self._before = round
 
     def _open(self) -> list[str]:
         """Return the columns; at first use they are read from the existing file."""
         if self._columns is None:
-            columns, rows = read_rows(self.path) if self.path.exists() else (["round"], [])
+            columns, rows = ["round"], list[Row]()
+            if self.path.exists():
+                columns, rows = read_rows(self.path, before=self._before)
+            if self._before is not None:
+                rows = [row for row in rows if int(row["round"]) < self._before]
+                # If a column first appeared in a round that is dropped, drop the column too.
+                filled = {"round"}
+                for row in rows:
+                    filled.update(name for name, value in row.items() if value)
+                columns = [column for column in columns if column in filled]
             self._rewrite(columns, rows)
         assert self._columns is not None
         return self._columns

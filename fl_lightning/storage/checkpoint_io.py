@@ -19,6 +19,7 @@ from fl_lightning.lightning import TorchCheckpointIO, pl, rank_zero_warn
 from fl_lightning.storage import lock
 from fl_lightning.storage.apart import CannotPickle, places, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.rows_on_disk import note_place
 
 HYPER_PARAMETERS = (
     "hyper_parameters",
@@ -61,6 +62,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         with suppress(OSError):
             for stale in target.parent.glob(".*.ckpt.tmp"):
                 stale.unlink()
+        note_place(checkpoint, target.parent)
         with written_aside(target) as file:
             torch.save(checkpoint, file)
         self.folders.add(target.parent.resolve())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,13 @@ import torch
 from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import gathered
 from fl_lightning.storage.apart import read_plain
+from fl_lightning.storage.files import written_aside
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.schema import IDS, damaged, each
 from fl_lightning.storage.segments import Index, merge_indices
 
 KEY = "federated"  # key of the run's part in a checkpoint
+PLACES = "checkpoints.txt"  # lists, beside the rows, other folders with checkpoints that need them
 
 
 class RowsOnDisk:
@@ -82,6 +84,8 @@ class RowsOnDisk:
         """Return the folders of all checkpoints that need rows; every process calls it."""
         # Only the first process writes checkpoints, and every process deletes segments of its own.
         written = getattr(self.trainer.strategy.checkpoint_io, "folders", set[Path]())
+        # Checkpoints of another Trainer, or of an earlier process, may need rows here, too.
+        written = {*written, *_beside(self.folder), *_places(self.folder)}
         if rows.world > 1:
             written = set[Path]().union(*gathered(written))
         resumed = self.trainer.ckpt_path
@@ -105,6 +109,39 @@ class RowsOnDisk:
                     present[file] = index_in(path)
         self._known = present
         yield from present.values()
+
+
+def note_place(saved: Mapping[str, Any], folder: Path) -> None:
+    """Before a checkpoint is written to ``folder``: note this folder beside the rows that the
+    checkpoint needs, so that no later process deletes them.
+    """
+    held = saved.get(KEY)
+    if not isinstance(held, Mapping) or not held.get("clients"):
+        return
+    rows = Path(held["folders"][-1])  # the absolute path
+    folder = folder.resolve()
+    if not rows.is_dir() or folder in {*_beside(rows), *_places(rows)}:
+        return
+    # The run's folder may be moved as a whole.
+    inside = folder.is_relative_to(rows.parent)
+    lines = [*_lines(rows), os.path.relpath(folder, rows) if inside else str(folder)]
+    with written_aside(rows / PLACES) as file:
+        file.write("".join(f"{line}\n" for line in lines).encode())
+
+
+def _beside(rows: Path) -> set[Path]:
+    """Return the folders beside which :meth:`RowsOnDisk.of` places the rows in ``rows``."""
+    return {rows.parent.resolve(), (rows.parent / "checkpoints").resolve()}
+
+
+def _places(rows: Path) -> set[Path]:
+    """Return the other folders whose checkpoints need rows in ``rows``."""
+    return {(rows / line).resolve() for line in _lines(rows)}
+
+
+def _lines(rows: Path) -> list[str]:
+    path = rows / PLACES
+    return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
 
 
 def index_read(value: Any, place: str) -> Index:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import nn
 
 from fl_lightning import UserError
@@ -20,7 +21,7 @@ from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20
 from fl_lightning.storage.rows_on_disk import KEY
 from tests.helpers.federation import network
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 
 class Mixed(nn.Module):
@@ -281,3 +282,32 @@ def test_last_averages_of_another_kind_in_a_checkpoint_are_refused(
     torch.save(saved, tmp_path / "wrong.ckpt")
     with pytest.raises(UserError, match=r"server\.parts\.averaged"):
         fitted(4, tmp_path / "wrong.ckpt")
+
+
+def test_a_module_that_trained_resumes_as_a_fresh_one(tmp_path: Path) -> None:
+    def run(module: Any, rounds: int, start: Path | None = None) -> Any:
+        keep = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_on_train_epoch_end=True)
+        callbacks = [c.PartialAveraging(period=2), keep]
+        trainer(rounds, callbacks, enable_checkpointing=True).fit(module, blobs(), ckpt_path=start)
+        return module.global_vector.detach().clone()
+
+    module = federated()
+    run(module, 3)
+    start = tmp_path / "epoch=1.ckpt"
+    assert torch.load(start, weights_only=False)[KEY]["w"] is None
+    fresh = run(federated(), 4, start)
+    assert torch.equal(run(module, 4, start), fresh)
+
+
+def test_another_trainer_begins_with_the_learners_weights(tmp_path: Path) -> None:
+    def run(module: Any, rounds: int) -> Any:
+        trainer(rounds, [c.PartialAveraging(period=2)]).fit(module, blobs())
+        return module.global_vector.detach().clone()
+
+    start = {name: value.clone() for name, value in Lit().double().state_dict().items()}
+    fresh = federated()
+    fresh.learner.load_state_dict(start)
+    module = federated()
+    run(module, 3)
+    module.learner.load_state_dict(start)
+    assert torch.equal(run(module, 2), run(fresh, 2))

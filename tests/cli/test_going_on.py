@@ -95,6 +95,31 @@ def test_what_stopped_in_round_0_can_be_tried_again(cli: Cli) -> None:
     assert rounds(cli.folder / "x") == ["0", "1"]
 
 
+DIES = """
+import os
+from pytorch_lightning import Callback
+class Dies(Callback):
+    def on_train_epoch_start(self, *_):
+        os._exit(9)
+"""
+
+
+def test_a_resume_that_completes_no_round_keeps_later_rounds(cli: Cli) -> None:
+    lowest = ("--monitor", "val/acc", "--monitor_mode", "min")
+    assert cli(*FIT, *X, *lowest, "--trainer.max_epochs", 3).returncode == 0
+    best = cli.folder / "x/checkpoints/best.ckpt"
+    assert torch.load(best, weights_only=True)["callbacks"]["RunCheckpoint"]["best_round"] == 0
+    (cli.folder / "dies.py").write_text(DIES)
+    result = cli("fit", "x", "--ckpt_path", best, "--trainer.callbacks+", "dies.Dies")
+    assert result.returncode == 9, result.stderr
+    result = cli("fit", "x", "--trainer.max_epochs", 4)
+    assert result.returncode == 0, result.stderr
+    assert rounds(cli.folder / "x") == ["0", "1", "2", "3"]
+    result = cli("fit", "x", "--trainer.max_epochs", 2, "--ckpt_path", best)
+    assert result.returncode == 0, result.stderr
+    assert rounds(cli.folder / "x") == ["0", "1"]
+
+
 def test_a_monitored_metric_may_be_measured_for_the_first_time_in_a_later_round(cli: Cli) -> None:
     logger = ("--method+", "GlobalLossLogger", "--method.every_n_rounds", 2)
     result = cli(*FIT, *X, *logger, "--monitor", "global/train_loss", "--trainer.max_epochs", 3)
@@ -107,9 +132,10 @@ def test_a_monitored_metric_may_be_measured_for_the_first_time_in_a_later_round(
     assert result.returncode == 2 and "'global/train_loss'" in result.stderr
 
 
-def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli) -> None:
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_run_without_checkpoints_is_not_overwritten(cli: Cli, number: int) -> None:
     off = ("--trainer.enable_checkpointing", "false")
-    assert cli(*FIT, *X, *off, "--trainer.max_epochs", 2).returncode == 0
+    assert cli(*FIT, *X, *off, "--trainer.max_epochs", number).returncode == 0
     before = snapshot(cli.folder)
     for argv in ((*FIT, *X), ("fit", "x")):
         result = cli(*argv)

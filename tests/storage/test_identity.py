@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.optim import SGD, Adam
+from torch.optim import SGD, Adagrad, Adam
 
 from fl_lightning import FederatedCallback, ServerState, UserError
 from fl_lightning.callbacks import (
@@ -166,3 +166,84 @@ def test_an_account_that_makes_no_sense_is_another(tmp_path: Path, text: str) ->
     torch.save(saved, path)
     with pytest.raises(UserError, match="client_optimizer"):
         fit([], rounds=2, folder=str(tmp_path), resume=True)
+
+
+def test_another_number_of_batches_per_step_is_refused(tmp_path: Path) -> None:
+    fit([], rounds=1, folder=str(tmp_path), accumulate=2)
+    with pytest.raises(UserError, match="accumulate: 2 then, 1 now"):
+        fit([], rounds=2, folder=str(tmp_path), resume=True)
+
+
+class ScaledUpdate(FederatedCallback):
+    """A method that has only a hook of the server."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def on_server_update(self, server: Any) -> None:
+        server.update *= self.by
+
+
+class Measuring(FederatedCallback):
+    role = "measurement"
+
+    def on_server_update(self, server: Any) -> None:
+        server.log("update", server.update.norm())
+
+
+def test_a_method_that_only_changes_the_servers_update_is_compared(tmp_path: Path) -> None:
+    fit([ScaledUpdate(0.5), Measuring()], rounds=1, folder=str(tmp_path))
+    other = r"by=0\.5\) then, .*by=2\.0\) now"
+    for now, words in ((ScaledUpdate(2.0), other), (None, "none now")):
+        with pytest.raises(UserError, match=words):
+            fit([now] if now else [], rounds=2, folder=str(tmp_path), resume=True)
+    fit([ScaledUpdate(0.5)], rounds=2, folder=str(tmp_path), resume=True)
+
+
+def adam(rate: float, **options: Any) -> dict[str, Any]:
+    return {"server_optimizer": lambda p: Adam(p, lr=rate, **options)}
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "option", "steps"),
+    [
+        ({}, {"server_optimizer": lambda p: SGD(p, lr=1.0, momentum=0.9)}, ("momentum", 0.9), None),
+        ({}, adam(0.1, eps=1e-3), ("eps", 1e-3), 1),
+        (adam(0.1), {}, ("momentum", 0), None),
+        (adam(0.1), adam(0.2, betas=(0.5, 0.9)), ("betas", (0.5, 0.9)), 2),
+        (adam(0.1), adam(0.1, amsgrad=True), ("amsgrad", True), 1),
+        (adam(0.1), {"server_optimizer": lambda p: Adagrad(p, lr=0.1)}, ("eps", 1e-10), 1),
+    ],
+)
+def test_new_options_of_the_server_optimizer_hold(
+    tmp_path: Path, then: Any, now: Any, option: tuple[str, Any], steps: int | None
+) -> None:
+    fit([], rounds=1, folder=str(tmp_path), **then)
+    module = fit([], rounds=2, folder=str(tmp_path), resume=True, strict_resume=False, **now)
+    (optimizer,) = module.trainer.optimizers
+    assert optimizer.param_groups[0][option[0]] == option[1]
+    (state,) = optimizer.state.values() or [{}]
+    assert steps == state.get("step")
+    lost = then and steps != 2
+    assert any("begins anew" in note for note in module.notes) == bool(lost)
+    again = fit([], rounds=3, folder=str(tmp_path), resume=True, **now)
+    assert again.trainer.optimizers[0].param_groups[0][option[0]] == option[1]
+
+
+@pytest.mark.parametrize(
+    ("now", "kept"),
+    [
+        (lambda p: Adam(p, lr=0.1), False),
+        (lambda p: SGD(p, lr=0.1, momentum=0.5), True),
+        (lambda p: SGD([{"params": p[:1]}, {"params": p[1:]}], lr=0.1, momentum=0.9), False),
+    ],
+)
+def test_a_clients_state_of_another_optimizer_is_not_loaded(
+    tmp_path: Path, now: Any, kept: bool
+) -> None:
+    arguments = {"folder": str(tmp_path), "keep_optimizer_state": True, "participation": "all"}
+    fit([], rounds=1, client_optimizer=lambda p: SGD(p, lr=0.1, momentum=0.9), **arguments)
+    module = fit([], rounds=2, resume=True, strict_resume=False, client_optimizer=now, **arguments)
+    assert any("begin anew" in note for note in module.notes) != kept
+    fit([], rounds=3, resume=True, client_optimizer=now, **arguments)

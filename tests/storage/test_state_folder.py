@@ -123,3 +123,41 @@ def test_a_checkpoint_saved_to_another_folder_keeps_its_rows_while_the_run_goes_
         resumed = trainer(6, [ControlVariates()], default_root_dir=tmp_path)
         resumed.fit(again, blobs(), ckpt_path=tmp_path / begins)
         assert torch.equal(again.global_vector, module.global_vector)
+
+
+def test_another_trainer_keeps_the_rows_of_checkpoints_that_were_saved_elsewhere(
+    tmp_path: Path,
+) -> None:
+    for seed in (1, 2):
+        run = trainer(2, [ControlVariates()], default_root_dir=tmp_path)
+        run.fit(federated(seed=seed), blobs())
+        run.save_checkpoint(tmp_path / "out" / f"{seed}.ckpt")
+        run.save_checkpoint(tmp_path / f"{seed}.ckpt")
+    for place in ("out/1.ckpt", "1.ckpt", "out/2.ckpt"):
+        again = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
+        again.fit(federated(seed=int(place[-6])), blobs(), ckpt_path=tmp_path / place)
+        assert again.current_epoch == 3
+        again.save_checkpoint(tmp_path / "last.ckpt")
+
+
+def test_a_run_that_goes_on_keeps_the_rows_of_an_earlier_process_checkpoint(
+    tmp_path: Path,
+) -> None:
+    def run(rounds: int, start: Path | None = None) -> Any:
+        last = ModelCheckpoint(tmp_path / "run/checkpoints", "last", enable_version_counter=False)
+        found = trainer(
+            rounds,
+            [ControlVariates(), last],
+            enable_checkpointing=True,
+            default_root_dir=tmp_path / "run",
+        )
+        found.fit(federated(participation="all"), blobs(), ckpt_path=start)
+        return found
+
+    run(1).save_checkpoint(tmp_path / "kept" / "first.ckpt")
+    run(3, tmp_path / "run/checkpoints/last.ckpt")
+    assert run(2, tmp_path / "kept" / "first.ckpt").current_epoch == 2
+    segments = len(list((tmp_path / "run/state").glob("*.safetensors")))
+    (tmp_path / "kept" / "first.ckpt").unlink()
+    run(3, tmp_path / "run/checkpoints/last.ckpt")
+    assert len(list((tmp_path / "run/state").glob("*.safetensors"))) < segments

@@ -437,3 +437,17 @@ def test_two_processes_leave_the_bits_of_one(asynchronous: Any) -> None:
 
     two = in_processes(2, lambda: job(strategy="federated", devices=2))
     require_same(job(), two, 0.0, "2 processes", "")
+
+
+def test_a_resume_that_lacks_the_models_of_running_clients_is_refused(tmp_path: Path) -> None:
+    now = Buffered(Devices(LogNormal(1.0, 1.0)), size=2, concurrency=5)
+    fit([], rounds=3, folder=str(tmp_path))
+    with pytest.raises(UserError, match=r"asynchronous: .*the model at the start of round 0"):
+        fit(
+            [],
+            rounds=5,
+            folder=str(tmp_path),
+            resume=True,
+            strict_resume=False,
+            asynchronous=now,
+        )

@@ -17,7 +17,7 @@ from fl_lightning.aggregation.metric_states import tells_mode
 from fl_lightning.errors import UserError, cannot_write, suggest
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
-from fl_lightning.metrics import MODES, Directions, is_accuracy
+from fl_lightning.metrics import MODES, Directions, is_accuracy, read_record
 from fl_lightning.module import FederatedModule
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.record.shown import shown_metrics
@@ -66,9 +66,10 @@ def holds_run(folder: Path) -> bool:
     if (folder / "metrics.csv.gz").is_file() or checkpoints(folder):
         return True
     # Without checkpoints (enable_checkpointing=false), the row of round 1 in metrics.csv shows that
-    # round 0 ended.
+    # round 0 ended. Of a run of one round, run.json shows it.
     metrics = folder / "metrics.csv"
-    return metrics.is_file() and metrics.read_bytes().count(b"\n") > 2
+    rows = metrics.read_bytes().count(b"\n") - 1 if metrics.is_file() else 0
+    return rows > 1 or (rows == 1 and read_record(folder).get("status") == "done")
 
 
 def check_name(folder: Path) -> None:
