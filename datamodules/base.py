@@ -137,8 +137,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         self.client_test_fraction = client_test_fraction
         self.seed = None if seed is None else check_seed("data.seed", seed)
         self._wanted_samples = samples
-        default = self.default_partition if given is None else IID()
-        self.partition = default if partition is None else partition
+        self.partition = partition or (self.default_partition if given is None else IID())
         self.augmentation: CropFlip | None = None
         self._named_augmentations = augmentations_of(augment or ())
         self.train_set: Samples | None = None
