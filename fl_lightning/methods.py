@@ -235,6 +235,7 @@ class Methods:
     def bind(self, ledger: Ledger) -> None:
         """From now on let declared state read and write this round's ledger."""
         self._ledger = ledger
+        ledger.measuring = self.measuring
         self.bind_run(RunBinding(ledger.round.seed, ledger.round.steps_of))
         for callback in self.callbacks:
             callback._bound_ledger = ledger
