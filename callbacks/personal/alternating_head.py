@@ -69,6 +69,11 @@ class AlternatingHead(FederatedCallback):
             "that rests (head or body). The paper uses plain SGD.",
             when=lambda method, run: bool(run.optimizer),
         ),
+        Note(
+            "{direction_owner} gets a gradient of 0 for the part that rests (head or body), and what it "
+            "keeps of earlier gradients decays there. The paper uses plain SGD.",
+            when=lambda method, run: bool(run.direction_owner),
+        ),
     )
     of_head = Scratch(dtype=torch.bool)
     before = Scratch()

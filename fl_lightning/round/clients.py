@@ -303,7 +303,7 @@ class Clients:
         elapsed = self.elapsed
         # If this is not the mean gradient (with momentum, another optimizer or clipping), the round
         # names the method in a note.
-        self._group.mean_gradient_read = self._group.mean_gradient_read or self._caller
+        self._group.mean_gradient_readers.add(self._caller)
         return torch.where(elapsed > 0, (self.origin - self.x) / elapsed, 0.0).to(self.x.dtype)
 
     @property

@@ -76,7 +76,8 @@ class ClientGroup:
         # Facts about the hooks that the engine collects while they run.
         self.local_step: InStep | None = None
         self.looked_up = False  # a hook read the clients' numbers
-        self.mean_gradient_read = ""  # name of the method that read a client's mean gradient
+        # Names of the methods that read a client's mean gradient.
+        self.mean_gradient_readers: set[str] = set()
         self.batches: int | None = None  # batches of all steps, if a step takes several; else None
         # Gradients are counted in the first step, because all steps evaluate the same number.
         self.gradients_a_step = 1

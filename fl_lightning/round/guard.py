@@ -27,7 +27,8 @@ def refuse_outsiders(what: str, caller: str = "", hint: str = "") -> None:
         raise UserError(
             f"method: {caller or _reader(frame)} reads {what} in a private run "
             "(DifferentialPrivacy), and the results would be published without noise. Read "
-            f"server.update and server.w, which have noise, or use only one of the two methods.{hint}"
+            "server.update and server.w, which have noise, or use only one of the two methods."
+            f"{hint}"
         )
 
 

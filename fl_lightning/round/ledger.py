@@ -43,8 +43,7 @@ class Ledger:
     - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
       keeps there.
     - ``measuring``: the names of callbacks that only measure.
-    - ``mean_gradient_read``: the method that used a client's displacement as its mean gradient;
-      empty if there is none.
+    - ``mean_gradient_readers``: the methods that used a client's displacement as its mean gradient.
     """
 
     def __init__(self, round: Round) -> None:
@@ -59,7 +58,7 @@ class Ledger:
         self.kept: dict[int, int] = {}
         self.rows_elsewhere = False
         self.measuring: Collection[str] = ()
-        self.mean_gradient_read = ""
+        self.mean_gradient_readers: set[str] = set()
         self.metrics: dict[int, Any] = {}
         self.logs: dict[str, Tensor | float] = {}
         self.notes: list[str] = []

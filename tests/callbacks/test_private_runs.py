@@ -383,7 +383,7 @@ def test_who_takes_part_may_be_logged():
 
 def test_the_released_step_is_not_scaled_by_how_many_took_part():
     """Its length would show n, and without participants its noise would be lost."""
-    with pytest.raises(UserError, match="MuonDirection and DifferentialPrivacy.* n/m"):
+    with pytest.raises(UserError, match=r"MuonDirection and DifferentialPrivacy.* n/m"):
         run(DifferentialPrivacy(0.5, 1.0), callbacks.MuonDirection(average="all"))
     run(DifferentialPrivacy(0.5, 1.0), callbacks.MuonDirection())
 
