@@ -74,6 +74,11 @@ class AlternatingHead(FederatedCallback):
             "keeps of earlier gradients decays there. The paper uses plain SGD.",
             when=lambda method, run: bool(run.direction_owner),
         ),
+        Note(
+            "the learning rate changes within a round, and a mean gradient (clients.mean_gradient) "
+            "counts the steps of head and body alike, at the round's mean rate.",
+            when=lambda method, run: run.by_step or "DecayWithinRound" in run.companions,
+        ),
     )
     of_head = Scratch(dtype=torch.bool)
     before = Scratch()
@@ -88,6 +93,8 @@ class AlternatingHead(FederatedCallback):
 
     def on_local_start(self, clients: Clients) -> None:
         self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)
+        first = torch.minimum(clients.steps_of(self.head_epochs), clients.steps)
+        clients.moves(torch.where(self.of_head[clients], first, clients.steps - first))
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
         self.before[clients] = clients.x

@@ -60,6 +60,8 @@ class ClientGroup:
         self.resting: Tensor | None = None  # (n, D) bool: untrained coordinates; None: none
         self.clipped: Tensor | None = None  # (n,): number of steps in which clipping was active
         self.rates_used: Tensor | None = None  # (n, 1): sum of the factors of the steps taken
+        # (n, D): share of the steps in which each coordinate moves; None: all move in all steps.
+        self.moving: Tensor | None = None
         self.step: Tensor | None = None
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
@@ -166,11 +168,13 @@ class ClientGroup:
 
     def elapsed(self) -> Tensor:
         """Return Σ η K since the displacement's origin: ``(n, 1)``, or ``(n, D)`` if parts are
-        kept.
+        kept, or move only in some steps.
         """
         here = self.round.rates.elapsed(self.column("steps", self.round.steps))
         if self.rates_used is not None:
             here = self.rates_used * self.round.rates.lr.to(self.rates_used.dtype)
+        if self.moving is not None:
+            here = here * self.moving
         return here if self.kept_elapsed is None else here + self.kept_elapsed
 
     def gradients(self, client: int) -> int:
@@ -315,7 +319,8 @@ class ClientGroup:
         # A hook before `transmit` may have reported the size for clients that train together.
         parameters, number = self.transmitted
         own.transmitted = (_of_row(parameters, row), _of_row(number, row))
-        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask", "resting", "rates_used"):
+        kept = ("kept_origin", "kept_elapsed", "kept_mask")
+        for name in (*kept, "start", "resting", "rates_used", "moving"):
             value = getattr(self, name)
             setattr(own, name, None if value is None else value[part])
         return own

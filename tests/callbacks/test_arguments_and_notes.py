@@ -109,6 +109,13 @@ def test_a_momentum_that_sees_zeros_where_a_part_rests_is_noted(direction: Any) 
     assert any(f"{direction.__name__} gets a gradient of 0" in note for note in notes)
 
 
+@pytest.mark.parametrize("pull", [c.ProximalTerm, c.DynamicRegularization, c.MixedAscent])
+def test_a_pull_that_fednovas_work_does_not_count_is_noted(pull: Any) -> None:
+    (said,) = [n for n in tiny_run(c.NormalizedAveraging(), pull()).notes if "τ_i" in n]
+    assert said.startswith(f"NormalizedAveraging: {pull.__name__} pulls")
+    assert not any("τ_i" in n for n in tiny_run(c.NormalizedAveraging()).notes)
+
+
 def test_a_checkpoint_of_before_an_argument_was_there_is_of_the_same_method() -> None:
     assert (
         "offset" not in Methods([c.RelaxedInitialization()]).fingerprint()["RelaxedInitialization"]
