@@ -121,8 +121,7 @@ class FederatedLoop:
             self.report(metrics, t)
             chosen = self.latest[1] if self.methods.owner("select") else None
             versions = self.versions(ledger, server)
-            remembers = self.state.base is not None or remember_sent(self.methods)
-            sent = ledger.round.ids if remembers else []
+            sent = self.sent_to(ledger)
             base = self.changed_base(ledger)
             self.state.commit(
                 RoundOutcome(t, rows, server_states, metrics, chosen, versions, sent, base)
@@ -138,6 +137,14 @@ class FederatedLoop:
         # Writing to disk may fail, so it comes last: the round is committed in any case.
         self.state.rows.store.make_room()
         return metrics
+
+    def sent_to(self, ledger: Ledger) -> list[int]:
+        """Return the clients that were sent w, if a method depends on it; otherwise none."""
+        if self.state.base is None and not remember_sent(self.methods):
+            return []
+        # A client has what it was sent, whether or not its update is used.
+        others = () if ledger.planned is None else ledger.planned.others
+        return [*ledger.round.ids, *others]
 
     def begin(self, t: int) -> Ledger:
         """Return the ledger of round t, with its facts and its participants, sampled or chosen."""

@@ -70,8 +70,8 @@ class AlternatingHead(FederatedCallback):
             when=lambda method, run: bool(run.optimizer),
         ),
         Note(
-            "{direction_owner} gets a gradient of 0 for the part that rests (head or body), and what it "
-            "keeps of earlier gradients decays there. The paper uses plain SGD.",
+            "{direction_owner} gets a gradient of 0 for the part that rests (head or body), and "
+            "what it keeps of earlier gradients decays there. The paper uses plain SGD.",
             when=lambda method, run: bool(run.direction_owner),
         ),
         Note(

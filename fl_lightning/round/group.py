@@ -32,6 +32,8 @@ class ClientGroup:
     """
 
     place_in_step = 0  # of the present batch, if a step takes several
+    # (n, D): share of the steps in which each coordinate moves; None: all move in all steps.
+    moving: Tensor | None = None
 
     def __init__(
         self,
@@ -60,8 +62,6 @@ class ClientGroup:
         self.resting: Tensor | None = None  # (n, D) bool: untrained coordinates; None: none
         self.clipped: Tensor | None = None  # (n,): number of steps in which clipping was active
         self.rates_used: Tensor | None = None  # (n, 1): sum of the factors of the steps taken
-        # (n, D): share of the steps in which each coordinate moves; None: all move in all steps.
-        self.moving: Tensor | None = None
         self.step: Tensor | None = None
         self.columns: dict[str, Tensor] = {}
         self.rows: dict[str, Tensor] = {}
@@ -78,8 +78,7 @@ class ClientGroup:
         # Facts about the hooks that the engine collects while they run.
         self.local_step: InStep | None = None
         self.looked_up = False  # a hook read the clients' numbers
-        # Names of the methods that read a client's mean gradient.
-        self.mean_gradient_readers: set[str] = set()
+        self.mean_gradient_readers: set[str] = set()  # methods that read a mean gradient
         self.batches: int | None = None  # batches of all steps, if a step takes several; else None
         # Gradients are counted in the first step, because all steps evaluate the same number.
         self.gradients_a_step = 1
