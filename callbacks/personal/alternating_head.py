@@ -30,7 +30,8 @@ class AlternatingHead(FederatedCallback):
 
     K_h is the number of steps of ``head_epochs`` local epochs, at most K_i. The part that rests
     does not move at all: its gradient is 0 before clipping, and its value is put back after the
-    optimizer's step (weight decay, momentum).
+    optimizer's step (weight decay, momentum). A mean gradient (SCAFFOLD, FedCM) of a part counts
+    the steps in which the part moves.
     Sent: the body down, and the head to clients that have none yet; the body up. Kept by each
     client: its head, and the head's start.
 
