@@ -121,8 +121,7 @@ class FederatedLoop:
             self.report(metrics, t)
             chosen = self.latest[1] if self.methods.owner("select") else None
             versions = self.versions(ledger, server)
-            remembers = self.state.base is not None or remember_sent(self.methods)
-            sent = ledger.round.ids if remembers else []
+            sent = self.sent_to(ledger)
             base = self.changed_base(ledger)
             self.state.commit(
                 RoundOutcome(t, rows, server_states, metrics, chosen, versions, sent, base)
@@ -138,6 +137,14 @@ class FederatedLoop:
         # Writing to disk may fail, so it comes last: the round is committed in any case.
         self.state.rows.store.make_room()
         return metrics
+
+    def sent_to(self, ledger: Ledger) -> list[int]:
+        """Return the clients that were sent w, if a method depends on it; otherwise none."""
+        if self.state.base is None and not remember_sent(self.methods):
+            return []
+        # A client has what it was sent, whether or not its update is used.
+        others = () if ledger.planned is None else ledger.planned.others
+        return [*ledger.round.ids, *others]
 
     def begin(self, t: int) -> Ledger:
         """Return the ledger of round t, with its facts and its participants, sampled or chosen."""
@@ -417,11 +424,17 @@ class FederatedLoop:
 
     def warn_of_mean_gradient(self, ledger: Ledger) -> None:
         """Warn if ``clients.mean_gradient`` was read and is not the mean of the gradients."""
-        if not ledger.mean_gradient_read:
-            return
         rates = self.client_rates
+        readers = sorted(ledger.mean_gradient_readers)
+        direction = self.name_of("precondition")
+        if direction:
+            # Its owner adds the mean of directions to directions.
+            readers = [name for name in readers if name != self.name_of("on_direction")]
+        if not readers:
+            return
+        takes = "take" if readers[1:] else "takes"
         reading = (
-            f"{ledger.mean_gradient_read} takes a client's displacement / (Σ η) for the mean "
+            f"{' and '.join(readers)} {takes} a client's displacement / (Σ η) for the mean "
             "gradient of its steps"
         )
         if rates.optimizer == "SGD" and rates.momentum:
@@ -429,14 +442,29 @@ class FederatedLoop:
                 f"{reading}; with momentum={rates.momentum:g} it is up to "
                 f"{1 / (1 - rates.momentum):.3g} times that"
             )
-        elif not rates.plain_sgd:
+        elif direction or not rates.plain_sgd:
             self.note(
-                f"{reading}; a step of {rates.optimizer} is not its gradient times the learning "
-                "rate, so the method's state has another scale than the gradients to which it is "
-                "added. The method is made for SGD"
+                f"{reading}; a step of {direction or rates.optimizer} is not its gradient times "
+                "the learning rate, so the method's state has another scale than the gradients to "
+                f"which it is added. The method is made for SGD{self.other_estimate(readers)}"
             )
-        if float(ledger.total.logs.get("clipped_steps", 0)) > 0:
+        # A limit on gradients does not limit a direction that is computed from them.
+        if float(ledger.total.logs.get("clipped_steps", 0)) > 0 and not direction:
             self.note(
                 f"{reading}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
                 "less than that"
             )
+
+    def name_of(self, hook: str) -> str:
+        """Return the class that owns a hook; empty if there is none."""
+        return self.methods.name_of_owner(hook) if self.methods.owner(hook) else ""
+
+    def other_estimate(self, readers: Sequence[str]) -> str:
+        """Return how one of these methods takes gradients in place of displacements, as a clause;
+        empty: none can.
+        """
+        for callback in self.methods.callbacks:
+            name = type(callback).__name__
+            if name in readers and getattr(callback, "estimate", "") == "displacement":
+                return f". {name}(estimate='gradient') takes the gradient itself"
+        return ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import reprlib
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
 
@@ -193,7 +194,10 @@ class Methods:
             UserError: a method cannot run with these settings.
         """
         names = {hook: type(owner).__name__ for hook, owner in self._owned_by.items()}
-        refuse_optimizer(run, names.get("precondition", ""), names.get("step_rate", ""))
+        direction = names.get("precondition", "")
+        refuse_optimizer(run, direction, names.get("step_rate", ""))
+        companions = tuple(type(callback).__name__ for callback in self.callbacks)
+        run = replace(run, companions=companions, direction_owner=direction)
         texts = self._note_step_rates()
         for callback in self.callbacks:
             for note in callback.notes:
@@ -235,6 +239,7 @@ class Methods:
     def bind(self, ledger: Ledger) -> None:
         """From now on let declared state read and write this round's ledger."""
         self._ledger = ledger
+        ledger.measuring = self.measuring
         self.bind_run(RunBinding(ledger.round.seed, ledger.round.steps_of))
         for callback in self.callbacks:
             callback._bound_ledger = ledger

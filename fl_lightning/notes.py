@@ -21,7 +21,9 @@ class RunFacts:
     its gradient times the learning rate; otherwise empty. ``server``: the server optimizer, if it
     is not plain SGD; otherwise empty. ``server_rate``: its learning rate; None if it changes.
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
-    leaves out late clients. ``keeps_optimizer``: keep_optimizer_state.
+    leaves out late clients. ``keeps_optimizer``: keep_optimizer_state. ``companions``: the classes
+    of the run's callbacks. ``direction_owner``: the one that decides the direction of local steps
+    (``precondition``); empty if there is none.
     """
 
     n: int
@@ -36,6 +38,8 @@ class RunFacts:
     by_step: bool = False
     deadline: bool = False
     keeps_optimizer: bool = False
+    companions: tuple[str, ...] = ()
+    direction_owner: str = ""
 
 
 class Note:

@@ -72,6 +72,11 @@ class GlobalDirection(FederatedCallback):
         self.alpha = alpha
         self.mode = mode
 
+    def on_round_start(self, server: Server) -> None:
+        # A schedule may leave the bounds in any round.
+        if self.mode == "mix":
+            check(f"GlobalDirection: in round {server.round}, alpha", self.alpha, UnitInterval)
+
     def on_direction(self, clients: Clients, direction: Tensor) -> None:
         if self.mode == "mix":
             direction.mul_(1 - self.alpha)

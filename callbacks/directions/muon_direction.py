@@ -55,7 +55,9 @@ class MuonDirection(FederatedCallback):
         nesterov: whether U looks ahead.
         start: ``"zeros"``, ``"averaged"`` or ``"own"``.
         variates: needs ``start="own"`` and ``nesterov=False``.
-        average: with ``"all"`` d ← d n/m, as if clients that did not take part had not moved.
+        average: with ``"all"`` d ← d n/m, as if clients that did not take part had not moved. It is
+            refused together with DifferentialPrivacy, and with methods that take the products of
+            adapters.
         vectors: ``"adam"`` or ``"unit"``.
         orthogonaliser: ``"newton_schulz"`` or ``"svd"``, which is exact.
         ns_steps: Newton–Schulz iterations, from 1.
@@ -165,6 +167,23 @@ class MuonDirection(FederatedCallback):
         # The coordinates that are stepped as vectors; a state has at least one number.
         self.places = mask.nonzero()[:, 0]
         self.V = max(1, len(self.places))
+
+    def not_beside(self, other: FederatedCallback) -> str:
+        if self.average == "participants":
+            return ""
+        name = type(other).__name__
+        if other.has("aggregate") and other.every_round:
+            # Rounds without participants take a step, too.
+            return (
+                f"{name} releases a mean with noise, and average='all' multiplies it by n/m, so "
+                "that it reveals how many clients took part. average='participants' does not"
+            )
+        if other.needs_products:
+            return (
+                f"{name} sets the server's model in each round, and average='all' multiplies the "
+                "server's step by n/m. average='participants' does not"
+            )
+        return ""
 
     def rows(self, clients: Clients) -> Tensor:
         """Return M of these clients ``(n, D)``, to be changed in place."""

@@ -10,7 +10,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from fl_lightning.callback import Clients, FederatedCallback, Paper, Server, Upload
+from fl_lightning.callback import (
+    Clients,
+    FederatedCallback,
+    Note,
+    Paper,
+    RunFacts,
+    Server,
+    Upload,
+)
+
+# Callbacks that add μ (x - w) to the gradient.
+PULLS = ("ProximalTerm", "DynamicRegularization", "MixedAscent")
 
 
 class NormalizedAveraging(FederatedCallback):
@@ -47,6 +58,15 @@ class NormalizedAveraging(FederatedCallback):
             "a part that is not averaged moves over several rounds, for which the paper has no norm"
         ),
     }
+    notes = (
+        Note(
+            "{pulls} pulls clients to w, and τ_i does not count that. With a pull μ (x - w) the "
+            "paper's τ_i is (1 - (1 - η μ)^K_i)/(η μ), which is below K_i, so clients that take "
+            "many steps get less weight here than in the paper.",
+            when=lambda method, run: bool(pulls(run)),
+            pulls=lambda method, run: " and ".join(pulls(run)),
+        ),
+    )
     tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
 
     def work(self, clients: Clients) -> Tensor:
@@ -63,3 +83,8 @@ class NormalizedAveraging(FederatedCallback):
 
     def aggregate(self, server: Server) -> Tensor:
         return self.tau.weighted() * server.update
+
+
+def pulls(run: RunFacts) -> list[str]:
+    """Return the callbacks of the run that pull clients to w."""
+    return [name for name in run.companions if name in PULLS]

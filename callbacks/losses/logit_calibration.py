@@ -61,7 +61,7 @@ class LogitCalibration(FederatedCallback):
     neutral = {"tau": 0.0}
     taps = {"logits": "last"}
     notes = (CLASS_LABELS,)
-    tau = Coefficient()
+    tau = Coefficient(least=0)
 
     def __init__(self, tau: NonNegativeFloat | Schedule = 1.0, exclude_true: bool = False) -> None:
         super().__init__()

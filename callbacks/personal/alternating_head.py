@@ -30,7 +30,8 @@ class AlternatingHead(FederatedCallback):
 
     K_h is the number of steps of ``head_epochs`` local epochs, at most K_i. The part that rests
     does not move at all: its gradient is 0 before clipping, and its value is put back after the
-    optimizer's step (weight decay, momentum).
+    optimizer's step (weight decay, momentum). A mean gradient (SCAFFOLD, FedCM) of a part counts
+    the steps in which the part moves.
     Sent: the body down, and the head to clients that have none yet; the body up. Kept by each
     client: its head, and the head's start.
 
@@ -69,6 +70,16 @@ class AlternatingHead(FederatedCallback):
             "that rests (head or body). The paper uses plain SGD.",
             when=lambda method, run: bool(run.optimizer),
         ),
+        Note(
+            "{direction_owner} gets a gradient of 0 for the part that rests (head or body), and "
+            "what it keeps of earlier gradients decays there. The paper uses plain SGD.",
+            when=lambda method, run: bool(run.direction_owner),
+        ),
+        Note(
+            "the learning rate changes within a round, and a mean gradient (clients.mean_gradient) "
+            "counts the steps of head and body alike, at the round's mean rate.",
+            when=lambda method, run: run.by_step or "DecayWithinRound" in run.companions,
+        ),
     )
     of_head = Scratch(dtype=torch.bool)
     before = Scratch()
@@ -83,6 +94,8 @@ class AlternatingHead(FederatedCallback):
 
     def on_local_start(self, clients: Clients) -> None:
         self.of_head[clients] = self._mask(clients.layout).to(clients.x.device)
+        first = torch.minimum(clients.steps_of(self.head_epochs), clients.steps)
+        clients.moves(torch.where(self.of_head[clients], first, clients.steps - first))
 
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> None:
         self.before[clients] = clients.x

@@ -51,7 +51,8 @@ class DifferentialPrivacy(FederatedCallback):
     no part. Everything else that clients send would have to be clipped, too. So the run refuses
     methods with uploads, methods that read single updates, averaged buffers and parts that are not
     averaged. It also refuses your own code if it reads ``server.mean_change``, clients' rows at the
-    server, or a logger's sum. The guarantee does not cover the list of participants and the logged
+    server, or a logger's sum; and, unless it only measures, ``server.n``, ``server.ids`` or
+    ``server.weights``. The guarantee does not cover the list of participants and the logged
     training metrics.
 
     With ``target_quantile`` γ the bound follows the updates' norms: C^{t+1} = C^t exp(-η_C (b̃ -

@@ -34,7 +34,8 @@ class QuantizedBroadcast(FederatedCallback):
     so the mean of ŵ^t is w^t. The method is refused together with partial averaging: a part that a
     client keeps is not sent, but the scale would include it.
     Sent: ⌈log2(2 s + 1)⌉ bits per number and 32 per tensor to each participant, in place of D
-    numbers; w^0 itself is not counted. Kept: w^0 by the server.
+    numbers; w^0 itself is not counted, nor is what no round has trained (FFA-LoRA's A). Kept: w^0
+    by the server.
 
     Args:
         levels: s, at least 1; 1 takes two bits per number, 7 four, 127 eight. None is FedAvg.
@@ -74,7 +75,13 @@ class QuantizedBroadcast(FederatedCallback):
         scales = rounded_up(blocks.scales(v, "l2"))
         drawn = torch.from_numpy(self._keyed("broadcast", server.round).random(v.shape[1]))
         q = levels_of(v, blocks.spread(scales), self.levels, drawn.to(v.device)[None])
-        bits = 32 * scales.shape[1] + v.shape[1] * bits_of(self.levels)
-        server.sent(parameters=v.shape[1], bytes=-(-bits // 8))
+        # Coordinates that no round has trained need not be sent: they are those of w^0.
+        trained = torch.ones_like(v, dtype=torch.bool)
+        if server.averaged is not None:
+            trained = (v != 0) | server.averaged
+        numbers = int(trained.sum())
+        tensors = int(blocks.scales(trained.double(), "max").sum())
+        bits = 32 * tensors + numbers * bits_of(self.levels)
+        server.sent(parameters=numbers, bytes=-(-bits // 8))
         received = w0 + (blocks.spread(scales) * q / self.levels)[0]
         return received.to(server.w.dtype)

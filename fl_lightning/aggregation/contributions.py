@@ -60,7 +60,7 @@ class Brought:
     maxima: dict[str, Tensor] = field(default_factory=dict)
     rows: dict[str, Tensor] = field(default_factory=dict)
     metrics: Any = None
-    mean_gradient_read: str = ""
+    mean_gradient_readers: set[str] = field(default_factory=set)
     kept: int | None = None
     holds: Tensor | None = None
 
@@ -114,10 +114,7 @@ class Contributions:
                 self.ledger.metrics[client] = home.metrics
             if home.kept is not None:
                 self.ledger.kept[client] = home.kept
-            # If several methods read it, name the alphabetically last one, so that the error does
-            # not depend on threads.
-            readers = (self.ledger.mean_gradient_read, home.mean_gradient_read)
-            self.ledger.mean_gradient_read = max(readers)
+            self.ledger.mean_gradient_readers |= home.mean_gradient_readers
             if transmitted is not None:
                 # The method may still hold the tensor that it returned from `transmit`.
                 if home.shared:
@@ -133,7 +130,7 @@ class Contributions:
         (client,) = group.ids
         round = self.ledger.round
         counts = traffic.of_client(group, round.buffers, self.methods)
-        home = Brought(client, counts, mean_gradient_read=group.mean_gradient_read)
+        home = Brought(client, counts, mean_gradient_readers=set(group.mean_gradient_readers))
         # After a `broadcast`, and in asynchronous runs, `given` is the model that the client was
         # given.
         given = group.round.w

@@ -38,11 +38,11 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Method
     return counts
 
 
-def count_down(counts: list[int], round: Round, client: int, methods: Methods) -> None:
+def count_down(counts: list[int], round: Round, client: int | None, methods: Methods) -> None:
     """Set the counts that depend on the round in which a client was last sent w: base, and
-    methods' rules.
+    methods' rules. ``client``: None: one that was never sent it.
     """
-    last = round.sent.get(client)
+    last = None if client is None else round.sent.get(client)
     if round.base_due is not None:
         counts[BASE] = round.base_due(round.t, last)
     for callback in methods.callbacks:
@@ -126,7 +126,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     size = ledger.round.w.element_size()
     buffers_bytes = 2 * count[BUFFER_BYTES]  # sent down, and sent up again
     if ledger.planned is not None:
-        buffers_bytes = _as_planned(count, ledger, ledger.planned)
+        buffers_bytes = _as_planned(count, ledger, ledger.planned, methods)
     down = count[DOWN_PARAMETERS]
     down_bytes = count[DOWN_PARAMETERS] * size
     if ledger.sent is not None:
@@ -156,7 +156,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     }
 
 
-def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
+def _as_planned(count: list[int], ledger: Ledger, planned: Planned, methods: Methods) -> int:
     """Count every client that was sent the model, and every update that arrived.
 
     Before this call only the clients whose update was used are counted.
@@ -174,13 +174,27 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned) -> int:
         for name, value in round.buffers.items()
         if name not in round.own_buffers
     )
-    others = planned.downloads - trained
-    count[DOWN_PARAMETERS] += others * round.layout.size
+    for client in planned.others:
+        for place, number in enumerate(_sent_down(round, client, methods)):
+            count[place] += number
+    # Of asynchronous rounds it is not known who is sent the model.
+    unknown = planned.downloads - trained - len(planned.others)
+    count[DOWN_PARAMETERS] += unknown * _sent_down(round, None, methods)[DOWN_PARAMETERS]
     count[CLIENTS] = planned.downloads
     for place, way in enumerate((UP_PARAMETERS, UP_BYTES)):
         share = count[way] / trained if trained else each[place]
         count[way] += int((planned.uploads - trained) * share)
     return buffers * (planned.downloads + planned.uploads)
+
+
+def _sent_down(round: Round, client: int | None, methods: Methods) -> list[int]:
+    """Return the counts of what a client without a result is sent; ``client`` as in
+    :func:`count_down`.
+    """
+    counts = [0] * COUNTS
+    counts[DOWN_PARAMETERS] = round.layout.size
+    count_down(counts, round, client, methods)
+    return counts
 
 
 def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:

@@ -133,8 +133,8 @@ def packed_client(
     arrays[at + "counts"] = np.asarray(home.counts, np.int64)
     numbers = message.numbers
     numbers[at + "finished"] = int(home.finished)
-    if home.mean_gradient_read:
-        numbers[at + "reads/" + home.mean_gradient_read] = 1
+    for name in sorted(home.mean_gradient_readers):
+        numbers[at + "reads/" + name] = 1
     if not home.finished:
         return
     assert home.update is not None
@@ -189,7 +189,7 @@ def unpacked_client(
     home.finished = bool(numbers["finished"])
     for name in numbers:
         if name.startswith("reads/"):
-            home.mean_gradient_read = name.removeprefix("reads/")
+            home.mean_gradient_readers.add(name.removeprefix("reads/"))
     if not home.finished:
         return home
     at_holds = at + "holds"

@@ -294,6 +294,14 @@ class Clients:
         self._group.round.rates.require_one(self._caller)
         return self._group.elapsed()
 
+    def moves(self, steps: Tensor) -> None:
+        """In ``on_local_start``, say in how many of its K_i steps each coordinate moves:
+        ``(n, D)``.
+
+        ``elapsed`` and ``mean_gradient`` then count only these, as steps of the round's mean rate.
+        """
+        self._group.moving = steps / self.steps
+
     @property
     def mean_gradient(self) -> Tensor:
         """Return (origin - x) / elapsed ``(n, D)``, at the end of a round; 0 if elapsed is 0.
@@ -303,7 +311,7 @@ class Clients:
         elapsed = self.elapsed
         # If this is not the mean gradient (with momentum, another optimizer or clipping), the round
         # names the method in a note.
-        self._group.mean_gradient_read = self._group.mean_gradient_read or self._caller
+        self._group.mean_gradient_readers.add(self._caller)
         return torch.where(elapsed > 0, (self.origin - self.x) / elapsed, 0.0).to(self.x.dtype)
 
     @property

@@ -32,6 +32,8 @@ class ClientGroup:
     """
 
     place_in_step = 0  # of the present batch, if a step takes several
+    # (n, D): share of the steps in which each coordinate moves; None: all move in all steps.
+    moving: Tensor | None = None
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class ClientGroup:
         # Facts about the hooks that the engine collects while they run.
         self.local_step: InStep | None = None
         self.looked_up = False  # a hook read the clients' numbers
-        self.mean_gradient_read = ""  # name of the method that read a client's mean gradient
+        self.mean_gradient_readers: set[str] = set()  # methods that read a mean gradient
         self.batches: int | None = None  # batches of all steps, if a step takes several; else None
         # Gradients are counted in the first step, because all steps evaluate the same number.
         self.gradients_a_step = 1
@@ -165,11 +167,13 @@ class ClientGroup:
 
     def elapsed(self) -> Tensor:
         """Return Σ η K since the displacement's origin: ``(n, 1)``, or ``(n, D)`` if parts are
-        kept.
+        kept, or move only in some steps.
         """
         here = self.round.rates.elapsed(self.column("steps", self.round.steps))
         if self.rates_used is not None:
             here = self.rates_used * self.round.rates.lr.to(self.rates_used.dtype)
+        if self.moving is not None:
+            here = here * self.moving
         return here if self.kept_elapsed is None else here + self.kept_elapsed
 
     def gradients(self, client: int) -> int:
@@ -314,7 +318,8 @@ class ClientGroup:
         # A hook before `transmit` may have reported the size for clients that train together.
         parameters, number = self.transmitted
         own.transmitted = (_of_row(parameters, row), _of_row(number, row))
-        for name in ("start", "kept_origin", "kept_elapsed", "kept_mask", "resting", "rates_used"):
+        kept = ("kept_origin", "kept_elapsed", "kept_mask")
+        for name in (*kept, "start", "resting", "rates_used", "moving"):
             value = getattr(self, name)
             setattr(own, name, None if value is None else value[part])
         return own

@@ -11,7 +11,7 @@ from fl_lightning.errors import UserError
 _BETWEEN = ("fl_lightning.round.", "fl_lightning.callback.")
 
 
-def refuse_outsiders(what: str, caller: str = "") -> None:
+def refuse_outsiders(what: str, caller: str = "", hint: str = "") -> None:
     """Refuse code from outside this package that reads ``what``, because it would reach w without
     noise.
 
@@ -28,6 +28,7 @@ def refuse_outsiders(what: str, caller: str = "") -> None:
             f"method: {caller or _reader(frame)} reads {what} in a private run "
             "(DifferentialPrivacy), and the results would be published without noise. Read "
             "server.update and server.w, which have noise, or use only one of the two methods."
+            f"{hint}"
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -42,8 +42,8 @@ class Ledger:
       additions to them in this round; ``takes_additions``: whether additions are allowed now.
     - ``rows_elsewhere``: whether clients' rows are at sites. ``kept``: how many numbers each client
       keeps there.
-    - ``mean_gradient_read``: the method that used a client's displacement as its mean gradient;
-      empty if there is none.
+    - ``measuring``: the names of callbacks that only measure.
+    - ``mean_gradient_readers``: the methods that used a client's displacement as its mean gradient.
     """
 
     def __init__(self, round: Round) -> None:
@@ -57,7 +57,8 @@ class Ledger:
         self.dropped: list[int] = []
         self.kept: dict[int, int] = {}
         self.rows_elsewhere = False
-        self.mean_gradient_read = ""
+        self.measuring: Collection[str] = ()
+        self.mean_gradient_readers: set[str] = set()
         self.metrics: dict[int, Any] = {}
         self.logs: dict[str, Tensor | float] = {}
         self.notes: list[str] = []

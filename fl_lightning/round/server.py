@@ -100,11 +100,13 @@ class Server:
     @property
     def ids(self) -> Tensor:
         """Return the clients that finished, ascending, ``(n,)``."""
+        self._guard_participants("server.ids")
         return torch.tensor(self._ledger.finished, device=self.w.device)
 
     @property
     def n(self) -> int:
         """Return how many clients finished."""
+        self._guard_participants("server.n")
         return len(self._ledger.finished)
 
     @property
@@ -112,6 +114,7 @@ class Server:
         """Return p_i of the clients that finished, in the order of ``ids``: ``(n,)``, with sum
         1.
         """
+        self._guard_participants("server.weights")
         given = [self._round.weights[i] for i in self._ledger.finished]
         weights = torch.tensor(given, dtype=self._round.wide, device=self.w.device)
         return weights / weights.sum()
@@ -216,9 +219,14 @@ class Server:
                 "or send an Upload. Or leave the method out, or simulate the run."
             )
 
-    def _guard(self, what: str) -> None:
+    def _guard(self, what: str, hint: str = "") -> None:
         if self._round.noise is not None:
-            refuse_outsiders(what, self._caller)
+            refuse_outsiders(what, self._caller, hint)
+
+    def _guard_participants(self, what: str) -> None:
+        """Refuse methods that could let w depend on who takes part, which ε assumes is secret."""
+        if self._caller not in self._ledger.measuring:
+            self._guard(what, ' If it only logs, declare role = "measurement".')
 
     def sizes(self, ids: Tensor) -> Tensor:
         """Return the numbers of samples N_i of these clients ``(k,)``, float64."""

@@ -30,6 +30,8 @@ class Planned:
         metrics: metrics that are logged for the round.
         needed: versions from which clients still train after it.
         normalised: whether discounted weights are divided by their sum.
+        others: clients that are sent the model in this round although no round uses their update,
+            ascending; not known of asynchronous rounds.
         mixed: whether updates are measured from the present model, instead of the model that each
             client was given.
     """
@@ -43,6 +45,7 @@ class Planned:
     needed: frozenset[int] = frozenset()
     normalised: bool = False
     mixed: bool = False
+    others: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -104,14 +107,24 @@ class Synchronous:
             mean = seconds[list(found.accepted)].mean()
             metrics["system/seconds_per_step"] = float(mean)
         versions = dict.fromkeys(found.accepted, t)
-        return Planned(found.accepted, versions, {}, len(found.ends), len(found.arrived), metrics)
+        return Planned(
+            found.accepted,
+            versions,
+            {},
+            len(found.ends),
+            len(found.arrived),
+            metrics,
+            others=tuple(sorted(found.ends.keys() - set(found.accepted))),
+        )
 
     def _untimed(self, t: int, ids: Sequence[int]) -> Planned:
         left = tuple(i for i in ids if not self.heterogeneity.drops(t, i))
         metrics = {}
         if self.heterogeneity.dropout:
             metrics["system/dropped"] = float(len(ids) - len(left))
-        return Planned(left, dict.fromkeys(left, t), {}, len(ids), len(left), metrics)
+        others = tuple(sorted({*ids} - {*left}))
+        versions = dict.fromkeys(left, t)
+        return Planned(left, versions, {}, len(ids), len(left), metrics, others=others)
 
     def outcome(self, t: int) -> Outcome:
         """Return the outcome of round t on the clock."""

@@ -157,12 +157,11 @@ def brought_home(*methods: FederatedCallback, **marks: Any) -> tuple[Contributio
 
 
 def test_logs_metrics_and_who_read_the_mean_gradient_come_home() -> None:
-    contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_read="SCAFFOLD")
+    contributions, total = brought_home(metrics={"seen": 2}, mean_gradient_readers={"SCAFFOLD"})
     assert float(total.logs["seen"]) == 8.0 and float(total.logged["seen"]) == 2.0
-    assert (
-        contributions.ledger.metrics == {5: {"seen": 2}}
-        and contributions.ledger.mean_gradient_read == "SCAFFOLD"
-    )
+    assert contributions.ledger.metrics == {
+        5: {"seen": 2}
+    } and contributions.ledger.mean_gradient_readers == {"SCAFFOLD"}
     assert total.buffers["running_mean"].tolist() == [8.0] * 3 and contributions.diverged == []
 
 

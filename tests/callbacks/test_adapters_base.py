@@ -14,7 +14,7 @@ from fl_lightning import callbacks as c
 from fl_lightning.lab.contracts.federation import fit as tiny
 from fl_lightning.lab.contracts.federation import in_processes, outcome, quiet, require_same
 from fl_lightning.sampling import generator
-from fl_lightning.systems import Buffered, Devices, LogNormal
+from fl_lightning.systems import Buffered, Devices, LogNormal, SystemHeterogeneity, VirtualClock
 from tests.callbacks.test_adapters import (
     NET,
     RANKS,
@@ -346,3 +346,73 @@ def test_a_checkpoint_of_another_base_is_refused() -> None:
         with pytest.raises(UserError, match="the checkpoint has another base"):
             tiny([Other()], rounds=2, folder=folder, resume=True, adapters=True)
         Other.base = first  # type: ignore[misc]
+
+
+def sent_in_rounds(run: Any) -> list[float]:
+    """Numbers down, by round; what is logged is a sum over rounds."""
+    sums = [record["communication/down_parameters"] for record in run.record.metrics]
+    return [float(number) for number in np.diff([0, *sums])]
+
+
+def cost(columns: int) -> int:
+    """The numbers of additions of so many columns per rank, or the weights themselves."""
+    return sum(
+        min(columns * layer.rank * (layer.d_in + layer.out), layer.d_in * layer.out)
+        for layer in NET.layers
+    )
+
+
+FACTOR = {
+    "A": A_NUMBERS,
+    "B": sum(layer.rank * layer.out for layer in NET.layers),
+}
+OTHERS = NET.size - sum(FACTOR.values())
+
+
+@pytest.mark.parametrize(
+    ("make", "later", "less"),
+    [(c.StackedAdapters, OTHERS, 0), (c.ResidualMerge, NET.size, 1)],
+    ids=["flora", "fedex"],
+)
+def test_a_client_that_dropped_out_was_sent_the_additions(make: Any, later: int, less: int) -> None:
+    options: dict[str, Any] = {"participation": "all", "rounds": 6}
+    run = ours([make(), SystemHeterogeneity(dropout=0.6)], TRAININGS["sgd"], **options)
+    finished = [7 - int(record["system/dropped"]) for record in run.record.metrics]
+    assert len(set(finished)) > 2
+    assert sent_in_rounds(run) == [7 * NET.size] + [
+        7 * (later + cost(max(n - less, 0))) for n in finished[:-1]
+    ]
+
+
+def test_a_client_that_dropped_out_was_sent_the_factor_of_its_round() -> None:
+    options: dict[str, Any] = {"participation": "all", "rounds": 4}
+    beside = SystemHeterogeneity(dropout=0.6)
+    run = ours([c.FactorSchedule(["B", "A"]), beside], TRAININGS["sgd"], **options)
+    expected = [NET.size, *(OTHERS + FACTOR[letter] for letter in "BAB")]
+    assert sent_in_rounds(run) == [7 * number for number in expected]
+
+
+@pytest.mark.parametrize("clock", ["late", "asynchronous"])
+def test_a_late_client_is_not_sent_a_factor_that_no_round_trains(clock: str) -> None:
+    devices = Devices(compute=LogNormal(1.0, 0.5))
+    beside, options = [], {}
+    if clock == "late":
+        beside = [VirtualClock(devices, over_selection=1.7)]
+    else:
+        options = {"asynchronous": Buffered(devices=devices, size=2, concurrency=4)}
+    run = ours([c.FactorSchedule(["B"]), *beside], TRAININGS["sgd"], **options)
+    clients = [number / (OTHERS + FACTOR["B"]) for number in sent_in_rounds(run)]
+    if clock == "late":
+        assert clients == [6.0] * len(clients), "six are sent the model, three are awaited"
+    assert all(number == int(number) and number >= 0 for number in clients)
+
+
+def test_a_quantised_broadcast_leaves_out_a_factor_that_no_round_trains() -> None:
+    run = ours([c.FactorSchedule(["B"]), c.QuantizedBroadcast(7)], TRAININGS["sgd"])
+    numbers = OTHERS + FACTOR["B"]
+    assert sent_in_rounds(run) == [3.0 * numbers] * len(run.record.metrics)
+    tensors = len(run.module.layout) - len(run.module.layout.adapters)
+    total = len(run.record.metrics) * 3 * -(-(4 * numbers + 32 * tensors) // 8)
+    assert run.record.metrics[-1]["communication/down_bytes"] == total
+    whole = ours([c.FactorSchedule(["AB"]), c.QuantizedBroadcast(7)], TRAININGS["sgd"])
+    assert sent_in_rounds(whole) == [3.0 * NET.size] * len(run.record.metrics)

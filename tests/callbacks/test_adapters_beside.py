@@ -65,6 +65,7 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
         {},
         ["fedsa", "rolora", *RANKED],
     ),
+    "mean over all clients": (lambda: [c.MuonDirection(average="all")], {}, PRODUCTS),
     "random k": (lambda: [c.RandomK(0.5)], {}, UNEQUAL),
     "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),
     "signs of EF21": (lambda: [c.ErrorFeedback21(c.SignUpdate())], {}, ["ffa", "rolora", *RANKED]),

@@ -10,11 +10,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
+from torch import Tensor, nn
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.errors import Diverged
+from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.methods import Methods
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import network
@@ -90,6 +93,49 @@ def test_fedrep_says_what_momentum_sees() -> None:
         for n in tiny_run(c.AlternatingHead(), client_optimizer=optimizer).notes
     )
     assert not any("gradient of 0" in n for n in tiny_run(c.AlternatingHead()).notes)
+
+
+class Slope(pl.LightningModule):
+    """The loss has the gradient 1 on its body everywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+        self.head = nn.Linear(3, 3).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.body.sum() + nn.functional.cross_entropy(self.head(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize("engine", ["sequential", "stacked"])
+@pytest.mark.parametrize(
+    ("make", "key"),
+    [
+        (lambda: c.ClientMomentum(0.5), "ClientMomentum.delta"),
+        (lambda: c.GlobalDirection(0.5, "mix"), "GlobalDirection.delta"),
+        (lambda: c.ControlVariates(), "ControlVariates.c"),
+    ],
+)
+def test_a_mean_gradient_of_fedreps_body_counts_the_bodys_steps(
+    make: Any, key: str, engine: str
+) -> None:
+    settings: dict[str, Any] = {"participation": "all", "local_epochs": 5, "lr_decay": 1.0}
+    settings["client_optimizer"] = lambda parameters: torch.optim.SGD(parameters, 0.1)
+    learner: Any = Slope()
+    with quiet():
+        module = fit(
+            [c.AlternatingHead(4, "head.*"), make()], 20, learner, engine=engine, **settings
+        )
+    body = module.server_states[key][module.layout["body"][0]]
+    torch.testing.assert_close(body, torch.ones_like(body), rtol=0, atol=1e-5)
+
+
+def test_fedrep_says_what_rates_that_change_in_a_round_mean() -> None:
+    def said(*methods: Any) -> bool:
+        notes = tiny_run(c.AlternatingHead(), *methods, local_epochs=2).notes
+        return any("counts the steps of head and body alike" in note for note in notes)
+
+    assert said(c.DecayWithinRound()) and not said()
 
 
 def test_a_personal_model_that_diverges_stops_the_run_as_the_global_one_does() -> None:

@@ -338,13 +338,54 @@ class Weighted(Measures):
         server.update = self.raw.weighted()
 
 
+class ReadsNumber(FederatedCallback):
+    def on_server_update(self, server):
+        server.update *= server.n / server.num_clients
+
+
+class ReadsParticipants(FederatedCallback):
+    def on_server_update(self, server):
+        server.update *= len(server.ids) / server.num_clients
+
+
+class ReadsWeights(FederatedCallback):
+    def on_server_update(self, server):
+        server.update /= server.weights.max()
+
+
 @pytest.mark.parametrize(
-    "reader", [Reads, ReadsRows, ReadsStaged, ReadsByInstance, Measures, Weighted]
+    "reader",
+    [
+        *(Reads, ReadsRows, ReadsStaged, ReadsByInstance, Measures, Weighted),
+        *(ReadsNumber, ReadsParticipants, ReadsWeights),
+    ],
 )
 def test_methods_of_a_user_s_that_go_round_the_noise_are_refused(reader):
     with pytest.raises(UserError, match="in a private run"):
         run(DifferentialPrivacy(0.5, 1.0), reader(), participation=1.0)
     run(reader(), participation=1.0)  # without privacy they may
+
+
+class LogsNumber(FederatedCallback):
+    """A logger of a user's, which changes nothing."""
+
+    role = "measurement"
+
+    def on_server_update(self, server):
+        server.log("participants", server.n + 0 * len(server.ids))
+
+
+def test_who_takes_part_may_be_logged():
+    """It is outside the guarantee, which a note says."""
+    logged = run(DifferentialPrivacy(0.5, 1.0), LogsNumber(), participation=1.0)
+    assert logged.trainer.callback_metrics["participants"] == len(SIZES)
+
+
+def test_the_released_step_is_not_scaled_by_how_many_took_part():
+    """Its length would show n, and without participants its noise would be lost."""
+    with pytest.raises(UserError, match=r"MuonDirection and DifferentialPrivacy.* n/m"):
+        run(DifferentialPrivacy(0.5, 1.0), callbacks.MuonDirection(average="all"))
+    run(DifferentialPrivacy(0.5, 1.0), callbacks.MuonDirection())
 
 
 class ReadsLogger(FederatedCallback):

@@ -295,6 +295,7 @@ METHODS: dict[str, dict[str, Any]] = {
         "scaffold": "displacement",
         "mu": 0.1,
     },
+    "FedRep + FedCM": {"fedrep": (HEAD, 1, BATCH), "alpha": 0.3},
     "Ditto": {"ditto": 0.1},
     "Ditto, momentum": {"ditto": 2.0, "momentum": 0.9},
     "Ditto, schedule, + SCAFFOLD + RI": {

@@ -268,7 +268,12 @@ def run(
                 x = x + at(cfg.beta, t) * away
             x_0[i] = x.copy()
             origin[i] = np.where(kept, origin.get(i, zeros), x_0[i])
-            elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * K[i]
+            moving = np.full(D, K[i])
+            if cfg.fedrep is not None:  # § 17: of the K steps really taken, a part takes some
+                head, epochs, size = cfg.fedrep
+                first = min(K[i], local_steps(schedule.sizes[i], size, epochs))
+                moving = np.where(head, first, K[i] - first)
+            elapsed[i] = np.where(kept, elapsed.get(i, zeros), 0.0) + eta * moving
             down[i] = vectors_down * int((~kept).sum())
             down_bytes += 8 * (vectors_down - 1) * D + math.ceil(down_bits / 8)
             up[i] = vectors_up * int(averaged.sum())

@@ -66,8 +66,8 @@ def test_displacement_over_rate_and_steps_is_the_mean_gradient_or_zero_where_not
     group = a_group(a_round())
     clients = Clients(group)
     clients.x -= ONES
-    assert not group.mean_gradient_read and clients.elapsed.tolist() == [[1.0], [2.0]]
-    assert clients.mean_gradient.tolist() == [[1.0] * D, [0.5] * D] and group.mean_gradient_read
+    assert not group.mean_gradient_readers and clients.elapsed.tolist() == [[1.0], [2.0]]
+    assert clients.mean_gradient.tolist() == [[1.0] * D, [0.5] * D] and group.mean_gradient_readers
     stopped = ClientRates(0.0, torch.tensor(0.0, dtype=torch.float64))
     still = Clients(a_group(a_round(rates=stopped)))
     still.x -= ONES
