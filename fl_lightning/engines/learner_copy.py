@@ -564,7 +564,8 @@ class LearnerCopy:
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
         self.logs.declare(name, reduce_fx)
-        self.logged.setdefault(name, []).append(value.detach())
+        # The step may change what it has logged in place afterwards.
+        self.logged.setdefault(name, []).append(value.detach().clone())
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         if use_pl_optimizer and self.optimizer is not None:
