@@ -102,7 +102,8 @@ class LearnerCopy:
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
         self.numbers = self.logs.numbers
-        # In training, a value that is logged by step and by epoch gets a name for each.
+        # In training, a value that is logged by step and by epoch gets a name for each, and
+        # `on_epoch` is False if it is not given.
         self.forks = True
         self.per_parameter = self.gradients
         self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
@@ -534,7 +535,7 @@ class LearnerCopy:
         if not self.logging:
             return
         check_loggable(type(self.learner).__name__, name, value)
-        if on_step is False and not on_epoch:
+        if on_step is False and not on_epoch and (self.forks or on_epoch is not None):
             raise UserError(
                 f"learner {type(self.learner).__name__}: self.log({name!r}, on_step=False) asks "
                 "for no value: in a training step on_epoch is False if it is not given. Add "
