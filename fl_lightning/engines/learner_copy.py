@@ -106,10 +106,7 @@ class LearnerCopy:
         # `on_epoch` is False if it is not given.
         self.forks = True
         self.per_parameter = self.gradients
-        self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
-        self._own_metrics = metric_states.metrics_of(learner)
-        self._metric_attributes = [outside(metric) for metric in self._own_metrics]
-        self._metric_index = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+        self._find_metrics()
         # Logged name → the metric's index in _own_metrics.
         self._logged_metrics: dict[str, int] = {}
         self._told_of_metrics = logged_of(learner)
@@ -180,8 +177,17 @@ class LearnerCopy:
             part._trainer = trainer
         return another
 
+    def _find_metrics(self) -> None:
+        learner = self.learner
+        self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
+        self._own_metrics = metric_states.metrics_of(learner)
+        self._metric_attributes = [outside(metric) for metric in self._own_metrics]
+        self._metric_index = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
+        # Hooks may have added metrics, as a MetricTracker does.
+        self._find_metrics()
         tie(self.parameters, self._views)
         shims = (
             self._log,
@@ -308,24 +314,28 @@ class LearnerCopy:
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
-        """Within, the learner is attached; afterwards its parameters are views into ``rest``."""
+        """Within, the learner is attached; afterwards its parameters are views into ``rest``.
+
+        Its metrics are then as they were, so that those of its validation go on over rounds.
+        """
         check_trainable(self.learner, self.layout)
         names = ("_trainer", *IN_STEPS)
         own_attributes = []
         for part in lightning_modules(self.learner):
             own_attributes.append((part, {n: vars(part)[n] for n in names if n in vars(part)}))
         self.attach()
-        try:
-            yield
-        finally:
-            # An attribute that the module did not have before is deleted: it would hide the
-            # class's.
-            for part, attributes in own_attributes:
-                for name in IN_STEPS:
-                    part.__dict__.pop(name, None)
-                part.__dict__.update(attributes)
-            tie(self.parameters, self.layout.views(rest))
-            self.reset()
+        with self.metrics_kept():
+            try:
+                yield
+            finally:
+                # An attribute that the module did not have before is deleted: it would hide the
+                # class's.
+                for part, attributes in own_attributes:
+                    for name in IN_STEPS:
+                        part.__dict__.pop(name, None)
+                    part.__dict__.update(attributes)
+                tie(self.parameters, self.layout.views(rest))
+                self.reset()
 
     def reset(self) -> None:
         """Clear the logged values and the states of the learner's metrics."""
