@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.engines.accumulation import StepBatches, count_of
 from fl_lightning.engines.client_trainer import Present, nobody
+from fl_lightning.engines.following import Objects, at, take_over
 from fl_lightning.engines.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
 from fl_lightning.errors import UserError, WrongKind
@@ -80,6 +80,7 @@ class LearnerCopy:
         # The model of a pass at another point, and the buffers for it.
         self._aside: tuple[Tensor, list[Tensor]] | None = None
         self._buffers_aside: dict[str, Tensor] = {}
+        self._objects: Objects | None = None  # of the learner that this is a copy of
         self.looks: Changes | None = None
         self._count: Tensor | None = None  # the weight of the latest batch in an accumulated step
         self.parameters = [p for _, p in trainable(learner)]
@@ -171,6 +172,7 @@ class LearnerCopy:
         another.keeps_loss = self.keeps_loss
         another.unheld = self.unheld
         another.attach()
+        another._objects = Objects(learner)
         if aliased:
             another.follow(learner)
         for part, trainer in zip(lightning_modules(copied), trainers, strict=True):
@@ -349,21 +351,17 @@ class LearnerCopy:
     def follow(self, learner: nn.Module) -> None:
         """Take over what the learner's hooks may have changed since.
 
-        That is attributes of plain data, tensors and modes, and frozen parameters.
+        That is attributes, modes, modules without trainable parameters, and frozen parameters.
         """
         check_trainable(learner, self.layout)
+        assert self._objects is not None, "only a copy follows"
+        twins = take_over(learner, self.learner, self._objects)
+        self._find_metrics()
         written = {id(parameter) for parameter, _ in self._as_buffers.values()}
-        for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
-            # A metric belongs to the client: it counts the batches of this copy's steps.
+        for theirs in learner.modules():
+            own = twins[id(theirs)]
             if isinstance(own, (Metric, MetricCollection)):
                 continue
-            for name, value in theirs.__dict__.items():
-                if name == "_trainer":
-                    own.__dict__[name] = value
-                elif name not in IN_STEPS and _carries_over(value):
-                    own.__dict__[name] = copy.deepcopy(value)
-                elif isinstance(value, Tensor):
-                    own.__dict__[name] = value.detach()
             for name, parameter in theirs._parameters.items():
                 twin = at(own._parameters, name)
                 if parameter is None or twin is None or parameter.requires_grad:
@@ -590,19 +588,3 @@ class LearnerCopy:
             items = dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **flags)
-
-
-def at(tensors: Any, name: str) -> Any:
-    """A module's own tensor of this name, or None; a scripted module's mapping has no ``get``."""
-    if name not in tensors:
-        return None
-    return tensors[name]
-
-
-def _carries_over(value: object) -> bool:
-    """Tell whether an attribute is plain data, which a copy of the learner takes over by value."""
-    if isinstance(value, (list, tuple, set)):
-        return all(_carries_over(v) for v in value)
-    if isinstance(value, dict):
-        return all(_carries_over(k) and _carries_over(v) for k, v in value.items())
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)
