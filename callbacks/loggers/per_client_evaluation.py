@@ -53,11 +53,12 @@ class PerClientEvaluation(Measurement):
     no loss, the loss is that of ``training_step`` in evaluation mode. If ``validation_step``
     requires ``dataloader_idx``, it gets 0.
 
-    Logged for each metric, over the k clients with test samples and a value (NaN is no value): the
-    mean, ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1),
-    and the mean ``_worst10`` of the ⌈k/10⌉ worst. ``modes`` says which direction is better, else
-    the learner's torchmetrics, else the name; if none of them does, an error before round 0 asks
-    you for ``modes``.
+    Logged for each metric, over the k clients with test samples and a value: the mean,
+    ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
+    mean ``_worst10`` of the ⌈k/10⌉ worst. NaN is no value. An AUROC of samples of one class is NaN
+    here, although torchmetrics returns 0. ``modes`` says which direction is better, else the
+    learner's torchmetrics, else the name; if none of them does, an error before round 0 asks you
+    for ``modes``.
     With fine-tuning it logs the same for ``clients/acc_finetuned``, ….
 
     If clients belong to domains (``client_domains``, as with ``FromFolders``), it also logs

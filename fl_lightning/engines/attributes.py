@@ -29,7 +29,40 @@ OF_THE_RUN = {"fl_lightning", "lightning", "lightning_fabric", "pytorch_lightnin
 LIBRARIES = {*OF_THE_RUN, *sys.stdlib_module_names, "numpy", "torch", "torchmetrics", "torchvision"}
 
 
-class Attributes:
+class Contents:
+    """Writes values of a learner's attributes, so that equal bytes mean equal content.
+
+    ``kept`` keeps the objects alive that are compared by identity, so that no other object gets the
+    same id. ``versions``: a change of a tensor in place counts as another identity.
+    """
+
+    def __init__(self, learner: nn.Module, versions: bool = False) -> None:
+        self.versions = versions
+        self.kept: list[Any] = []
+        modules = dict(learner.named_modules())
+        self.places = {id(module): name or "learner" for name, module in modules.items()}
+        tensors = [*learner.parameters(), *learner.buffers()]
+        self.storages = {t.untyped_storage().data_ptr() for t in tensors if is_strided(t)}
+
+    def written(self, value: Any, values: bool = False) -> Any:
+        """Return the content; ``values``: see :class:`Attributes`."""
+        # Most attributes of a module are plain or empty, and need no pickle.
+        if isinstance(value, PLAIN):
+            return value, type(value)
+        if isinstance(value, dict | list | tuple | set) and not value:
+            return type(value)
+        written = io.BytesIO()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                Writer(written, self, values).dump(value)
+        except Exception:  # for example a lock or an open file
+            self.kept.append(value)
+            return id(value)
+        return written.getvalue()
+
+
+class Attributes(Contents):
     """The present attributes of a learner's modules and of their classes.
 
     Args:
@@ -42,24 +75,15 @@ class Attributes:
     """
 
     def __init__(self, learner: nn.Module, metrics: bool = False, values: bool = True) -> None:
-        # keeps these objects alive, so that no other object gets the same id
-        self.kept: list[Any] = []
+        super().__init__(learner)
         self.found: dict[str, Any] = {}
-        modules = dict(learner.named_modules())
-        self.places = {id(module): name or "learner" for name, module in modules.items()}
-        tensors = [*learner.parameters(), *learner.buffers()]
-        self.storages = {t.untyped_storage().data_ptr() for t in tensors if is_strided(t)}
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for place, module in modules.items():
-                if metrics or not isinstance(module, Metric | MetricCollection):
-                    self._note_module(place, module, values)
-            if values:
-                kinds: dict[type, None] = {}
-                for module in modules.values():
-                    kinds.update(dict.fromkeys(type(module).__mro__))
-                for kind in kinds:
-                    self._note_class(kind)
+        kinds: dict[type, None] = {}
+        for place, module in learner.named_modules():
+            if metrics or not isinstance(module, Metric | MetricCollection):
+                self._note_module(place, module, values)
+            kinds.update(dict.fromkeys(type(module).__mro__))
+        for kind in kinds if values else ():
+            self._note_class(kind)
 
     def changed(self, later: Attributes) -> list[str]:
         """Return the names of the attributes that differ in ``later``, or that only one of the
@@ -73,33 +97,19 @@ class Attributes:
         for name, value in vars(module).items():
             if name not in SKIPPED:
                 full = f"{place}.{name}" if place else name
-                self.found[full] = self._written(value, values or name in states)
+                self.found[full] = self.written(value, values or name in states)
 
     def _note_class(self, kind: type) -> None:
         if not of_library(kind):
             for name, value in vars(kind).items():
                 if not name.startswith("__") or isinstance(value, FunctionType):
-                    self.found[f"{kind.__name__}.{name}"] = self._written(value, True)
-
-    def _written(self, value: Any, values: bool) -> Any:
-        # Most attributes of a module are plain or empty, and need no pickle.
-        if isinstance(value, PLAIN):
-            return value, type(value)
-        if isinstance(value, dict | list | tuple | set) and not value:
-            return type(value)
-        written = io.BytesIO()
-        try:
-            Writer(written, self, values).dump(value)
-        except Exception:  # for example a lock or an open file
-            self.kept.append(value)
-            return id(value)
-        return written.getvalue()
+                    self.found[f"{kind.__name__}.{name}"] = self.written(value, True)
 
 
 class Writer(pickle.Pickler):
     """Pickles a value only to compare it; the pickle is never read."""
 
-    def __init__(self, file: io.BytesIO, attributes: Attributes, values: bool) -> None:
+    def __init__(self, file: io.BytesIO, attributes: Contents, values: bool) -> None:
         super().__init__(file, protocol=4)
         self.attributes = attributes
         self.values = values
@@ -118,6 +128,8 @@ class Writer(pickle.Pickler):
         if by_value and not of_run and not isinstance(value, ModuleType | ReferenceType):
             return None
         self.attributes.kept.append(value)
+        if self.attributes.versions and isinstance(value, Tensor):
+            return f"{id(value)} {value._version}"
         return str(id(value))
 
     def reducer_override(self, value: Any) -> Any:

@@ -46,6 +46,8 @@ class DryRun:
         stream = None if recorder is None else recorder.stream
         work = replace(copies.trial_work, draws=draws)
         self.worker = Worker(work, self.copy, optimizer, recorder, stream)
+        # Trials find out which frozen parameters the steps write.
+        self.worker.checks_frozen = False
         self.buffers = buffer_values(self.situation.learner, copies.as_buffers)
 
     def run(self, client: int, steps: int) -> list[Tensor]:

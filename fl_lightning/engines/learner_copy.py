@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -16,6 +15,7 @@ from fl_lightning.aggregation import metric_states
 from fl_lightning.aggregation.metric_states import MetricStates, outside
 from fl_lightning.engines.accumulation import StepBatches, count_of
 from fl_lightning.engines.client_trainer import Present, nobody
+from fl_lightning.engines.following import Objects, at, take_over
 from fl_lightning.engines.step_hooks import StepHooks, dense, differentiated
 from fl_lightning.engines.step_logs import LAST, StepLogs
 from fl_lightning.errors import UserError, WrongKind
@@ -80,6 +80,7 @@ class LearnerCopy:
         # The model of a pass at another point, and the buffers for it.
         self._aside: tuple[Tensor, list[Tensor]] | None = None
         self._buffers_aside: dict[str, Tensor] = {}
+        self._objects: Objects | None = None  # of the learner that this is a copy of
         self.looks: Changes | None = None
         self._count: Tensor | None = None  # the weight of the latest batch in an accumulated step
         self.parameters = [p for _, p in trainable(learner)]
@@ -102,13 +103,11 @@ class LearnerCopy:
         self.logged: dict[str, list[Tensor]] = {}  # of the present step
         self.logs = StepLogs(learner, x.device)  # over steps
         self.numbers = self.logs.numbers
-        # In training, a value that is logged by step and by epoch gets a name for each.
+        # In training, a value that is logged by step and by epoch gets a name for each, and
+        # `on_epoch` is False if it is not given.
         self.forks = True
         self.per_parameter = self.gradients
-        self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
-        self._own_metrics = metric_states.metrics_of(learner)
-        self._metric_attributes = [outside(metric) for metric in self._own_metrics]
-        self._metric_index = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+        self._find_metrics()
         # Logged name → the metric's index in _own_metrics.
         self._logged_metrics: dict[str, int] = {}
         self._told_of_metrics = logged_of(learner)
@@ -173,14 +172,24 @@ class LearnerCopy:
         another.keeps_loss = self.keeps_loss
         another.unheld = self.unheld
         another.attach()
+        another._objects = Objects(learner)
         if aliased:
             another.follow(learner)
         for part, trainer in zip(lightning_modules(copied), trainers, strict=True):
             part._trainer = trainer
         return another
 
+    def _find_metrics(self) -> None:
+        learner = self.learner
+        self.metrics = [m for m in learner.modules() if isinstance(m, (Metric, MetricCollection))]
+        self._own_metrics = metric_states.metrics_of(learner)
+        self._metric_attributes = [outside(metric) for metric in self._own_metrics]
+        self._metric_index = {id(metric): j for j, metric in enumerate(self._own_metrics)}
+
     def attach(self) -> None:
         """Make the learner's parameters views into x, and collect what it logs."""
+        # Hooks may have added metrics, as a MetricTracker does.
+        self._find_metrics()
         tie(self.parameters, self._views)
         shims = (
             self._log,
@@ -307,24 +316,28 @@ class LearnerCopy:
 
     @contextmanager
     def tied(self, rest: Tensor) -> Iterator[None]:
-        """Within, the learner is attached; afterwards its parameters are views into ``rest``."""
+        """Within, the learner is attached; afterwards its parameters are views into ``rest``.
+
+        Its metrics are then as they were, so that those of its validation go on over rounds.
+        """
         check_trainable(self.learner, self.layout)
         names = ("_trainer", *IN_STEPS)
         own_attributes = []
         for part in lightning_modules(self.learner):
             own_attributes.append((part, {n: vars(part)[n] for n in names if n in vars(part)}))
         self.attach()
-        try:
-            yield
-        finally:
-            # An attribute that the module did not have before is deleted: it would hide the
-            # class's.
-            for part, attributes in own_attributes:
-                for name in IN_STEPS:
-                    part.__dict__.pop(name, None)
-                part.__dict__.update(attributes)
-            tie(self.parameters, self.layout.views(rest))
-            self.reset()
+        with self.metrics_kept():
+            try:
+                yield
+            finally:
+                # An attribute that the module did not have before is deleted: it would hide the
+                # class's.
+                for part, attributes in own_attributes:
+                    for name in IN_STEPS:
+                        part.__dict__.pop(name, None)
+                    part.__dict__.update(attributes)
+                tie(self.parameters, self.layout.views(rest))
+                self.reset()
 
     def reset(self) -> None:
         """Clear the logged values and the states of the learner's metrics."""
@@ -338,21 +351,17 @@ class LearnerCopy:
     def follow(self, learner: nn.Module) -> None:
         """Take over what the learner's hooks may have changed since.
 
-        That is attributes of plain data, tensors and modes, and frozen parameters.
+        That is attributes, modes, modules without trainable parameters, and frozen parameters.
         """
         check_trainable(learner, self.layout)
+        assert self._objects is not None, "only a copy follows"
+        twins = take_over(learner, self.learner, self._objects)
+        self._find_metrics()
         written = {id(parameter) for parameter, _ in self._as_buffers.values()}
-        for theirs, own in zip(learner.modules(), self.learner.modules(), strict=True):
-            # A metric belongs to the client: it counts the batches of this copy's steps.
+        for theirs in learner.modules():
+            own = twins[id(theirs)]
             if isinstance(own, (Metric, MetricCollection)):
                 continue
-            for name, value in theirs.__dict__.items():
-                if name == "_trainer":
-                    own.__dict__[name] = value
-                elif name not in IN_STEPS and _carries_over(value):
-                    own.__dict__[name] = copy.deepcopy(value)
-                elif isinstance(value, Tensor):
-                    own.__dict__[name] = value.detach()
             for name, parameter in theirs._parameters.items():
                 twin = at(own._parameters, name)
                 if parameter is None or twin is None or parameter.requires_grad:
@@ -534,7 +543,7 @@ class LearnerCopy:
         if not self.logging:
             return
         check_loggable(type(self.learner).__name__, name, value)
-        if on_step is False and not on_epoch:
+        if on_step is False and not on_epoch and (self.forks or on_epoch is not None):
             raise UserError(
                 f"learner {type(self.learner).__name__}: self.log({name!r}, on_step=False) asks "
                 "for no value: in a training step on_epoch is False if it is not given. Add "
@@ -564,7 +573,8 @@ class LearnerCopy:
         if not isinstance(value, Tensor):
             value = torch.tensor(float(value), device=self.x.device)
         self.logs.declare(name, reduce_fx)
-        self.logged.setdefault(name, []).append(value.detach())
+        # The step may change what it has logged in place afterwards.
+        self.logged.setdefault(name, []).append(value.detach().clone())
 
     def _optimizers(self, use_pl_optimizer: bool = True) -> Any:
         if use_pl_optimizer and self.optimizer is not None:
@@ -578,19 +588,3 @@ class LearnerCopy:
             items = dictionary.items()
         for name, value in items:
             self._log(name, value, *args, **flags)
-
-
-def at(tensors: Any, name: str) -> Any:
-    """A module's own tensor of this name, or None; a scripted module's mapping has no ``get``."""
-    if name not in tensors:
-        return None
-    return tensors[name]
-
-
-def _carries_over(value: object) -> bool:
-    """Tell whether an attribute is plain data, which a copy of the learner takes over by value."""
-    if isinstance(value, (list, tuple, set)):
-        return all(_carries_over(v) for v in value)
-    if isinstance(value, dict):
-        return all(_carries_over(k) and _carries_over(v) for k, v in value.items())
-    return value is None or type(value) in (bool, int, float, complex, str, bytes)

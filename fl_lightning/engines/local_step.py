@@ -192,6 +192,7 @@ class LocalStep:
         self.batch: Any = None
         self.changes_batch = False  # whether training_step changes its batch in place
         self.index: Any = 0
+        self.missing: Sequence[int] = ()  # places of the parameters without a gradient
         group.local_step = self
         if self.rate is not None:
             group.rates_used = torch.zeros_like(group.column("steps", group.round.steps))
@@ -209,9 +210,10 @@ class LocalStep:
         if self.remembers:
             self.remember()
         gradient = self.loss_gradient()
+        self.missing = self.model.missing
         # The learner's hooks get the gradient of its loss, before any method changes it.
         if self.hooks is not None:
-            gradient = self.hooks.before_optimizer_step(gradient)
+            gradient, self.missing = self.hooks.before_optimizer_step(gradient, self.missing)
         if self.per_parameter is None:
             gradient = self.direction(gradient)
         if self.rate is None:
@@ -225,7 +227,7 @@ class LocalStep:
             self.group.hold()
         # `on_train_batch_end` sees the model after the step, as in plain training.
         if self.hooks is not None:
-            self.hooks.batch_end(self.model.missing)
+            self.hooks.batch_end(self.missing)
         self.group.step_done()
         if self.first:
             self.first = False
@@ -257,11 +259,11 @@ class LocalStep:
     def step(self, gradient: Any) -> None:
         """Take the client optimizer's step along a direction, or one gradient per parameter."""
         if self.per_parameter is not None:
-            self.optimizer.step_each(gradient, self.model.missing)
+            self.optimizer.step_each(gradient, self.missing)
         else:
             # If a method changes gradients, all parameters are stepped, whatever the loss depends
             # on.
-            self.optimizer.step(gradient, () if self.changed else self.model.missing)
+            self.optimizer.step(gradient, () if self.changed else self.missing)
 
     def step_at(self, gradient: Any, rate: Callable[..., Any]) -> None:
         """Take the step at the rate times what a method gives, for each client."""

@@ -96,35 +96,45 @@ class StepHooks:
         finally:
             clear(parameters)
 
-    def before_optimizer_step(self, gradient: Any) -> Any:
+    def before_optimizer_step(
+        self, gradient: Any, missing: Sequence[int]
+    ) -> tuple[Any, Sequence[int]]:
         """Return the gradient of the step ``(1, D)``, or one tensor per parameter, after the
-        hooks.
-        """
-        changed = self._after_hooks(gradient) if self.before_step else gradient
-        if "on_train_batch_end" in self.names:
-            self._gradient = changed
-        return changed
+        hooks, and the places of the parameters that have none.
 
-    def _after_hooks(self, gradient: Any) -> Any:
+        ``missing``: these places before the hooks.
+        """
+        if self.before_step:
+            gradient, missing = self._after_hooks(gradient, missing)
+        if "on_train_batch_end" in self.names:
+            self._gradient = gradient
+        return gradient, missing
+
+    def _after_hooks(self, gradient: Any, missing: Sequence[int]) -> tuple[Any, Sequence[int]]:
         is_vector = isinstance(gradient, Tensor)
         gradients = self.layout.views(gradient.view(-1)) if is_vector else gradient
         try:
-            for parameter, g in zip(self.parameters, gradients, strict=True):
-                parameter.grad = g
+            for j, (parameter, g) in enumerate(zip(self.parameters, gradients, strict=True)):
+                parameter.grad = None if j in missing else g
             with torch.enable_grad():
                 if "on_before_optimizer_step" in self.names:
                     self.learner.on_before_optimizer_step(self.optimizer())
                 if "configure_gradient_clipping" in self.names:
                     self.learner.configure_gradient_clipping(self.optimizer(), None, None)
-            changed = dense(taken(self.parameters), self.parameters)
+            found = list(taken(self.parameters))
         finally:
             clear(self.parameters)
+        # A hook may hold a parameter in this step by setting its gradient to None.
+        without = [j for j, g in enumerate(found) if g is None]
+        for j in set(without).intersection(missing):
+            found[j] = gradients[j]
+        changed = dense(tuple(found), self.parameters)
         if not is_vector:
-            return changed
+            return changed, without
         # Views that were changed in place have changed the vector already.
         if any(new is not old for new, old in zip(changed, gradients, strict=True)):
             fill(gradients, changed)
-        return gradient
+        return gradient, without
 
     def batch_done(self, outputs: Any, loss: Tensor, batch: Any, index: Any) -> None:
         """Remember the arguments of ``on_train_batch_end``, which follows the optimizer's step."""

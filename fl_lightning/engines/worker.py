@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation import metric_states
 from fl_lightning.engines.client_optimizer import ClientOptimizer
+from fl_lightning.engines.frozen import FrozenParameters
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.local_step import LocalStep, Work
 from fl_lightning.engines.looks import Looks
@@ -48,6 +49,8 @@ class Worker:
         copy: of the learner; in the sequential engine, the learner itself.
         recorder: replays local steps that it has recorded; None: each step runs as it is.
         stream: on a GPU, where it computes; None: where its caller does.
+
+    ``checks_frozen``: whether a step that writes a frozen parameter is refused.
     """
 
     def __init__(
@@ -63,6 +66,8 @@ class Worker:
         self.optimizer = optimizer
         self.recorder = recorder
         self.stream = stream
+        # Comparing would wait for the device, so on streams the engine does it once per round.
+        self.checks_frozen = stream is None
         if work.methods.look:
             copy.looks = Looks(work.methods, copy, work.draws)
 
@@ -100,12 +105,15 @@ class Worker:
             # logs and in the learner's metrics.
             copy.reset()
             step = LocalStep(work, copy, group, optimizer)
+            frozen = FrozenParameters(copy) if self.checks_frozen else None
             if self.recorder is not None and replay:
                 self.recorder.run(step, iter(batches), group, optimizer, copy)
             else:
                 for index, batch in enumerate(batches):
                     step(batch, index)
             check_same_parameters(copy.learner, copy.slots_of_parameters)
+            if frozen is not None:
+                frozen.check(round.t)
             group.local_step = None
             if copy.looks is not None:
                 copy.looks.end()

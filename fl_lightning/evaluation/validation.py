@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
+from torchmetrics.classification import BinaryAUROC, MulticlassAUROC, MultilabelAUROC
+from torchmetrics.utilities.data import dim_zero_cat
 
 from fl_lightning.aggregation.metric_states import value_of
 from fl_lightning.engines.learner_copy import Convert
@@ -29,6 +31,7 @@ from fl_lightning.lightning import MisconfigurationException, extract_batch_size
 BEFORE = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
 OF_BATCHES = ("on_validation_batch_start", "on_validation_batch_end")
 AFTER = ("on_validation_epoch_end", "on_validation_end", "on_validation_model_train")
+AUROCS = (BinaryAUROC, MulticlassAUROC, MultilabelAUROC)
 Batches = Iterable[tuple[Any, int]]  # each batch with its number of samples
 
 
@@ -42,7 +45,7 @@ class ValidationEpoch:
 
     Args:
         learner: a copy whose parameters and buffers are set. The ``log`` and ``log_dict`` of this
-            copy are replaced permanently.
+            copy are replaced permanently, and an AUROC of samples of one class is NaN there.
         context: context manager around each call of the learner.
         convert: ``(learner, batch) -> batch``; None: batches stay as they are.
         seed: called with the number of each batch before the batch.
@@ -64,6 +67,9 @@ class ValidationEpoch:
         for part in lightning_modules(learner):
             object.__setattr__(part, "log", self.logs.log)
             object.__setattr__(part, "log_dict", self.logs.log_dict)
+        for metric in learner.modules():
+            if isinstance(metric, AUROCS):
+                metric.compute = NanOfOneClass(metric)  # type: ignore[method-assign]
 
     def begin(self) -> None:
         """Call the hooks before the first batch."""
@@ -192,3 +198,36 @@ class EpochLogs:
                 if self._batch is not None:
                     self._size = extract_batch_size(self._batch)
         return self._size
+
+
+class NanOfOneClass:
+    """The ``compute`` of an AUROC, which returns NaN if all samples are of one class.
+
+    torchmetrics returns 0, which would count as the worst ranking. It warns only in the first
+    process, and not with ``thresholds``, so the states decide.
+    """
+
+    def __init__(self, metric: Any) -> None:
+        found = metric.compute
+        self.metric = metric
+        self.compute: Callable[[], Any]
+        self.compute = found.compute if isinstance(found, NanOfOneClass) else found
+
+    def __call__(self) -> Any:
+        value = self.compute()
+        positives, negatives = self._counts()
+        if bool(((positives > 0) & (negatives > 0)).any()):
+            return value
+        return torch.full_like(value, torch.nan)
+
+    def _counts(self) -> tuple[Tensor, Tensor]:
+        """Return the numbers of samples in each class, and outside it."""
+        metric = self.metric
+        if metric.thresholds is not None:
+            counts = metric.confmat[0].sum(-1)
+            return counts[..., 1], counts[..., 0]
+        target = dim_zero_cat(metric.target)
+        if isinstance(metric, MulticlassAUROC):
+            counts = torch.bincount(target.flatten(), minlength=metric.num_classes)
+            return counts, counts.sum() - counts
+        return (target == 1).sum(0), (target == 0).sum(0)

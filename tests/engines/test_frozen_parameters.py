@@ -156,3 +156,57 @@ def test_another_tensor_for_a_trainable_parameter_is_refused(engine: str) -> Non
         match=r"assigns a new tensor to the data of the trainable parameter net\.0\.weight",
     ):
         trainer(1).fit(federated(Clipping(), engine=engine), blobs())
+
+
+class LateTeacher(Lit):
+    """Its teacher begins to move after a warm-up."""
+
+    def __init__(self, from_round: int = 1) -> None:
+        super().__init__()
+        self.from_round = from_round
+        self.teacher = nn.Linear(20, 8).requires_grad_(False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch >= self.from_round:
+            self.move()
+        return super().training_step(batch, batch_idx) + 0.01 * self.teacher(batch[0]).mean()
+
+    def move(self) -> None:
+        self.teacher.weight.data.mul_(0.9).add_(0.1 * self.net[0].weight.detach())
+
+
+class Reassigned(LateTeacher):
+    def move(self) -> None:
+        self.teacher.weight.data = 0.9 * self.teacher.weight.data
+
+
+@pytest.mark.parametrize(
+    ("learner", "engine"),
+    [
+        (LateTeacher, "sequential"),
+        (LateTeacher, "concurrent"),
+        (LateTeacher, "auto"),
+        (Reassigned, "sequential"),
+        (Reassigned, "concurrent"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
+def test_a_teacher_that_begins_to_move_later_is_refused_by_name(
+    learner: type[LateTeacher], engine: str
+) -> None:
+    module = federated(learner(), engine=engine, workers=2, participation="all")
+    said = rf"{learner.__name__}: its steps change the frozen parameter teacher.weight in round 1"
+    with pytest.raises(UserError, match=said):
+        trainer(3).fit(module, blobs())
+    assert module.run.state.rounds == 1
+
+
+def test_hooks_may_change_frozen_parameters_between_rounds() -> None:
+    class ByHook(LateTeacher):
+        def on_train_epoch_start(self) -> None:
+            self.move()
+
+    for engine in ("sequential", "concurrent"):
+        module = federated(ByHook(from_round=9), engine=engine, workers=2, participation="all")
+        trainer(2).fit(module, blobs())
+        assert not module.global_model.as_buffers

@@ -224,3 +224,47 @@ def test_they_are_there_beside_capture_too() -> None:
 class Logging(Lit):
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         self.log("train/largest", self.net[0].weight.grad.abs().max())
+
+
+class Held(Lit):
+    """Holds its last layer's weight, as DINO does in its first epochs."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.1, weight_decay=0.1)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.net[2].weight.grad = None
+
+
+class HeldWhileClipping(Held):
+    def on_before_optimizer_step(self, optimizer: Any) -> None: ...
+
+    def configure_gradient_clipping(self, *_: Any, **__: Any) -> None:
+        self.net[2].weight.grad = None
+
+
+class Given(Held):
+    """Gives a gradient to a parameter that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.apart = nn.Parameter(torch.ones(2))
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        assert self.apart.grad is None
+        self.apart.grad = torch.ones_like(self.apart)
+
+
+@pytest.mark.parametrize("learner", [Held, HeldWhileClipping, Given])
+@pytest.mark.parametrize("clip", [None, 100.0])
+def test_a_hook_decides_which_parameters_the_optimizer_steps(
+    learner: type[Lit], clip: float | None
+) -> None:
+    data, alone = blobs(clients=1), learner().double()
+    module = federated(learner(), engine="sequential", participation="all", clip_norm=clip)
+    alone.load_state_dict(module.learner.state_dict())
+    trainer(1).fit(module, data)
+    for name, value in plainly(alone, data, 3).items():
+        torch.testing.assert_close(
+            module.export().state_dict()[name], value, rtol=1e-9, atol=1e-9, msg=name
+        )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import pytorch_lightning as pl
 import torch
@@ -158,3 +159,92 @@ def test_callbacks_that_unfreeze_are_refused() -> None:
 
     with pytest.raises(UserError, match="callback Unfreezing unfreezes"):
         trainer(2, [Unfreezing()]).fit(federated(), blobs())
+
+
+class Weighted(Lit):
+    """Its hooks set, at the start of each round, what its steps read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta: Any = 0.0
+
+    def weight(self) -> Any:
+        return self.beta
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) * float(self.weight())
+
+
+class Interpolated(Weighted):
+    def on_train_epoch_start(self) -> None:
+        self.beta = np.interp(self.current_epoch, [0, 4], [0.0, 1.0])
+
+
+class InArray(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = np.zeros(1)
+
+    def weight(self) -> Any:
+        return self.beta[0]
+
+    def on_train_epoch_start(self) -> None:
+        self.beta = np.array([self.current_epoch / 4])
+
+
+class Schedule:
+    def __init__(self, learner: Any) -> None:
+        self.learner = learner
+        self.rounds = 0
+
+
+class InObject(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.beta = Schedule(self)
+
+    def weight(self) -> float:
+        assert self.beta.learner is self
+        return float(self.beta.rounds)
+
+    def on_train_epoch_start(self) -> None:
+        self.beta.rounds += 1
+
+
+class Scaled(nn.Module):
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self) -> float:
+        return self.factor
+
+
+class InModule(Weighted):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = nn.Identity()
+
+    def weight(self) -> float:
+        return float(self.scale())
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = Scaled(1.0 + self.current_epoch)
+
+
+class InDeeperModule(InModule):
+    def weight(self) -> float:
+        return float(self.scale[-1]())
+
+    def on_train_epoch_start(self) -> None:
+        self.scale = nn.ModuleList([nn.Flatten(), Scaled(1.0 + self.current_epoch)])
+
+
+@pytest.mark.parametrize(
+    "learner", [Interpolated, InArray, InObject, InModule, InDeeperModule], ids=lambda k: k.__name__
+)
+def test_what_hooks_set_between_rounds_reaches_the_copies(learner: type[Lit]) -> None:
+    expected, _ = fitted(learner, 3, engine="sequential")
+    module, _ = fitted(learner, 3, engine="concurrent", workers=2)
+    assert module.engine_facts["engine"] == "concurrent"
+    assert torch.equal(module.global_vector, expected.global_vector)

@@ -177,3 +177,61 @@ def test_metrics_are_the_same_on_two_processes(learner: type[Lit], tmp_path: Pat
         json.loads((tmp_path / f"{name}.json").read_text()) for name in ("1-0", "2-0", "2-1")
     )
     assert len(one) > 4 and two == [pytest.approx(one, rel=1e-6)] * 2
+
+
+class Best(Lit):
+    """Keeps the best validation of all rounds, as lightning-hydra-template does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.best = torchmetrics.MaxMetric()
+        self.best.persistent(True)
+        self.history = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=True)
+
+    def on_validation_epoch_end(self) -> None:
+        value = 1.0 / (1 + self.current_epoch)
+        self.best(value)
+        self.log("val/best", self.best.compute())
+        self.history.increment()
+        self.history.update(value)
+        self.log("val/best_of_history", self.history.best_metric())
+
+
+class BestAndLabel(Best):
+    """Also logs a metric of its steps, which comes after the others among its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label = torchmetrics.MeanMetric()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.label(batch[1].double())
+        self.log("label", self.label, on_step=False, on_epoch=True)
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("learner", [Best, BestAndLabel])
+@pytest.mark.parametrize("arguments", [*ENGINES, {"engine": "stacked"}])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_a_metric_that_no_step_updates_goes_on_over_rounds(
+    learner: type[Lit], arguments: dict[str, Any]
+) -> None:
+    run = trainer(3)
+    run.fit(federated(learner(), participation="all", **arguments), blobs())
+    logged = {name: float(value) for name, value in run.callback_metrics.items()}
+    assert logged["val/best"] == logged["val/best_of_history"] == 1.0
+    if learner is BestAndLabel:
+        data = blobs()
+        data.setup("fit")
+        labels = [batch[1] for i in range(10) for batch, _ in data.full_batches(i)]
+        assert logged["label"] == pytest.approx(float(torch.cat(labels).double().mean()))
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent"])
+def test_a_resumed_run_goes_on_with_a_persistent_metric(engine: str, tmp_path: Path) -> None:
+    run = trainer(1, default_root_dir=tmp_path)
+    run.fit(federated(Best(), engine=engine), blobs())
+    run.save_checkpoint(tmp_path / "run.ckpt")
+    resumed = trainer(2)
+    resumed.fit(federated(Best(), engine=engine), blobs(), ckpt_path=tmp_path / "run.ckpt")
+    assert float(resumed.callback_metrics["val/best"]) == 1.0

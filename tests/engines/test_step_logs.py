@@ -235,3 +235,21 @@ def test_the_loss_of_local_steps_is_that_of_the_first_pass_in_each_engine(method
         found.append(torch.cat([row for _, row in sorted(client_rows(module).items())]))
     assert torch.equal(found[0], found[1])
     torch.testing.assert_close(found[0], found[2], rtol=1e-9, atol=0)
+
+
+@pytest.mark.parametrize("arguments", ENGINES, ids=lambda given: given["engine"])
+@pytest.mark.filterwarnings("ignore:engine='stacked'")
+def test_a_number_counts_as_it_was_when_it_was_logged(arguments: dict[str, Any]) -> None:
+    class Cooling(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("tau", torch.ones(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.log("tau", self.tau)
+            self.tau.mul_(0.5)
+            return super().training_step(batch, batch_idx)
+
+    run = trainer(1)
+    run.fit(federated(Cooling(), local_epochs=None, local_steps=2, **arguments), blobs())
+    assert float(run.callback_metrics["tau"]) == pytest.approx((1 + 0.5) / 2)

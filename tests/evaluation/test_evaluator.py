@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning import InMemoryDataModule
+from fl_lightning.callbacks import GlobalLossLogger
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measured_samples import drawn, samples_of
 from fl_lightning.learner.layout import Layout
@@ -201,3 +202,16 @@ def test_a_run_sees_nothing_of_it() -> None:
         drawn_before, torch.get_rng_state()
     )
     assert logged == dict(module.trainer.callback_metrics) and module.learner.training
+
+
+def test_validation_may_log_without_its_steps() -> None:
+    """In `validation_step` Lightning logs by epoch, whether or not a step asks for it."""
+
+    class Silent(Lit):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            loss = cross_entropy(self.net(batch[0]), batch[1])
+            self.log("val/loss", loss, on_step=False)
+
+    run = trainer(1, [GlobalLossLogger(1)])
+    run.fit(federated(Silent()), blobs())
+    assert {"val/loss", "global/gap"} <= run.callback_metrics.keys()

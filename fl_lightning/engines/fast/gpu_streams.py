@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fl_lightning.engines.engine import Collect
+from fl_lightning.engines.frozen import FrozenParameters
 from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.round.context import Round
@@ -61,6 +62,7 @@ class Streams:
         for worker in self.workers:
             worker.copy.follow(self.learner)
             worker.forget()
+        frozen = [FrozenParameters(worker.copy) for worker in self.workers]
         try:
             for leaf, client in leaves:
                 if not free:
@@ -71,6 +73,8 @@ class Streams:
                 busy.append((worker, leaf, group))
             while busy:
                 finish()
+            for each in frozen:
+                each.check(round.t)
         finally:
             if round.w.is_cuda:
                 # After a failure other clients may still be running, in memory that is reset below.
