@@ -367,7 +367,7 @@ def test_that_the_clock_knows_no_compression_is_said_before_round_0(
     with quiet():
         fit([method(), clock, First()], rounds=1)
     assert len(told) == bool(named)
-    assert not named or f"come of {named}: it does not show" in told[0]
+    assert not named or f"the bytes that are saved by {named}." in told[0]
 
 
 def test_asynchronous_clocks_say_it_too() -> None:
