@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.progress import SiteProgress
@@ -206,6 +207,8 @@ class Site(FederatedLoop):
 
         def collect(leaf: int, group: ClientGroup) -> None:
             home = contributions.brought(group)
+            if home.metrics is not None:
+                refuse_samples(self.module.learner, home.metrics)
             # The engine may train clients in parallel.
             with lock:
                 if home.finished:
