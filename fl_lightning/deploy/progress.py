@@ -8,17 +8,21 @@ attributes that cannot be sent.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 from torch import nn
 
 from fl_lightning.deploy.transport import Number
-from fl_lightning.engines.attributes import Attributes
+from fl_lightning.engines.attributes import Attributes, of_library
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import pl
 
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
 BOOL = ":bool"  # suffix of the name of an attribute that is True or False
 FOREVER = -1  # for max_epochs=None
+OF_MODULES = frozenset({*vars(pl.LightningModule()), *vars(nn.Module())})
+FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
 
 class ServerProgress:
@@ -58,8 +62,12 @@ class ServerProgress:
         modules = dict(self.learner.named_modules())
         for full in self.changed:
             part, _, name = full.rpartition(".")
-            # An attribute of a class is stored under the name of the class.
-            if name.startswith("_") or part not in modules:
+            if part not in modules:
+                # An attribute of a class is stored under the name of the class.
+                if self._is_of_class(full):
+                    self._note_left(full, "It belongs to the class")
+                continue
+            if _of_framework(modules[part], name):
                 continue
             value = getattr(modules[part], name, None)
             if isinstance(value, bool):
@@ -67,13 +75,21 @@ class ServerProgress:
             elif isinstance(value, int | float):
                 numbers[ATTRIBUTE + full] = value
             else:
-                self.note(
-                    f"learner {type(self.learner).__name__}: its hooks change {full} at the "
-                    "server. It is not a number, so the server does not send it to the sites. If "
-                    "training_step reads it, keep it in a buffer (self.register_buffer): buffers "
-                    "are sent"
-                )
+                self._note_left(full, "It is not a number")
         return numbers
+
+    def _is_of_class(self, full: str) -> bool:
+        """Return whether it is a value in a class of the learner's modules, and no function."""
+        kinds = {kind for module in self.learner.modules() for kind in type(module).__mro__}
+        values = [v for k in kinds for n, v in vars(k).items() if f"{k.__name__}.{n}" == full]
+        return any(not isinstance(value, FUNCTIONS) for value in values)
+
+    def _note_left(self, full: str, why: str) -> None:
+        self.note(
+            f"learner {type(self.learner).__name__}: its hooks change {full} at the server. {why}, "
+            "so the server does not send it to the sites. If training_step reads it, keep it in a "
+            "buffer (self.register_buffer): buffers are sent"
+        )
 
     def _refuse_changed_parameters(self) -> None:
         for name, version in _versions(self.learner).items():
@@ -128,6 +144,11 @@ class SiteProgress:
             part, _, name = full.rpartition(".")
             setattr(self.learner.get_submodule(part), name, value)
         self.set |= dict.fromkeys(came)
+
+
+def _of_framework(module: nn.Module, name: str) -> bool:
+    """Return whether Lightning or PyTorch keeps this attribute in its modules."""
+    return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
 
 def _versions(learner: nn.Module) -> dict[str, int]:

@@ -60,6 +60,18 @@ class ByHook(Scaled):
         return self.factor * (3 if self.odd is True else 1)
 
 
+class ByPrivateNumber(Scaled):
+    """Its names begin with an underscore, as those of Lightning's own attributes do."""
+
+    _factor = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self._factor = 1.0 + self.current_epoch
+
+    def scale(self) -> float:
+        return self._factor
+
+
 class Scaler(pl.Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.learner.factor = 1.0 + trainer.current_epoch
@@ -77,7 +89,7 @@ def callbacks() -> list[Any]:
 
 
 @pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
-@pytest.mark.parametrize("learner", [ByEpoch, ByStep, ByHook, ByCallback])
+@pytest.mark.parametrize("learner", [ByEpoch, ByStep, ByHook, ByPrivateNumber, ByCallback])
 def test_numbers_that_change_from_round_to_round_are_known_at_sites(
     learner: type[Learner], carrier: type[InMemoryTransport], tmp_path: Path
 ) -> None:
@@ -88,6 +100,7 @@ def test_numbers_that_change_from_round_to_round_are_known_at_sites(
     over, _, _ = over_sites(callbacks, sites, rounds=3, carrier=carrier, root=there, **options)
     check_same(simulated, over, sites)
     assert (here / "clients.csv").read_text() == (there / "clients.csv").read_text()
+    assert not [note for note in over.notes if "its hooks change" in note]
 
 
 class Keeps(Learner):
@@ -102,6 +115,19 @@ class Keeps(Learner):
 def test_an_attribute_that_cannot_travel_is_noted(tmp_path: Path) -> None:
     over, _, _ = over_sites(list, tmp_path, rounds=1, learner=Keeps)
     assert any("its hooks change rates at the server" in note for note in over.notes)
+
+
+class ByClass(Learner):
+    factor = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        type(self).factor = 2.0
+
+
+def test_an_attribute_of_a_class_that_stays_at_the_server_is_noted(tmp_path: Path) -> None:
+    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=ByClass)
+    told = [note for note in over.notes if "its hooks change ByClass.factor at the server" in note]
+    assert len(told) == 1
 
 
 class Mixing(pl.Callback):
