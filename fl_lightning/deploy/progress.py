@@ -7,15 +7,18 @@ attributes that cannot be sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
 from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fl_lightning.deploy.transport import Number
 from fl_lightning.engines.attributes import Attributes, of_library
 from fl_lightning.errors import UserError
+from fl_lightning.learner.modules import keeps_frozen
 from fl_lightning.lightning import pl
 
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
@@ -39,7 +42,9 @@ class ServerProgress:
         self.learner = learner
         self.note = note
         self.first = Attributes(learner)
-        self.frozen = _versions(learner)
+        self.frozen = _marks(learner)
+        # frozen parameters whose changes are sent
+        self.sent: Collection[str] = ()
         # A value may return to its first one, so every value that changed once is sent from then
         # on.
         self.changed: dict[str, None] = {}
@@ -92,8 +97,8 @@ class ServerProgress:
         )
 
     def _refuse_changed_parameters(self) -> None:
-        for name, version in _versions(self.learner).items():
-            if self.frozen.get(name, version) != version:
+        for name, mark in _marks(self.learner, self.sent).items():
+            if self.frozen.get(name, mark) != mark:
                 last = name.rpartition(".")[2]
                 raise UserError(
                     f"learner {type(self.learner).__name__}: a hook changes the frozen parameter "
@@ -151,6 +156,15 @@ def _of_framework(module: nn.Module, name: str) -> bool:
     return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
 
-def _versions(learner: nn.Module) -> dict[str, int]:
-    """Return how often each frozen parameter was changed in place."""
-    return {n: p._version for n, p in learner.named_parameters() if not p.requires_grad}
+def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:
+    """Return a number of each frozen parameter, by name, that differs after a change."""
+    # A learner that declares frozen_stay may be large. Then only in-place changes are found.
+    mark = (lambda p: p._version) if keeps_frozen(learner) else _checksum
+    frozen = [(name, p) for name, p in learner.named_parameters() if not p.requires_grad]
+    return {name: mark(p) for name, p in frozen if name not in without}
+
+
+def _checksum(values: Tensor) -> int:
+    # PyTorch does not count changes of a tensor's .data.
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy())

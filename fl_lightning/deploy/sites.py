@@ -69,6 +69,8 @@ class Sites:
         self.places: dict[int, str] = {}  # number of a site's folder → name of the site
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
+        base = () if loop.state.base is None else loop.state.base.values
+        progress.sent = {*base, *loop.buffers.as_buffers}
         self.reads_evaluated = reads_of_clients("evaluated", loop.methods.callbacks)
         # Otherwise all of w changes in each round.
         foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)

@@ -151,6 +151,39 @@ class Teacher(Learner):
         self.teacher.add_(1)
 
 
-def test_a_frozen_parameter_that_a_hook_changes_is_refused(tmp_path: Path) -> None:
+class ByData(Teacher):
+    """PyTorch does not count changes of a tensor's data."""
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher.data.add_(1)
+
+
+class Replaced(Teacher):
+    def on_train_epoch_start(self) -> None:
+        self.teacher.data = torch.ones(3)
+
+
+@pytest.mark.parametrize("learner", [Teacher, ByData, Replaced])
+def test_a_frozen_parameter_that_a_hook_changes_is_refused(
+    learner: type[Learner], tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="changes the frozen parameter teacher at the server"):
-        over_sites(list, tmp_path, rounds=1, learner=Teacher)
+        over_sites(list, tmp_path, rounds=1, learner=learner)
+
+
+class ByStepItself(Learner):
+    """Its steps write a frozen parameter, which is sent as buffers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.teacher.data.add_(batch[0].mean(0).detach())
+        return super().training_step((batch[0] + self.teacher, batch[1]), batch_idx)
+
+
+def test_a_frozen_parameter_that_steps_write_runs_over_sites(tmp_path: Path) -> None:
+    simulated = trained([], 3, [], learner=ByStepItself)
+    over, _, _ = over_sites(list, tmp_path, rounds=3, learner=ByStepItself)
+    check_same(simulated, over, tmp_path)
