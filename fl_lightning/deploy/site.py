@@ -36,6 +36,8 @@ from fl_lightning.round.state import Declaration
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import decay_factor
 
+ELSEWHERE = -1  # in place of the participants at other sites
+
 
 class Ended(Exception):
     """The server has no more messages."""
@@ -272,15 +274,16 @@ class Site(FederatedLoop):
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """Return the facts of round t from the message, with only this site's clients to train."""
         round = self._taken(message, t)
-        ids = [int(i) for i in message.arrays["ids"]]
-        weights = dict.fromkeys(ids, 1.0)
+        weights = dict.fromkeys(mine, 1.0)
         if "weights" in message.arrays:
-            weights = dict(zip(ids, message.arrays["weights"].tolist(), strict=True))
+            weights = dict(zip(mine, message.arrays["weights"].tolist(), strict=True))
+        # The sum has to be that of all participants, as in the simulation.
+        weights[ELSEWHERE] = float(message.numbers["total_weight"]) - sum(weights.values())
         steps = self.cohort.steps_in(t, mine)
         factor = decay_factor(self.settings.lr_decay, t)
         return replace(
             round,
-            ids=ids,
+            ids=mine,
             steps=steps,
             sizes=self.cohort.sizes(mine),
             weights=weights,

@@ -372,10 +372,10 @@ class Sites:
         message.numbers["round"] = round.t
         message.numbers |= self.facts
         arrays = message.arrays
-        arrays["ids"] = np.asarray(round.ids, np.int64)
+        # A site is not told the numbers of samples of other sites' clients.
+        message.numbers["total_weight"] = sum(round.weights.values())
         if any(weight != 1 for weight in round.weights.values()):
-            weights = [round.weights[client] for client in round.ids]
-            arrays["weights"] = np.asarray(weights, np.float64)
+            arrays["weights"] = np.asarray([round.weights[i] for i in mine], np.float64)
         if self.reads_evaluated:
             self._put_evaluated(message, round.evaluated, round)
         return message

@@ -11,8 +11,9 @@ import torchmetrics
 from torch import Tensor
 
 from fl_lightning import UserError
+from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.deploy.transport import InMemoryTransport, Message
-from tests.deploy.test_in_memory import Learner, over_sites, trained
+from tests.deploy.test_in_memory import SIZES, Learner, over_sites, trained
 
 pytestmark = pytest.mark.slow
 
@@ -104,3 +105,28 @@ def test_a_metric_with_counts_in_place_of_samples_runs_over_sites(tmp_path: Path
     trained([], 2, metrics, learner=Bins)
     _, over, _ = over_sites(list, tmp_path, rounds=2, learner=Bins)
     assert metrics == over and "train/acc" in over[-1]
+
+
+class Shares(FederatedCallback):
+    def on_local_end(self, clients: Clients) -> None:
+        clients.log("share", clients.weights)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "samples"])
+def test_a_site_is_told_no_other_clients_and_no_other_numbers_of_samples(
+    weighting: str, spy: type[Spy], tmp_path: Path
+) -> None:
+    metrics: list[dict[str, float]] = []
+    options = {"participation": 7, "weighting": weighting}
+    trained([Shares()], 2, metrics, **options)
+    _, over, _ = over_sites(lambda: [Shares()], tmp_path, rounds=2, carrier=spy, **options)
+    assert metrics == over
+    rounds = [message for message in spy.down if message.what == "round"]
+    for message in rounds:
+        of_clients = {"mine", "counted", "weights"} & message.arrays.keys()
+        assert "ids" not in message.arrays
+        assert {len(message.arrays[name]) for name in of_clients} == {len(message.arrays["mine"])}
+        if weighting == "samples":
+            mine = [SIZES[client] for client in message.arrays["mine"]]
+            assert message.arrays["weights"].tolist() == mine
+    assert rounds
