@@ -35,9 +35,17 @@ class ServerProgress:
         trainer: the server's Trainer.
         learner: the learner when the fit begins, before any of its hooks ran.
         note: function that reports a text to the user.
+        changed: names of attributes that were changed before the run was resumed. The learner may
+            have restored them, so they do not differ from ``first``.
     """
 
-    def __init__(self, trainer: Any, learner: nn.Module, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        learner: nn.Module,
+        note: Callable[[str], None],
+        changed: Collection[str] = (),
+    ) -> None:
         self.trainer = trainer
         self.learner = learner
         self.note = note
@@ -45,9 +53,14 @@ class ServerProgress:
         self.frozen = _marks(learner)
         # frozen parameters whose changes are sent
         self.sent: Collection[str] = ()
+        self._changed = dict.fromkeys(changed)
+
+    def changed(self) -> list[str]:
+        """Return the names of the attributes that have changed so far."""
         # A value may return to its first one, so every value that changed once is sent from then
         # on.
-        self.changed: dict[str, None] = {}
+        self._changed |= dict.fromkeys(self.first.changed(Attributes(self.learner)))
+        return list(self._changed)
 
     def numbers(self, epoch: int, steps: int) -> dict[str, Number]:
         """Return the numbers that each message of a round has.
@@ -63,9 +76,8 @@ class ServerProgress:
         limit = self.trainer.max_epochs
         numbers: dict[str, Number] = {"epoch": epoch, "steps": steps}
         numbers["max_epochs"] = FOREVER if limit is None else limit
-        self.changed |= dict.fromkeys(self.first.changed(Attributes(self.learner)))
         modules = dict(self.learner.named_modules())
-        for full in self.changed:
+        for full in self.changed():
             part, _, name = full.rpartition(".")
             if part not in modules:
                 # An attribute of a class is stored under the name of the class.
@@ -85,8 +97,9 @@ class ServerProgress:
 
     def _is_of_class(self, full: str) -> bool:
         """Return whether it is a value in a class of the learner's modules, and no function."""
-        kinds = {kind for module in self.learner.modules() for kind in type(module).__mro__}
-        values = [v for k in kinds for n, v in vars(k).items() if f"{k.__name__}.{n}" == full]
+        kind, _, name = full.rpartition(".")
+        above = {each for module in self.learner.modules() for each in type(module).__mro__}
+        values = [vars(each).get(name) for each in above if each.__name__ == kind]
         return any(not isinstance(value, FUNCTIONS) for value in values)
 
     def _note_left(self, full: str, why: str) -> None:

@@ -103,6 +103,50 @@ def test_numbers_that_change_from_round_to_round_are_known_at_sites(
     assert not [note for note in over.notes if "its hooks change" in note]
 
 
+class Saved(Scaled):
+    """It keeps its number in checkpoints."""
+
+    factor = 1.0
+
+    def scale(self) -> float:
+        return self.factor
+
+    def on_train_epoch_end(self) -> None:
+        self.factor += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["factor"] = self.factor
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.factor = checkpoint["factor"]
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_number_that_a_learner_restores_itself_is_known_at_sites(
+    before: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"learner": Saved, "participation": "all"}
+    simulated = trained([], 3, [], **options)
+    sites, path = tmp_path / "sites", tmp_path / "last.ckpt"
+    over_sites(list, sites, rounds=before, save=path, **options)
+    over, _, _ = over_sites(list, sites, rounds=3, resume=path, **options)
+    check_same(simulated, over, sites)
+
+
+@pytest.mark.parametrize("damaged", [3, [3], "factor"])
+def test_damaged_names_of_attributes_in_a_checkpoint_are_refused(
+    damaged: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    over_sites(list, tmp_path / "sites", rounds=1, save=path, learner=Saved)
+    saved = torch.load(path, weights_only=True)
+    assert saved["sent to sites"] == ["factor"]
+    saved["sent to sites"] = damaged
+    torch.save(saved, path)
+    with pytest.raises(UserError, match="ckpt_path: sent to sites in the checkpoint is damaged"):
+        over_sites(list, tmp_path / "sites", rounds=2, resume=path, learner=Saved)
+
+
 class Keeps(Learner):
     def __init__(self) -> None:
         super().__init__()
