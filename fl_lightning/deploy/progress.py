@@ -98,7 +98,9 @@ class ServerProgress:
     def _is_of_class(self, full: str) -> bool:
         """Return whether it is a value in a class of the learner's modules, and no function."""
         kind, _, name = full.rpartition(".")
-        above = {each for module in self.learner.modules() for each in type(module).__mro__}
+        above: set[type] = set()
+        for module in self.learner.modules():
+            above.update(type(module).__mro__)
         values = [vars(each).get(name) for each in above if each.__name__ == kind]
         return any(not isinstance(value, FUNCTIONS) for value in values)
 

@@ -75,7 +75,10 @@ class AtSite(pl.Callback):
                 )
         run: FederatedRun = pl_module.run
         assert run.loop is not None
-        rows = SiteRows(self.folder, run.state.rows.store)
+        kept = run.settings.keep_optimizer_state
+        optimizer = run.optimizers.accounts["client_optimizer"] if kept else ""
+        store, strict = run.state.rows.store, run.settings.strict_resume
+        rows = SiteRows(self.folder, store, optimizer, strict)
         run.loop = Site(trainer, run.loop, self.post, self.clients, rows, self.own, self.progress)
 
     def one_client(self, module: Any) -> dict[str, float] | None:

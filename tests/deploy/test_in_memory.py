@@ -112,8 +112,8 @@ def trained(
     learner = options.pop("learner", Learner)
     module_of_data = options.pop("data", data)
     settings = {"participation": 7, "local_epochs": 2, "engine": "sequential", **options}
-    rate = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01)
-    module = FederatedModule(learner(), seed=1, client_optimizer=rate, **settings)
+    settings.setdefault("client_optimizer", partial(torch.optim.SGD, lr=0.1, weight_decay=0.01))
+    module = FederatedModule(learner(), seed=1, **settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         trainer = pl.Trainer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -231,3 +232,36 @@ def test_a_frozen_parameter_that_steps_write_runs_over_sites(tmp_path: Path) -> 
     simulated = trained([], 3, [], learner=ByStepItself)
     over, _, _ = over_sites(list, tmp_path, rounds=3, learner=ByStepItself)
     check_same(simulated, over, tmp_path)
+
+
+class Plain(Learner):
+    """Behind a bias, batch statistics leave only rounding errors of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+
+
+HEAVY = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+KEPT: dict[str, Any] = {"keep_optimizer_state": True, "learner": Plain}
+MOMENTUM = {**KEPT, "client_optimizer": HEAVY}
+ADAM = {**KEPT, "client_optimizer": partial(torch.optim.Adam, lr=0.01)}
+
+
+def test_another_client_optimizer_begins_anew_at_sites_as_in_the_simulation(tmp_path: Path) -> None:
+    path, sites = tmp_path / "last.ckpt", tmp_path / "sites"
+    (tmp_path / "here").mkdir()
+    of_one = tmp_path / "here" / "last.ckpt"
+    trained([], 2, [], save=of_one, **MOMENTUM)
+    simulated = trained([], 4, [], resume=of_one, strict_resume=False, **ADAM)
+    over_sites(list, sites, rounds=2, save=path, **MOMENTUM)
+    options = {"strict_resume": False, **ADAM}
+    over, _, _ = over_sites(list, sites, rounds=4, resume=path, **options)
+    torch.testing.assert_close(over.global_vector, simulated.global_vector, rtol=0, atol=1e-6)
+
+
+def test_a_site_refuses_another_client_optimizer_unless_it_is_told(tmp_path: Path) -> None:
+    sites = tmp_path / "sites"
+    over_sites(list, sites, rounds=1, **MOMENTUM)
+    with pytest.raises(UserError, match=r"site\.json.* client_optimizer,.*--model\.strict_resume"):
+        over_sites(list, sites, rounds=1, **ADAM)
