@@ -114,6 +114,7 @@ class Site(FederatedLoop):
         self.clients = clients
         self.rows = rows
         self.own_data = own_data
+        self.greeted = False  # whether the server knows this process's data
         self.given: Tensor | None = None  # the last complete w that the server sent
         self.question = -1  # number of the question that brought it
         self.w0: Tensor | None = None
@@ -143,6 +144,8 @@ class Site(FederatedLoop):
         try:
             if message.what == "hello":
                 return self.here(message)
+            if asks_a_stranger(message) and not self.greeted:
+                return Message("lost", message.site)
             if message.what == "round":
                 return self.trained(message)
             if message.what == "evaluate":
@@ -162,6 +165,7 @@ class Site(FederatedLoop):
 
     def here(self, message: Message) -> Message:
         """Return the site's clients, with their samples and the batches of an epoch."""
+        self.greeted = True
         m = int(message.numbers["m"])
         if m != self.cohort.m:
             raise UserError(
@@ -356,6 +360,11 @@ class Site(FederatedLoop):
             if there:
                 where = where | mask
         return where.cpu()
+
+
+def asks_a_stranger(message: Message) -> bool:
+    """Return whether only a process whose data the server has checked may answer the message."""
+    return message.what in ("round", "evaluate")
 
 
 def counted_in(message: Message) -> dict[int, int]:
