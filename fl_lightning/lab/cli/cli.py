@@ -141,7 +141,7 @@ def _seed_of_model(config: Mapping[str, Any], options: Sequence[str]) -> str | N
     """
     model = config.get("model")
     seed = model.get("seed") if isinstance(model, Mapping) else None
-    for option, following in zip(options, [*options[1:], ""], strict=True):
+    for option, following in zip(options, [*options[1:], ""], strict=False):
         if option == "--model.seed":
             seed = following
         elif option.startswith("--model.seed="):
