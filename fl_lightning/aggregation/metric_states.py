@@ -170,6 +170,34 @@ def copied(metric: Metric, device: str | None = None) -> Values:
     return {name: by_value(getattr(metric, name)) for name in metric._defaults}
 
 
+def refuse_samples(learner: nn.Module, states: MetricStates) -> None:
+    """Refuse to send the states of a metric that has values of single samples in them.
+
+    Raises:
+        UserError: it names the metric and the states.
+    """
+    metrics = metrics_of(learner)
+    for j, (_, values) in states.states.items():
+        metric = metrics[j]
+        grow = [name for name, value in values.items() if _grows(metric, name) and len(value)]
+        if not grow:
+            continue
+        name = next(name for name, module in learner.named_modules() if module is metric)
+        raise UserError(
+            f"learner {type(learner).__name__}: its metric {name} ({type(metric).__name__}) keeps "
+            f"values of each training sample in its states {', '.join(grow)}, which a site would "
+            "send to the server. Give the metric states of a fixed size (such as thresholds=100 "
+            "for AUROC and AveragePrecision), update it only in validation_step, or log a number "
+            "per step: self.log(name, torchmetrics.functional.auroc(…))."
+        )
+
+
+def _grows(metric: Metric, state: str) -> bool:
+    """Return whether a state of a metric has more values with each sample."""
+    is_list = isinstance(metric._defaults[state], list)
+    return is_list or metric._reductions[state] is dim_zero_cat
+
+
 @contextmanager
 def kept(metrics: list[Metric]) -> Iterator[None]:
     """Restore metrics afterwards, so that a gradient for another purpose than the step's is not

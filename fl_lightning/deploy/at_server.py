@@ -23,7 +23,10 @@ from fl_lightning.machine.processes import world_size
 from fl_lightning.storage.files import written_aside
 
 NUMBER = "sites.json"
-TOLD = "told by sites"  # key in checkpoints: the clients' numbers of samples and batches
+# keys in checkpoints: the clients' numbers of samples and batches, and the names of the learner's
+# attributes that hooks have changed
+TOLD = "told by sites"
+CHANGED = "sent to sites"
 
 
 class AtServer(pl.Callback):
@@ -37,6 +40,7 @@ class AtServer(pl.Callback):
             the run also waits for all clients whose numbers of samples are not known yet.
 
     ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
+    ``changed``: names of the learner's attributes that hooks changed before that.
     """
 
     measures_clients = True
@@ -51,11 +55,13 @@ class AtServer(pl.Callback):
         self.timeout = timeout
         self.min_sites = min_sites
         self.told: dict[int, tuple[int, int]] = {}
+        self.changed: list[str] = []
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         data = pl_module.run.loop.cohort.data
         if isinstance(data, Told):
             checkpoint[TOLD] = data.told()
+        checkpoint[CHANGED] = self.progress.changed()
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         try:
@@ -66,9 +72,17 @@ class AtServer(pl.Callback):
                 f"ckpt_path: {TOLD} in the checkpoint is damaged ({str(error)[:100]}). Resume from "
                 "another one."
             ) from error
+        changed = checkpoint.get(CHANGED, [])
+        if not isinstance(changed, list) or not all(isinstance(name, str) for name in changed):
+            raise UserError(
+                f"ckpt_path: {CHANGED} in the checkpoint is damaged ({str(changed)[:100]}). Resume "
+                "from another one."
+            )
+        self.changed = changed
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        self.progress = ServerProgress(trainer, pl_module.learner, pl_module.note)
+        learner, note = pl_module.learner, pl_module.note
+        self.progress = ServerProgress(trainer, learner, note, self.changed)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = pl_module.run.loop

@@ -7,18 +7,25 @@ attributes that cannot be sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Collection, Mapping
+from types import FunctionType
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from fl_lightning.deploy.transport import Number
-from fl_lightning.engines.attributes import Attributes
+from fl_lightning.engines.attributes import Attributes, of_library
 from fl_lightning.errors import UserError
+from fl_lightning.learner.modules import keeps_frozen
+from fl_lightning.lightning import pl
 
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
 BOOL = ":bool"  # suffix of the name of an attribute that is True or False
 FOREVER = -1  # for max_epochs=None
+OF_MODULES = frozenset({*vars(pl.LightningModule()), *vars(nn.Module())})
+FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
 
 class ServerProgress:
@@ -28,17 +35,32 @@ class ServerProgress:
         trainer: the server's Trainer.
         learner: the learner when the fit begins, before any of its hooks ran.
         note: function that reports a text to the user.
+        changed: names of attributes that were changed before the run was resumed. The learner may
+            have restored them, so they do not differ from ``first``.
     """
 
-    def __init__(self, trainer: Any, learner: nn.Module, note: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        trainer: Any,
+        learner: nn.Module,
+        note: Callable[[str], None],
+        changed: Collection[str] = (),
+    ) -> None:
         self.trainer = trainer
         self.learner = learner
         self.note = note
         self.first = Attributes(learner)
-        self.frozen = _versions(learner)
+        self.frozen = _marks(learner)
+        # frozen parameters whose changes are sent
+        self.sent: Collection[str] = ()
+        self._changed = dict.fromkeys(changed)
+
+    def changed(self) -> list[str]:
+        """Return the names of the attributes that have changed so far."""
         # A value may return to its first one, so every value that changed once is sent from then
         # on.
-        self.changed: dict[str, None] = {}
+        self._changed |= dict.fromkeys(self.first.changed(Attributes(self.learner)))
+        return list(self._changed)
 
     def numbers(self, epoch: int, steps: int) -> dict[str, Number]:
         """Return the numbers that each message of a round has.
@@ -54,12 +76,15 @@ class ServerProgress:
         limit = self.trainer.max_epochs
         numbers: dict[str, Number] = {"epoch": epoch, "steps": steps}
         numbers["max_epochs"] = FOREVER if limit is None else limit
-        self.changed |= dict.fromkeys(self.first.changed(Attributes(self.learner)))
         modules = dict(self.learner.named_modules())
-        for full in self.changed:
+        for full in self.changed():
             part, _, name = full.rpartition(".")
-            # An attribute of a class is stored under the name of the class.
-            if name.startswith("_") or part not in modules:
+            if part not in modules:
+                # An attribute of a class is stored under the name of the class.
+                if self._is_of_class(full):
+                    self._note_left(full, "It belongs to the class")
+                continue
+            if _of_framework(modules[part], name):
                 continue
             value = getattr(modules[part], name, None)
             if isinstance(value, bool):
@@ -67,17 +92,28 @@ class ServerProgress:
             elif isinstance(value, int | float):
                 numbers[ATTRIBUTE + full] = value
             else:
-                self.note(
-                    f"learner {type(self.learner).__name__}: its hooks change {full} at the "
-                    "server. It is not a number, so the server does not send it to the sites. If "
-                    "training_step reads it, keep it in a buffer (self.register_buffer): buffers "
-                    "are sent"
-                )
+                self._note_left(full, "It is not a number")
         return numbers
 
+    def _is_of_class(self, full: str) -> bool:
+        """Return whether it is a value in a class of the learner's modules, and no function."""
+        kind, _, name = full.rpartition(".")
+        above: set[type] = set()
+        for module in self.learner.modules():
+            above.update(type(module).__mro__)
+        values = [vars(each).get(name) for each in above if each.__name__ == kind]
+        return any(not isinstance(value, FUNCTIONS) for value in values)
+
+    def _note_left(self, full: str, why: str) -> None:
+        self.note(
+            f"learner {type(self.learner).__name__}: its hooks change {full} at the server. {why}, "
+            "so the server does not send it to the sites. If training_step reads it, keep it in a "
+            "buffer (self.register_buffer): buffers are sent"
+        )
+
     def _refuse_changed_parameters(self) -> None:
-        for name, version in _versions(self.learner).items():
-            if self.frozen.get(name, version) != version:
+        for name, mark in _marks(self.learner, self.sent).items():
+            if self.frozen.get(name, mark) != mark:
                 last = name.rpartition(".")[2]
                 raise UserError(
                     f"learner {type(self.learner).__name__}: a hook changes the frozen parameter "
@@ -130,6 +166,20 @@ class SiteProgress:
         self.set |= dict.fromkeys(came)
 
 
-def _versions(learner: nn.Module) -> dict[str, int]:
-    """Return how often each frozen parameter was changed in place."""
-    return {n: p._version for n, p in learner.named_parameters() if not p.requires_grad}
+def _of_framework(module: nn.Module, name: str) -> bool:
+    """Return whether Lightning or PyTorch keeps this attribute in its modules."""
+    return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
+
+
+def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:
+    """Return a number of each frozen parameter, by name, that differs after a change."""
+    # A learner that declares frozen_stay may be large. Then only in-place changes are found.
+    mark = (lambda p: p._version) if keeps_frozen(learner) else _checksum
+    frozen = [(name, p) for name, p in learner.named_parameters() if not p.requires_grad]
+    return {name: mark(p) for name, p in frozen if name not in without}
+
+
+def _checksum(values: Tensor) -> int:
+    # PyTorch does not count changes of a tensor's .data.
+    flat = values.detach().cpu().contiguous().reshape(-1)
+    return zlib.crc32(flat.view(torch.uint8).numpy())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.progress import SiteProgress
@@ -34,6 +35,8 @@ from fl_lightning.round.resting import mask_of_round
 from fl_lightning.round.state import Declaration
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import decay_factor
+
+ELSEWHERE = -1  # in place of the participants at other sites
 
 
 class Ended(Exception):
@@ -72,7 +75,10 @@ class AtSite(pl.Callback):
                 )
         run: FederatedRun = pl_module.run
         assert run.loop is not None
-        rows = SiteRows(self.folder, run.state.rows.store)
+        kept = run.settings.keep_optimizer_state
+        optimizer = run.optimizers.accounts["client_optimizer"] if kept else ""
+        store, strict = run.state.rows.store, run.settings.strict_resume
+        rows = SiteRows(self.folder, store, optimizer, strict)
         run.loop = Site(trainer, run.loop, self.post, self.clients, rows, self.own, self.progress)
 
     def one_client(self, module: Any) -> dict[str, float] | None:
@@ -108,6 +114,7 @@ class Site(FederatedLoop):
         self.clients = clients
         self.rows = rows
         self.own_data = own_data
+        self.greeted = False  # whether the server knows this process's data
         self.given: Tensor | None = None  # the last complete w that the server sent
         self.question = -1  # number of the question that brought it
         self.w0: Tensor | None = None
@@ -137,6 +144,8 @@ class Site(FederatedLoop):
         try:
             if message.what == "hello":
                 return self.here(message)
+            if asks_a_stranger(message) and not self.greeted:
+                return Message("lost", message.site)
             if message.what == "round":
                 return self.trained(message)
             if message.what == "evaluate":
@@ -156,6 +165,7 @@ class Site(FederatedLoop):
 
     def here(self, message: Message) -> Message:
         """Return the site's clients, with their samples and the batches of an epoch."""
+        self.greeted = True
         m = int(message.numbers["m"])
         if m != self.cohort.m:
             raise UserError(
@@ -206,6 +216,8 @@ class Site(FederatedLoop):
 
         def collect(leaf: int, group: ClientGroup) -> None:
             home = contributions.brought(group)
+            if home.metrics is not None:
+                refuse_samples(self.module.learner, home.metrics)
             # The engine may train clients in parallel.
             with lock:
                 if home.finished:
@@ -269,15 +281,16 @@ class Site(FederatedLoop):
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """Return the facts of round t from the message, with only this site's clients to train."""
         round = self._taken(message, t)
-        ids = [int(i) for i in message.arrays["ids"]]
-        weights = dict.fromkeys(ids, 1.0)
+        weights = dict.fromkeys(mine, 1.0)
         if "weights" in message.arrays:
-            weights = dict(zip(ids, message.arrays["weights"].tolist(), strict=True))
+            weights = dict(zip(mine, message.arrays["weights"].tolist(), strict=True))
+        # The sum has to be that of all participants, as in the simulation.
+        weights[ELSEWHERE] = float(message.numbers["total_weight"]) - sum(weights.values())
         steps = self.cohort.steps_in(t, mine)
         factor = decay_factor(self.settings.lr_decay, t)
         return replace(
             round,
-            ids=ids,
+            ids=mine,
             steps=steps,
             sizes=self.cohort.sizes(mine),
             weights=weights,
@@ -347,6 +360,11 @@ class Site(FederatedLoop):
             if there:
                 where = where | mask
         return where.cpu()
+
+
+def asks_a_stranger(message: Message) -> bool:
+    """Return whether only a process whose data the server has checked may answer the message."""
+    return message.what in ("round", "evaluate")
 
 
 def counted_in(message: Message) -> dict[int, int]:

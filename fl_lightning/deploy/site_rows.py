@@ -15,10 +15,11 @@ from typing import Any
 
 from torch import Tensor
 
+from fl_lightning.engines.configured_optimizer import state_fits
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock, site_journal
 from fl_lightning.storage.files import written_aside
-from fl_lightning.storage.site_journal import JOURNAL, STAGED
+from fl_lightning.storage.site_journal import JOURNAL, STAGED, Journal
 from fl_lightning.storage.store import ClientStore
 
 PLACE = "site.id"
@@ -29,24 +30,44 @@ class SiteRows:
 
     Args:
         store: the store from which clients' state is read.
+        optimizer: the account of the client optimizer; empty: clients do not keep its state.
+        strict: refuse rows of another client optimizer; otherwise they are left out.
 
     Raises:
-        UserError: another process has locked the folder, or its journal is damaged.
+        UserError: another process has locked the folder, its journal is damaged, or its rows do not
+            fit the client optimizer.
     """
 
-    def __init__(self, folder: Path, store: ClientStore) -> None:
+    def __init__(
+        self, folder: Path, store: ClientStore, optimizer: str = "", strict: bool = True
+    ) -> None:
         self.folder = folder
         self.store = store
         folder.mkdir(parents=True, exist_ok=True)
         self.lock = lock.hold(folder)
         self.lock.use()
         self.place = self._place(folder / PLACE)
-        journal = site_journal.read(folder)
+        journal = self._fitting(site_journal.read(folder), optimizer, strict)
+        self.optimizer = optimizer or journal.optimizer
         self.run = journal.run
         self.committed = journal.committed
         self.staged = journal.staged
         if journal.rows:
             self.store.load(journal.rows, folder)
+
+    def _fitting(self, journal: Journal, now: str, strict: bool) -> Journal:
+        then = journal.optimizer or now
+        if not now or not journal.has_optimizers() or state_fits(then, now):
+            return journal
+        if strict:
+            self.lock.release()
+            raise UserError(
+                f"site folder {self.folder}: {JOURNAL} has states of another client_optimizer, "
+                f"which do not fit this one ({then[:100]} then, {now[:100]} now). Use "
+                "the optimizer of before, or give --model.strict_resume false to begin with new "
+                "states."
+            )
+        return journal.without_optimizers()
 
     def _place(self, path: Path) -> int:
         """Return a number that identifies the folder, whichever process and node serve it."""
@@ -157,6 +178,7 @@ class SiteRows:
             rows[name] = {key: values.tolist() for key, values in entry.items()}
         held = {
             "run": self.run,
+            "optimizer": self.optimizer,
             "committed": self.committed,
             "staged": [[client, staged] for client, staged in self.staged.items()],
             "rows": rows,

@@ -69,6 +69,8 @@ class Sites:
         self.places: dict[int, str] = {}  # number of a site's folder → name of the site
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
+        base = () if loop.state.base is None else loop.state.base.values
+        progress.sent = {*base, *loop.buffers.as_buffers}
         self.reads_evaluated = reads_of_clients("evaluated", loop.methods.callbacks)
         # Otherwise all of w changes in each round.
         foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
@@ -370,10 +372,10 @@ class Sites:
         message.numbers["round"] = round.t
         message.numbers |= self.facts
         arrays = message.arrays
-        arrays["ids"] = np.asarray(round.ids, np.int64)
+        # A site is not told the numbers of samples of other sites' clients.
+        message.numbers["total_weight"] = sum(round.weights.values())
         if any(weight != 1 for weight in round.weights.values()):
-            weights = [round.weights[client] for client in round.ids]
-            arrays["weights"] = np.asarray(weights, np.float64)
+            arrays["weights"] = np.asarray([round.weights[i] for i in mine], np.float64)
         if self.reads_evaluated:
             self._put_evaluated(message, round.evaluated, round)
         return message

@@ -2,8 +2,8 @@
 
 Kinds of messages: "hello" asks a site for its clients, and "here" lists them; "round" asks for a
 round, and "trained" brings its results; "evaluate" asks for measurements of clients' own models,
-and "evaluated" brings them; "whole" asks for the whole model; "failed" says why a site cannot go
-on.
+and "evaluated" brings them; "whole" asks for the whole model; "lost" says that the site's process
+has started again, and asks for "hello"; "failed" says why a site cannot go on.
 """
 
 from __future__ import annotations

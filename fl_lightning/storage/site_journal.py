@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,13 +23,27 @@ class Journal:
 
     ``run``: the run's number; None: there is none yet. ``committed``: client → the round of its
     state. ``staged``: client → its last round, and the names of the rows that this round wrote.
-    ``rows``: places of the rows.
+    ``rows``: places of the rows. ``optimizer``: the account of the client optimizer whose states
+    are among them; empty: not known.
     """
 
     run: int | None = None
     committed: dict[int, int] = field(default_factory=dict)
     staged: dict[int, tuple[int, list[str]]] = field(default_factory=dict)
     rows: Index = field(default_factory=dict)
+    optimizer: str = ""
+
+    def has_optimizers(self) -> bool:
+        """Return whether there are rows of clients' optimizers."""
+        return any(map(_of_optimizer, self.rows))
+
+    def without_optimizers(self) -> Journal:
+        """Return it without the rows of the clients' optimizers."""
+        rows = {name: entry for name, entry in self.rows.items() if not _of_optimizer(name)}
+        staged = {}
+        for client, (t, names) in self.staged.items():
+            staged[client] = t, [name for name in names if not _of_optimizer(name)]
+        return replace(self, rows=rows, staged=staged)
 
 
 def read(folder: Path) -> Journal:
@@ -48,13 +62,18 @@ def read(folder: Path) -> Journal:
             rows[name] = {key: torch.tensor(entry[key]) for key in ("clients", "segments")}
         committed = {int(i): int(t) for i, t in held["committed"].items()}
         staged = {int(i): (int(t), list(names)) for i, (t, names) in held["staged"]}
-        return Journal(int(held["run"]), committed, staged, rows)
+        optimizer = str(held.get("optimizer", ""))
+        return Journal(int(held["run"]), committed, staged, rows, optimizer)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"site folder {folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the state of its "
             "clients cannot be read. Restore it from a copy, or begin another run with another "
             "folder."
         ) from error
+
+
+def _of_optimizer(name: str) -> bool:
+    return name.removeprefix(STAGED).startswith("optimizer.")
 
 
 def latest(folder: Path) -> ClientStore:

@@ -39,6 +39,14 @@ def test_an_app_has_the_composed_config_and_two_files_of_five_lines(
     assert "@" not in (folder / "README.md").read_text("utf-8")
 
 
+def test_an_app_keeps_strict_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = ["base", "data/digits", "--model.strict_resume", "false"]
+    assert main(["deploy", "flower", *given, "--out", "app"]) == 0
+    config = parse_yaml((tmp_path / "app" / "config.yaml").read_text("utf-8"))
+    assert config["model"]["strict_resume"] is False
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -31,6 +31,9 @@ def table(samples: Any, **given: Any) -> InMemoryDataModule:
     return InMemoryDataModule((x[samples], y[samples]), val=(x[:20], y[:20]), batch_size=4, **given)
 
 
+OTHERS = partial(table, slice(30, 60), num_clients=3)
+
+
 def over_own(
     methods: Callable[[], list[Any]],
     folder: Path,
@@ -38,13 +41,18 @@ def over_own(
     carrier: type[InMemoryTransport] = InMemoryTransport,
     rounds: int = 3,
     min_sites: int = 1,
+    rows: Callable[[int], InMemoryDataModule] | None = None,
+    others: Callable[[], InMemoryDataModule] = OTHERS,
     **options: Any,
 ) -> FederatedModule:
-    """A run over sites with data of their own."""
+    """A run over sites with data of their own.
+
+    The server's own samples, ``others``, are trained on by no client.
+    """
 
     def serve(client: int, post: Post) -> None:
         def own() -> InMemoryDataModule:
-            return table(lists[client], partition=Everything(3))
+            return table(lists[client], partition=Everything(3)) if rows is None else rows(client)
 
         with suppress(Ended):
             at = AtSite(post, [client], folder / str(client), own=True)
@@ -52,8 +60,6 @@ def over_own(
 
     transport = carrier({str(i): partial(serve, i) for i in range(3)})
     at = AtServer(transport, run=7, min_sites=min_sites)
-    # The server's own samples are others, which nobody trains on.
-    others = partial(table, slice(30, 60), num_clients=3)
     try:
         return trained([*methods(), at], rounds, [], data=others, **OWN, **options)
     finally:
@@ -101,6 +107,52 @@ def test_a_client_whose_table_is_another_after_a_round_began_is_left_out_of_it(
     over = over_own(lambda: [], tmp_path / "sites", lists=lists, carrier=Late, resume=path)
     dropped = [note for note in over.notes if "clients [1] dropped" in note]
     assert len(dropped) == 1 and dropped[0].startswith("round 1: ")
+
+
+class Again(InMemoryTransport):
+    """The sites' processes start again before round 1, under the same names."""
+
+    def send(self, messages: list[Message]) -> None:
+        if not self.again and any(message.numbers.get("round") == 1 for message in messages):
+            type(self).again = True
+            self.close()
+        super().send(messages)
+
+    again = False
+
+
+@pytest.fixture
+def again() -> type[Again]:
+    return type("Anew", (Again,), {})
+
+
+def test_a_process_that_starts_again_with_another_table_is_asked_for_its_numbers(
+    again: type[Again], tmp_path: Path
+) -> None:
+    def other(client: int) -> InMemoryDataModule:
+        rows = np.arange(10, 20) if again.again and client == 1 else LISTS[client]
+        return table(rows, partition=Everything(3))
+
+    over = over_own(lambda: [], tmp_path, carrier=again, rows=other)
+    assert over.run.loop.cohort.data.told()[1] == (10, 3)
+
+
+def test_a_process_that_starts_again_with_other_columns_is_refused(
+    again: type[Again], tmp_path: Path
+) -> None:
+    def named(client: int) -> InMemoryDataModule:
+        made = table(LISTS[client], partition=Everything(3))
+        made.column_names = list("cba" if again.again and client == 1 else "abc")
+        return made
+
+    def of_server() -> InMemoryDataModule:
+        made = table(slice(30, 60), num_clients=3)
+        made.column_names = list("abc")
+        return made
+
+    told = "site 1: client 1: this site's columns are c, b, a, and the server's a, b, c"
+    with pytest.raises(UserError, match=told):
+        over_own(lambda: [], tmp_path, carrier=again, rows=named, others=of_server)
 
 
 def test_data_of_other_classes_are_refused(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +61,18 @@ class ByHook(Scaled):
         return self.factor * (3 if self.odd is True else 1)
 
 
+class ByPrivateNumber(Scaled):
+    """Its names begin with an underscore, as those of Lightning's own attributes do."""
+
+    _factor = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        self._factor = 1.0 + self.current_epoch
+
+    def scale(self) -> float:
+        return self._factor
+
+
 class Scaler(pl.Callback):
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         pl_module.learner.factor = 1.0 + trainer.current_epoch
@@ -77,7 +90,7 @@ def callbacks() -> list[Any]:
 
 
 @pytest.mark.parametrize("carrier", [InMemoryTransport, Restarted])
-@pytest.mark.parametrize("learner", [ByEpoch, ByStep, ByHook, ByCallback])
+@pytest.mark.parametrize("learner", [ByEpoch, ByStep, ByHook, ByPrivateNumber, ByCallback])
 def test_numbers_that_change_from_round_to_round_are_known_at_sites(
     learner: type[Learner], carrier: type[InMemoryTransport], tmp_path: Path
 ) -> None:
@@ -88,6 +101,51 @@ def test_numbers_that_change_from_round_to_round_are_known_at_sites(
     over, _, _ = over_sites(callbacks, sites, rounds=3, carrier=carrier, root=there, **options)
     check_same(simulated, over, sites)
     assert (here / "clients.csv").read_text() == (there / "clients.csv").read_text()
+    assert not [note for note in over.notes if "its hooks change" in note]
+
+
+class Saved(Scaled):
+    """It keeps its number in checkpoints."""
+
+    factor = 1.0
+
+    def scale(self) -> float:
+        return self.factor
+
+    def on_train_epoch_end(self) -> None:
+        self.factor += 1
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["factor"] = self.factor
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.factor = checkpoint["factor"]
+
+
+@pytest.mark.parametrize("before", [1, 2])
+def test_a_number_that_a_learner_restores_itself_is_known_at_sites(
+    before: int, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"learner": Saved, "participation": "all"}
+    simulated = trained([], 3, [], **options)
+    sites, path = tmp_path / "sites", tmp_path / "last.ckpt"
+    over_sites(list, sites, rounds=before, save=path, **options)
+    over, _, _ = over_sites(list, sites, rounds=3, resume=path, **options)
+    check_same(simulated, over, sites)
+
+
+@pytest.mark.parametrize("damaged", [3, [3], "factor"])
+def test_damaged_names_of_attributes_in_a_checkpoint_are_refused(
+    damaged: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / "last.ckpt"
+    over_sites(list, tmp_path / "sites", rounds=1, save=path, learner=Saved)
+    saved = torch.load(path, weights_only=True)
+    assert saved["sent to sites"] == ["factor"]
+    saved["sent to sites"] = damaged
+    torch.save(saved, path)
+    with pytest.raises(UserError, match="ckpt_path: sent to sites in the checkpoint is damaged"):
+        over_sites(list, tmp_path / "sites", rounds=2, resume=path, learner=Saved)
 
 
 class Keeps(Learner):
@@ -102,6 +160,19 @@ class Keeps(Learner):
 def test_an_attribute_that_cannot_travel_is_noted(tmp_path: Path) -> None:
     over, _, _ = over_sites(list, tmp_path, rounds=1, learner=Keeps)
     assert any("its hooks change rates at the server" in note for note in over.notes)
+
+
+class ByClass(Learner):
+    factor = 1.0
+
+    def on_train_epoch_start(self) -> None:
+        type(self).factor = 2.0
+
+
+def test_an_attribute_of_a_class_that_stays_at_the_server_is_noted(tmp_path: Path) -> None:
+    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=ByClass)
+    told = [note for note in over.notes if "its hooks change ByClass.factor at the server" in note]
+    assert len(told) == 1
 
 
 class Mixing(pl.Callback):
@@ -125,6 +196,72 @@ class Teacher(Learner):
         self.teacher.add_(1)
 
 
-def test_a_frozen_parameter_that_a_hook_changes_is_refused(tmp_path: Path) -> None:
+class ByData(Teacher):
+    """PyTorch does not count changes of a tensor's data."""
+
+    def on_train_epoch_start(self) -> None:
+        self.teacher.data.add_(1)
+
+
+class Replaced(Teacher):
+    def on_train_epoch_start(self) -> None:
+        self.teacher.data = torch.ones(3)
+
+
+@pytest.mark.parametrize("learner", [Teacher, ByData, Replaced])
+def test_a_frozen_parameter_that_a_hook_changes_is_refused(
+    learner: type[Learner], tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match="changes the frozen parameter teacher at the server"):
-        over_sites(list, tmp_path, rounds=1, learner=Teacher)
+        over_sites(list, tmp_path, rounds=1, learner=learner)
+
+
+class ByStepItself(Learner):
+    """Its steps write a frozen parameter, which is sent as buffers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.zeros(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.teacher.data.add_(batch[0].mean(0).detach())
+        return super().training_step((batch[0] + self.teacher, batch[1]), batch_idx)
+
+
+def test_a_frozen_parameter_that_steps_write_runs_over_sites(tmp_path: Path) -> None:
+    simulated = trained([], 3, [], learner=ByStepItself)
+    over, _, _ = over_sites(list, tmp_path, rounds=3, learner=ByStepItself)
+    check_same(simulated, over, tmp_path)
+
+
+class Plain(Learner):
+    """Behind a bias, batch statistics leave only rounding errors of its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1] = nn.Identity()
+
+
+HEAVY = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+KEPT: dict[str, Any] = {"keep_optimizer_state": True, "learner": Plain}
+MOMENTUM = {**KEPT, "client_optimizer": HEAVY}
+ADAM = {**KEPT, "client_optimizer": partial(torch.optim.Adam, lr=0.01)}
+
+
+def test_another_client_optimizer_begins_anew_at_sites_as_in_the_simulation(tmp_path: Path) -> None:
+    path, sites = tmp_path / "last.ckpt", tmp_path / "sites"
+    (tmp_path / "here").mkdir()
+    of_one = tmp_path / "here" / "last.ckpt"
+    trained([], 2, [], save=of_one, **MOMENTUM)
+    simulated = trained([], 4, [], resume=of_one, strict_resume=False, **ADAM)
+    over_sites(list, sites, rounds=2, save=path, **MOMENTUM)
+    options = {"strict_resume": False, **ADAM}
+    over, _, _ = over_sites(list, sites, rounds=4, resume=path, **options)
+    torch.testing.assert_close(over.global_vector, simulated.global_vector, rtol=0, atol=1e-6)
+
+
+def test_a_site_refuses_another_client_optimizer_unless_it_is_told(tmp_path: Path) -> None:
+    sites = tmp_path / "sites"
+    over_sites(list, sites, rounds=1, **MOMENTUM)
+    with pytest.raises(UserError, match=r"site\.json.* client_optimizer,.*--model\.strict_resume"):
+        over_sites(list, sites, rounds=1, **ADAM)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.deploy.site import AtSite, Ended, numbers_of
+from fl_lightning.deploy.site import AtSite, Ended, asks_a_stranger, numbers_of
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post
 from fl_lightning.deploy.travel import check_names, check_shape, shape_of
@@ -57,6 +57,12 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     for place in (str(Path.cwd()), str(app)):
         sys.path.insert(0, place)
     first = post.take()
+    # After a restart the server has to greet this process first, so that its data are compared.
+    while first is not None and asks_a_stranger(first):
+        question = first.numbers.get("question")
+        numbers = {} if question is None else {"question": question}
+        post.give(Message("lost", first.site, numbers))
+        first = post.take()
     if first is None:
         return
     arguments = ["-c", str(app / "config.yaml"), "--trainer.default_root_dir", str(folder)]

@@ -464,8 +464,9 @@ class CommandCLI(LightningCLI):
         saved.pop("config", None)
         saved.pop("weights_only", None)
         saved.ckpt_path = None
-        # strict_resume holds for one command only: a later resume is compared again.
-        if "model" in saved and "strict_resume" in saved.model:
+        # strict_resume holds for one command only: a later resume is compared again. An app's run
+        # has no other place for it.
+        if self.command != "deploy" and "strict_resume" in saved.get("model", {}):
             saved.model.strict_resume = True
         _name_enums(saved)
         text = str(self.parser.dump(saved, skip_none=False, skip_validation=True))
