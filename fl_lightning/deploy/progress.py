@@ -182,4 +182,4 @@ def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:
 def _checksum(values: Tensor) -> int:
     # PyTorch does not count changes of a tensor's .data.
     flat = values.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(flat.view(torch.uint8).numpy())
+    return zlib.crc32(flat.view(torch.uint8).numpy().data)

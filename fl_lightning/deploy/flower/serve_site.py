@@ -60,8 +60,8 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     # After a restart the server has to greet this process first, so that its data are compared.
     while first is not None and asks_a_stranger(first):
         question = first.numbers.get("question")
-        numbers = {} if question is None else {"question": question}
-        post.give(Message("lost", first.site, numbers))
+        answered = {} if question is None else {"question": question}
+        post.give(Message("lost", first.site, answered))
         first = post.take()
     if first is None:
         return
