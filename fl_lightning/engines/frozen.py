@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import same_bits
@@ -30,8 +30,10 @@ class FrozenParameters:
             UserError: it names the parameter.
         """
         now = self._now()
-        for name, numbers in self.before.items():
-            if name in now and not same_bits(now[name], numbers):
+        for name, (parameter, numbers) in self.before.items():
+            # A step may also replace a parameter, such as a teacher that it copies anew.
+            same, numbers_now = now.get(name, (None, numbers))
+            if same is parameter and not same_bits(numbers_now, numbers):
                 raise UserError(
                     f"learner {type(self.copy.learner).__name__}: its steps change the frozen "
                     f"parameter {name} in round {t}, but they did not in the trial steps before "
@@ -41,14 +43,16 @@ class FrozenParameters:
                     "a buffer (register_buffer)."
                 )
 
-    def _now(self) -> dict[str, Tensor]:
+    def _now(self) -> dict[str, tuple[nn.Parameter, Tensor]]:
         learner = self.copy.learner
         if keeps_frozen(learner):
             return {}
+        # A step may freeze a trainable parameter for a while.
+        others = {*self.copy.layout, *self.copy.as_buffers}
         return {
-            name: sampled(parameter.data)
+            name: (parameter, sampled(parameter.data))
             for name, parameter in learner.named_parameters()
-            if not parameter.requires_grad and name not in self.copy.as_buffers
+            if not parameter.requires_grad and name not in others
         }
 
 
