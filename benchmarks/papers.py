@@ -439,13 +439,12 @@ def objections_to(folders: Sequence[Path], results: Path) -> list[str]:
         about += [(p, "selects by a reported seed") for p in selecting if Path(p).name in reported]
         sweep_file = git("show", f"{protocol}:configs/experiment/{name}.yaml", strip=False)
         text = (folder / "sweep.yaml").read_text("utf-8")
-        if not text.startswith(sweep_file):
+        if text.startswith(sweep_file):
+            overrides = text.removeprefix(sweep_file).strip().removeprefix("# over it: ").split()
+            other = [each for each in overrides if not each.startswith("data.init_args.root=")]
+            about += [("sweep.yaml", f"was run with {override}") for override in other]
+        else:
             about.append(("sweep.yaml", "is not the protocol's"))
-            sweep_file = text
-        overrides = text.removeprefix(sweep_file).strip().removeprefix("# over it: ").split()
-        for override in overrides:
-            if not override.startswith("data.init_args.root="):
-                about.append(("sweep.yaml", f"was run with {override}"))
         claims = git("show", f"{protocol}:configs/experiment/{name}.claims.yaml", strip=False)
         stated = hashlib.sha256(claims.encode()).hexdigest()
         for place in (kept & planned) | selecting:

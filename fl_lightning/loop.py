@@ -456,7 +456,7 @@ class FederatedLoop:
             )
 
     def name_of(self, hook: str) -> str:
-        """Return the class that owns a hook; empty if there is none."""
+        """Return the name of the class that owns a hook; empty if no callback has the hook."""
         return self.methods.name_of_owner(hook) if self.methods.owner(hook) else ""
 
     def other_estimate(self, readers: Sequence[str]) -> str:

@@ -23,7 +23,7 @@ class RunFacts:
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
     leaves out late clients. ``keeps_optimizer``: keep_optimizer_state. ``companions``: the classes
     of the run's callbacks. ``direction_owner``: the one that decides the direction of local steps
-    (``precondition``); empty if there is none.
+    (``precondition``); empty if no callback does.
     """
 
     n: int

@@ -28,9 +28,8 @@ class MetricsCSV(Logger):
         super().__init__()
         self.path = Path(save_dir) / "metrics.csv"
         self._columns: list[str] | None = None  # None: the file has not been read
-        self._before: int | None = (
-            None  # the file's rounds from this one on are dropped; None: none
-        )
+        # Rows of this round and later ones are dropped with the next row; None: all stay.
+        self._before: int | None = None
         self._synced = True  # whether all rows would survive a crash of the machine
         self._round = -1  # round of the last row, which may still get more columns
         self._row: Row = {}

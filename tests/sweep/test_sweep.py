@@ -118,20 +118,24 @@ def test_an_arm_without_a_working_candidate_does_not_hold_up_the_others(cli: Cli
     (cli.folder / "s.yaml").write_text("""
 configs: [base, data/digits, trainer/cpu]
 fixed: {trainer.max_epochs: 1, model.engine: sequential, model.local_epochs: 1}
-grid: {method: [method/fedavg, method/fedinit], seed_everything: [1]}
+grid: {method: [method/ri, method/fedavg, method/fedinit], seed_everything: [1]}
 select:
   over: {model.learner.init_args.lr: [0.1]}
-  arms: {fedavg: {model.learner.init_args.lr: [1.0e+20, 1.0e+30]}}
+  arms:
+    fedavg: {model.learner.init_args.lr: [1.0e+20, 1.0e+30]}
+    ri: {after: fedavg, method.beta: [0.05, 0.1]}
   metric: val/loss
   seeds: [100]
 """)
     ended = cli("sweep", "s.yaml", "--jobs", 1)
     assert ended.returncode == 1, ended.stderr
-    assert "no choice: each candidate of fedavg diverged" in ended.stdout
+    for arm in ("fedavg", "ri"):  # ri would take fedavg's choice
+        assert f"no choice: each candidate of {arm}, or of" in ended.stdout
     assert "the same command goes on" not in ended.stdout
-    assert states(cli.folder / "runs/s") == {"fedavg/1": "waiting", "fedinit/1": "done"}
+    standing = {"ri/1": "waiting", "fedavg/1": "waiting", "fedinit/1": "done"}
+    assert states(cli.folder / "runs/s") == standing
     script = cli("sweep", "s.yaml", "seed_everything=[1,2]", "--slurm", "-").stdout
-    assert "fedinit/seed-2" in script and "fedavg/seed" not in script
+    assert "fedinit/seed-2" in script and "fedavg/seed" not in script and "ri/seed" not in script
 
 
 AFTER = """

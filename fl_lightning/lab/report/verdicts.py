@@ -28,7 +28,7 @@ class Evidence:
 
     ``lost``: a seed is left out in a way that would help the claim, so nothing can be reproduced.
     ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.
-    ``places``: the number of values of a trend's axis; 0: it is no such trend.
+    ``places``: the number of values on a trend's axis; 0 for every other kind of claim.
     """
 
     values: dict[int, float] = field(default_factory=dict)

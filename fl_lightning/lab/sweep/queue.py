@@ -78,7 +78,7 @@ class Queue:
         waiting = [run for run, status in self.states.items() if status == WAITING]
         waiting = [run for run in reversed(waiting) if run.arm not in hold]
         for run in self.states:
-            self._look_for_metric(run)
+            self._check_metric(run)
         try:
             self._write()
             while self._workers or (waiting and self._goes_on):
@@ -140,11 +140,11 @@ class Queue:
             self.states[run] = WAITING if unbegun else outcome(run, code)
             if self.states[run] == FAILED and disk_usage(run.folder).free < _LEAST_ROOM:
                 self.full = run.folder
-            self._look_for_metric(run)
+            self._check_metric(run)
             self.table.tell(run, self.states)
             self._write()
 
-    def _look_for_metric(self, run: PlannedRun) -> None:
+    def _check_metric(self, run: PlannedRun) -> None:
         if self.metric is None or self.states[run] != DONE:
             return
         _, value = files.progress(run, self.metric)

@@ -112,12 +112,7 @@ class Sweep:
     @property
     def still_choosing(self) -> list[str]:
         """Return the undecided arms for which there is still a candidate to try."""
-        dead = list(self.lost)
-        # An arm after a lost one has no choice to take.
-        for candidate in self.candidates:
-            if candidate.after in dead and candidate.arm not in dead:
-                dead.append(candidate.arm)
-        return [arm for arm in self.undecided if arm not in dead]
+        return [arm for arm in self.undecided if arm not in self.lost]
 
     def listed(self) -> list[PlannedRun]:
         """Return the sweep's own runs, in the grid's order, with the choices of their arms so
@@ -312,12 +307,16 @@ class Sweep:
         assert self.spec.select is not None
         self.chosen = choose(self.folder, self.spec.select, self.candidates, ended)
         self.candidates = candidates(self.folder, self.spec.select, self.arms, self.chosen)
-        self.lost = []
+        lost = set[str]()
         for arm in self.undecided:
             own = [candidate for candidate in self.candidates if candidate.arm == arm]
-            states = [ended.get(run) for run in _runs_of(own)]
-            if set(states) <= {DONE, DIVERGED}:
-                self.lost.append(arm)
+            states = {ended.get(run) for run in _runs_of(own)}
+            if states <= {DONE, DIVERGED}:
+                lost.add(arm)
+        # An arm that comes after a lost one has no choice to take.
+        while more := {each.arm for each in self.candidates if each.after in lost} - lost:
+            lost |= more
+        self.lost = [arm for arm in self.undecided if arm in lost]
 
     def _guess(self, arm: str | None) -> dict[str, Any]:
         """Return the first value that ``arm`` may choose, and may take from the arm before it."""

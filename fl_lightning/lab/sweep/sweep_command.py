@@ -145,8 +145,9 @@ def _conclude(sweep: Sweep) -> None:
         print(f"failed: {run.place} (what it said: {run.folder / 'log.txt'})")
     for arm in sweep.lost:
         print(
-            f"no choice: each candidate of {arm} diverged, or has a score that is not finite, so "
-            "the arm's own runs are not made. Give other candidates"
+            f"no choice: each candidate of {arm}, or of the arm that it comes after, diverged or "
+            "has a score that is not finite. So the arm's own runs are not made. Give other "
+            "candidates"
         )
     for arm in sweep.still_choosing:
         print(
