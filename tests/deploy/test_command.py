@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,10 +11,11 @@ import numpy as np
 import pytest
 
 from fl_lightning.__main__ import main
+from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.flower.client import Resident
 from fl_lightning.deploy.flower.serve_site import own_data, serve
-from fl_lightning.deploy.transport import Message, packed, words
+from fl_lightning.deploy.transport import Message, packed, unpacked, words
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, parse_yaml
 
@@ -181,7 +183,7 @@ def test_columns_that_a_site_lacks_or_has_too_many_are_named(
     Path("study.yaml").write_text(data.replace("{}", "server"), "utf-8")
     assert main(["deploy", "flower", "base", "study.yaml", "--out", "app"]) == 0
     with pytest.raises(UserError, match=said):
-        serve(Path("app"), Path("rows"), "", Path("site.yaml"), Asked())
+        serve(Path("app"), Path("rows"), "", Path("site.yaml"), 1, Asked())
 
 
 @pytest.mark.slow
@@ -198,6 +200,40 @@ def test_why_the_process_of_a_site_ends_is_told(tmp_path: Path) -> None:
     settings = NodeSettings({"site": place, "folder": str(tmp_path / "rows")})
     asked = packed(Message("hello", numbers={"run": 1, "m": 3}))
     with pytest.raises(UserError, match=r"away\.yaml': this file cannot be read") as error:
-        Resident(tmp_path, settings).ask(asked)
+        Resident(tmp_path, settings, 1).ask(asked)
     assert str(tmp_path / "rows" / "site.log") in str(error.value)
     assert "\n" not in str(error.value)
+
+
+NOTES_ROUNDS = """
+from pathlib import Path
+from fl_lightning.models import ImageClassifier
+
+class Noting(ImageClassifier):
+    def configure_optimizers(self):
+        Path(__file__).with_name("noted").write_text(str(self.trainer.max_epochs))
+        return super().configure_optimizers()
+"""
+
+
+@pytest.mark.slow
+def test_a_schedule_at_a_site_has_the_rounds_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the config: `flwr run` may have given others, and later others again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "noting.py").write_text(NOTES_ROUNDS, "utf-8")
+    given = ["base", "data/digits", "--model.learner", "noting.Noting", "--data.num_clients", "3"]
+    assert main(["deploy", "flower", *given, "--out", "app"]) == 0
+    shutil.move(tmp_path / "noting.py", tmp_path / "app")
+    settings = NodeSettings({"clients": "0", "folder": str(tmp_path / "rows")})
+    try:
+        for rounds in (7, 9):
+            asked = packed(Message("hello", numbers={"run": 1, "m": 3}))
+            answer = Resident(tmp_path / "app", settings, rounds).ask(asked)
+            assert unpacked(answer, "0").what == "here"
+            assert (tmp_path / "app" / "noted").read_text() == str(rounds)
+    finally:
+        with link.connect(tmp_path / "rows") as connection:
+            connection.sendall(bytes(link.KEY_BYTES))  # another's key ends the process

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.deploy.flower import envelope, link
-from fl_lightning.deploy.flower.app_settings import NodeSettings
+from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
 
@@ -32,7 +32,9 @@ def answer(message: Any, context: Any, file: str) -> Any:
     from flwr.app import Message as FlowerMessage
 
     try:
-        site = Resident(Path(file).resolve().parents[1], NodeSettings(context.node_config))
+        settings = NodeSettings(context.node_config)
+        rounds = AppSettings(context.run_config).rounds
+        site = Resident(Path(file).resolve().parents[1], settings, rounds)
         data = site.ask(envelope.bytes_in(message.content, str(context.node_id)))
     except (UserError, OSError) as error:
         failed = Message("failed", numbers={"user": 1})
@@ -46,9 +48,10 @@ class Resident:
 
     Args:
         app: the app's folder.
+        rounds: of the run, as the server counts them; the learner may read them.
     """
 
-    def __init__(self, app: Path, settings: NodeSettings) -> None:
+    def __init__(self, app: Path, settings: NodeSettings, rounds: int) -> None:
         self.folder = Path(settings.folder).absolute()
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -59,6 +62,7 @@ class Resident:
             ) from error
         self.command = [sys.executable, "-m", "fl_lightning", "site", str(app)]
         self.command += ["--folder", str(self.folder), "--parent", str(os.getppid())]
+        self.command += ["--rounds", str(rounds)]
         if settings.site:
             self.command += ["--site", str(Path(settings.site).absolute())]
         else:

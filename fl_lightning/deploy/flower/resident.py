@@ -34,6 +34,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="of the site's rows")
     parser.add_argument("--parent", type=int, required=True, help="the process it ends with")
     parser.add_argument("--key", required=True, help="by which its messages' processes know it")
+    parser.add_argument("--rounds", type=int, required=True, help="of the server's run")
     parser.add_argument("--clients", default="", help="of the config's partition, such as 0,3")
     parser.add_argument("--site", type=Path, help="a site.yaml with the site's own data")
     options = parser.parse_args(list(argv))
@@ -41,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     from fl_lightning.deploy.flower.serve_site import serve
 
     post = SocketPost(options.folder, bytes.fromhex(options.key))
-    serve(options.app, options.folder, options.clients, options.site, post)
+    serve(options.app, options.folder, options.clients, options.site, options.rounds, post)
     return 0
 
 

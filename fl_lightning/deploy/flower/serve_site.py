@@ -47,8 +47,14 @@ class Peeked:
         self.post.give(answer)
 
 
-def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) -> None:
+def serve(
+    app: Path, folder: Path, clients: str, site: Path | None, rounds: int, post: Post
+) -> None:
     """Answer the server's messages until there are no more.
+
+    Args:
+        rounds: of the server's run. A learner's schedule may read ``trainer.max_epochs`` when the
+            fit starts, before any message says it.
 
     Raises:
         UserError: the user has to correct the site's settings.
@@ -66,7 +72,7 @@ def serve(app: Path, folder: Path, clients: str, site: Path | None, post: Post) 
     if first is None:
         return
     arguments = ["-c", str(app / "config.yaml"), "--trainer.default_root_dir", str(folder)]
-    for name, value in _OPTIONS.items():
+    for name, value in {**_OPTIONS, "max_epochs": str(rounds)}.items():
         arguments += [f"--trainer.{name}", value]
     prepared = prepare("site", arguments)
     numbers = list(numbers_of(clients)) if site is None else [own_data(prepared, site)]
