@@ -67,7 +67,7 @@ class Study:
         options = {
             **OPTIONS,
             **self.learner,
-            "--trainer.max_epochs": str(self.rounds),
+            "--trainer.max_epochs": str(self.rounds + 2),  # `flwr run` gives the run's number
             **self.options,
         }
         words = [word for pair in options.items() for word in pair]
@@ -101,7 +101,8 @@ class Study:
     def simulate(self) -> None:
         config = str(self.folder / "app" / "config.yaml")
         place = str(self.folder / "simulated")
-        assert main(["fit", "-c", config, "--trainer.default_root_dir", place]) == 0
+        options = ["--trainer.max_epochs", str(self.rounds)]
+        assert main(["fit", "-c", config, "--trainer.default_root_dir", place, *options]) == 0
 
     def open(self) -> None:
         """Start the link and a node for each site."""
