@@ -38,7 +38,7 @@ from fl_lightning.datamodules.samples import (
     makes_batches,
     one_by_one,
 )
-from fl_lightning.datamodules.split import Split, What, check_given, split_samples
+from fl_lightning.datamodules.split import Split, What, check_apart, check_given, split_samples
 from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.datamodules.views import (
     card,
@@ -199,15 +199,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         count = (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
             assert self.train_set is not None
-            given = (
-                self._given,
-                self.groups,
-                self.val_fraction,
-                self._tests(self.train_set, seed),
-                self._wanted_samples,
-            )
+            tests = self._tests(self.train_set, seed)
+            given = (self._given, self.val_fraction, tests, self._wanted_samples)
             partition = self.partition.bound(self)
             self._split = split_samples(self.train_set, partition, count, *given, seed)
+            check_apart(self._split, self._pooled)
             if self._pooled:
                 self.test_set = global_test(self.train_set, self._split)
             if isinstance(self.own_tests, OwnTests):
@@ -238,8 +234,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """
         if self._group_names is None:
             self._group_names = tuple(self.client_names)
-        if not isinstance(partition, ByGroup) and split.by_partition and partition.names:
-            self.client_names = partition.names
+        if not isinstance(partition, ByGroup) and split.by_partition:
+            used = partition if split.kept is None else partition.restrict(split.kept)
+            self.client_names = used.names or self.client_names
         if not isinstance(self.partition, ByGroup) or not split.by_partition:
             return
         given = self.partition.groups
@@ -496,11 +493,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         data = self._train
         device = torch.device(device)
         indices = self._who.asked(client, what)
+        bias = self._bias(client)
         if not len(indices):
             return
         if self.own_tests is not None and indices[0] >= len(data):
             indices = indices - len(data)
             data = self.own_tests.samples
+            bias = None  # only training samples are biased
         drop_last = self.drop_last
         if not size or makes_batches(data):
             batch_size = self.batch_size
@@ -515,11 +514,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         elif len(cut[-1]) > size:
             # The last batch is larger than the others, so make it separately.
             parts = (indices[: -len(cut[-1])], size), (cut[-1], len(cut[-1]))
-            batches = chain.from_iterable(
-                data.batches(*part, source, self._bias(client)) for part in parts
-            )
+            batches = chain.from_iterable(data.batches(*part, source, bias) for part in parts)
         else:
-            batches = data.batches(indices, size, source, self._bias(client))
+            batches = data.batches(indices, size, source, bias)
         yield from zip(self._transfer.batches(batches, device), map(len, cut), strict=False)
 
     def one_batch(self, client: int, samples: int, device: torch.device = CPU) -> Batch:

@@ -189,10 +189,11 @@ class FromFolders(FileDataModule):
             domains = self._lists()
         else:
             domains = self._folders()
-        self._check(domains)
-        for number, domain in enumerate(domains):
+        for domain in domains:
             self._limit(domain)
-            if self.test is not None:
+        self._check(domains)
+        if self.test is not None:
+            for number, domain in enumerate(domains):
                 self._hold_out(number, domain)
         return self._sides(domains)
 

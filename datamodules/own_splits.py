@@ -178,7 +178,8 @@ class Imported(Partition):
 
     def restrict(self, kept: Indices) -> Partition:
         restricted = Imported(self.path)
-        restricted._kept = kept
+        # ``kept`` counts among the samples that an earlier restriction left.
+        restricted._kept = kept if self._kept is None else self._kept[kept]
         return restricted
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Any]:

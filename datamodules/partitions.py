@@ -221,6 +221,10 @@ class ByGroup(Partition):
         if groups is not None:
             self.groups = np.asarray(cast(ArrayLike, groups))
 
+    def bound(self, data: Any) -> Partition:
+        known = self.groups is not None or data.groups is None
+        return self if known else ByGroup(data.groups.tolist())
+
     @property
     def clients(self) -> int | None:
         return None if self.groups is None else len(np.unique(self.groups))

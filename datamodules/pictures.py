@@ -20,7 +20,8 @@ class Pictures:
 
     Args:
         size: ``(height, width)``, to which each picture is resized; None: pictures keep their size.
-        mode: PIL's mode, such as ``"RGB"`` or ``"L"``; None: the picture's own.
+        mode: PIL's mode, such as ``"RGB"`` or ``"L"``; None: the picture's own, but a palette
+            becomes RGB, and one bit becomes L.
         mean, std: one number per channel, or nothing.
         filter: PIL's filter for resizing; None: its default.
     """
@@ -62,8 +63,10 @@ class Pictures:
                 f"A picture of the mode {picture.mode!r} has more than 256 levels, of which PIL "
                 "keeps the first 256: save the pictures with 8 bits per channel."
             )
-        if self.mode is not None:
-            picture = picture.convert(self.mode)
+        # A palette's numbers are no colours.
+        mode = self.mode or {"P": "RGB", "PA": "RGBA", "1": "L"}.get(picture.mode)
+        if mode is not None:
+            picture = picture.convert(mode)
         if self.size is not None:
             (height, width) = self.size
             filters = {"bilinear": Image.Resampling.BILINEAR, None: None}

@@ -13,7 +13,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.client_tests import ClientTests, SplitTests, apart, stratified
+from fl_lightning.datamodules.client_tests import (
+    ClientTests,
+    HeldOut,
+    SplitTests,
+    apart,
+    stratified,
+)
 from fl_lightning.datamodules.partitions import (
     ByGroup,
     Indices,
@@ -34,6 +40,8 @@ HASHED_BY_CONTENT = 10_000_000
 What = Literal["train", "test"] | Indices
 # Number of clients whose indices of both sides are kept in memory.
 LATEST = 1000
+# Up to this number of clients, their test samples are compared with others' training samples.
+COMPARED = 10_000
 
 
 @dataclass
@@ -140,7 +148,6 @@ def split_samples(
     partition: Partition,
     counts: tuple[int | None, int | None],
     clients: Sequence[Any] | None,
-    groups: NDArray[Any] | None,
     val_fraction: float,
     test: ClientTests | None,
     samples: int | None,
@@ -156,15 +163,12 @@ def split_samples(
         test: each client's test samples.
         counts: the number of clients asked for, and the default if neither it nor the partition
             gives one.
-        groups: ``(N,)``, for a ``ByGroup`` without its own groups.
 
     Raises:
         UserError: there are too few samples, no number of clients, or no classes although the
             partition needs them.
     """
     total = len(data)
-    if isinstance(partition, ByGroup) and partition.groups is None and groups is not None:
-        partition = ByGroup(groups.tolist())
     # Check now: once samples are left out, groups of the wrong length would go unnoticed.
     if clients is None:
         partition.check_size(total)
@@ -194,6 +198,36 @@ def split_samples(
     if tests is not None:
         test = _tested(partition, tests, kept, len(labels), test)
     return Split(clients, total, kept, held_out, test=test)
+
+
+def check_apart(split: Split, pooled: bool) -> None:
+    """Report that clients are tested on samples on which other clients train.
+
+    Raises:
+        UserError: with ``pooled``, because these samples are the global test set.
+    """
+    of_training = isinstance(split.test, HeldOut | SplitTests)
+    if not of_training or len(split.clients) > COMPARED:
+        return
+    trained = np.zeros(split.total, bool)
+    tested = np.zeros(split.total, bool)
+    for client in range(len(split.clients)):
+        trained[split.indices(client)] = True
+        tested[split.test_indices(client)] = True
+    both = int((trained & tested).sum())
+    if not both:
+        return
+    text = (
+        f"{both:,} of {int(tested.sum()):,} samples on which clients are tested are training "
+        "samples of other clients, because the split gives samples to several clients, so test "
+        "accuracy is too high"
+    )
+    if pooled:
+        raise UserError(
+            f"pooled=True: {text}. Give a partition without replacement, or lists that do not "
+            "overlap."
+        )
+    rank_zero_warn(text)
 
 
 def _tested(

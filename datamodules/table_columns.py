@@ -38,11 +38,15 @@ def joined_tables(tables: Mapping[str, FileTable], column: str) -> FileTable:
             "the clients by this column, data.client, and give one file; or leave data.client out."
         )
     rows: dict[str, Any] = {name: [] for name in [*first.columns, column]}
+    files: list[Path] = []
+    lines: list[int] = []
     for name, table in tables.items():
         for of in first.columns:
             rows[of] += list(table.columns[of])
-        rows[column] += [name] * (len(rows[next(iter(first.columns))]) - len(rows[column]))
-    return FileTable(first.path, rows, first.first)
+        rows[column] += [name] * len(table.lines)
+        files += table.files
+        lines += table.lines
+    return FileTable(first.path, rows, files, lines)
 
 
 def without_missing(
@@ -62,19 +66,17 @@ def without_missing(
         if any(gone):
             values = [None if one else value for value, one in zip(values, gone, strict=True)]
         columns[name] = values
+    read = FileTable(table.path, columns, table.files, table.lines)
     if not drop:
-        return FileTable(table.path, columns, table.first)
-    count = len(next(iter(columns.values()), ()))
+        return read
+    count = len(table.lines)
     kept = np.ones(count, bool)
     for name in dict.fromkeys(used):
         kept &= ~np.array([is_missing(value) for value in columns[name]], bool)
     if kept.all():
-        return FileTable(table.path, columns, table.first)
+        return read
     tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
-    rows = np.flatnonzero(kept).tolist()
-    for name, values in columns.items():
-        columns[name] = [values[row] for row in rows]
-    return FileTable(table.path, columns, table.first)
+    return read.only(np.flatnonzero(kept).tolist())
 
 
 @dataclass

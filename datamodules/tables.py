@@ -26,15 +26,36 @@ ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
 
 @dataclass(frozen=True)
 class FileTable:
-    """A file's columns as text or numbers, by name; ``first`` is the first row's line number."""
+    """Columns of a file, or of several, as text or numbers, by name.
+
+    Args:
+        files, lines: the file and the line of each row ``(N,)``.
+    """
 
     path: Path
     columns: dict[str, Sequence[Any]]
-    first: int
+    files: Sequence[Path]
+    lines: Sequence[int]
 
     @property
     def where(self) -> str:
-        return f"The table {str(self.path)!r}"
+        """Return a name of the table for an error or a note about many rows."""
+        files = [str(path) for path in dict.fromkeys(self.files)] or [str(self.path)]
+        if len(files) == 1:
+            return f"The table {files[0]!r}"
+        return f"The tables {', '.join(map(repr, files))[:300]}"
+
+    def has(self, value: Any, column: str, row: int) -> str:
+        """Return the beginning of an error about a row's value in a column."""
+        said = "no value" if is_missing(value) else repr(value)
+        file, line = str(self.files[row]), self.lines[row]
+        return f"The table {file!r} has {said} in column {column!r} of line {line}"
+
+    def only(self, rows: Sequence[int]) -> FileTable:
+        """Return the table of these rows."""
+        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
+        files, lines = ([each[row] for row in rows] for each in (self.files, self.lines))
+        return FileTable(self.path, columns, files, lines)
 
     def present(self, name: str, option: str = "") -> list[Any]:
         """Return a column's values, none of which may be missing; ``option``: text about
@@ -45,9 +66,8 @@ class FileTable:
             if is_missing(value):
                 missing = sum(map(is_missing, values))
                 raise UserError(
-                    f"{self.where} has no value in column {name!r} of line {self.first + row} "
-                    f"({missing} of {len(values)} rows): fill them in, or leave these rows "
-                    f"out{option}."
+                    f"{self.has(value, name, row)} ({missing} of {len(values)} rows): fill them "
+                    f"in, or leave these rows out{option}."
                 )
         return values
 
@@ -61,15 +81,14 @@ class FileTable:
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
                 raise UserError(
-                    f"{self.where} has {values[row]!r} in column {name!r} of line "
-                    f"{self.first + row}, which is not a number: convert the column to numbers, or "
-                    "leave it out of data.features."
+                    f"{self.has(values[row], name, row)}, which is not a number: convert the "
+                    "column to numbers, or leave it out of data.features."
                 ) from None
             if not np.isfinite(x[:, k]).all():
                 row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
                 raise UserError(
-                    f"{self.where} has {values[row]!r} in column {name!r} of line "
-                    f"{self.first + row}, which is not a finite number in single precision."
+                    f"{self.has(values[row], name, row)}, which is not a finite number in single "
+                    "precision."
                 )
         return x
 
@@ -78,8 +97,8 @@ class FileTable:
         for row, value in enumerate(self.present(name)):
             if not is_number(value):
                 raise UserError(
-                    f"{self.where} has {value!r} in column {name!r} of line {self.first + row}, "
-                    "which is not a number, but the target is a number (data.regression, or "
+                    f"{self.has(value, name, row)}, which is not a number, but the target is a "
+                    "number (data.regression, or "
                     "numbers with fractions in the training data): make it a number, or leave the "
                     "row out."
                 )
@@ -191,10 +210,11 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
     for value in dict.fromkeys(values):
         first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
         if first != value:
+            row = values.index(value)
             raise UserError(
-                f"{table.where} has one {'number' if numbers else 'name'} in two ways in column "
-                f"{column!r}: {first!r} and {value!r} (line "
-                f"{table.first + values.index(value)}). Write it in one way."
+                f"The table {str(table.files[row])!r} has one {'number' if numbers else 'name'} in "
+                f"two ways in column {column!r}: {first!r} and {value!r} (line "
+                f"{table.lines[row]}). Write it in one way."
             )
     return values
 
@@ -226,8 +246,8 @@ def whose(table: FileTable, column: str, clients: Sequence[str]) -> NDArray[np.i
         same = [spelled[alike] for alike in spellings(name) if alike in spelled]
         if place < 0 and same:
             raise UserError(
-                f"{table.where} has {values[row]!r} in column {column!r} of line "
-                f"{table.first + row}, and the training data call that client {same[0]!r}: write "
+                f"{table.has(values[row], column, row)}, and the training data call that "
+                f"client {same[0]!r}: write "
                 "it in one way, or its rows would not be this client's own test set."
             )
         found.append(place)
@@ -304,37 +324,42 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
         read = columns_of_frame(path)
         path = Path(f"<{type(path).__name__}>")
         refuse_two_of_a_name(path, [name for name, _ in read])
-        return _checked(
-            FileTable(path, dict(read), 1), max((len(values) for _, values in read), default=0)
-        )
+        return _table(path, dict(read), range(1, 1 + max((len(v) for _, v in read), default=0)))
     if path.suffix == ".parquet":
         with reading(path):
             refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
             read = parquet().read_table(path)
         columns = {name: read.column(name).to_pylist() for name in read.column_names}
-        return _checked(FileTable(path, columns, 1), read.num_rows)
+        return _table(path, columns, range(1, 1 + read.num_rows))
     with reading(path), opened(path) as file:
         # A quote that is never closed would put the rest of the file into one value.
-        lines = list(csv.reader(file, delimiter=separator, strict=True))
-    if not lines:
+        reader = csv.reader(file, delimiter=separator, strict=True)
+        lines, rows, end = [], [], 0
+        for row in reader:
+            # An empty line is no row. A value in quotes may have several lines.
+            if row:
+                lines.append(end + 1)
+                rows.append(row)
+            end = reader.line_num
+    if given is not None:
+        names = list(given)
+    elif rows:
+        names = rows.pop(0)
+        lines.pop(0)
+    else:
         raise UserError(
             f"The table {str(path)!r} is empty: its first line has to name the columns."
         )
-    first = 1 if given is not None else 2
-    if given is not None:
-        lines.insert(0, list(given))
-    names, *rows = lines
-    rows = [row for row in rows if row]
     refuse_two_of_a_name(path, names)
-    for place, row in enumerate(rows):
+    for line, row in zip(lines, rows, strict=True):
         if len(row) != len(names):
             raise UserError(
-                f"The table {str(path)!r} has {len(row)} values in line {place + first} and "
+                f"The table {str(path)!r} has {len(row)} values in line {line} and "
                 f"{len(names)} columns: data.separator is {separator!r}; mend the line or give "
                 "another separator."
             )
     by_name = zip(*rows, strict=True) if rows else ([] for _ in names)
-    return _checked(FileTable(path, dict(zip(names, by_name, strict=True)), first), len(rows))
+    return _table(path, dict(zip(names, by_name, strict=True)), lines)
 
 
 def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
@@ -344,8 +369,10 @@ def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
         raise UserError(f"The table {str(path)!r} has two columns {twice[0]!r}: name each once.")
 
 
-def _checked(table: FileTable, rows: int) -> FileTable:
-    if not rows:
+def _table(path: Path, columns: dict[str, Sequence[Any]], lines: Sequence[int]) -> FileTable:
+    """Return the table of one file, which must have rows."""
+    table = FileTable(path, columns, [path] * len(lines), lines)
+    if not lines:
         raise UserError(f"{table.where} has no rows: give at least one.")
     return table
 

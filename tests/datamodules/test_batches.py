@@ -220,6 +220,25 @@ def test_biases_follow_their_formulas_on_training_data_alone():
     torch.testing.assert_close(next(iter(data.test_dataloader()))[0], images / 255)
 
 
+def test_biases_leave_a_clients_own_test_set_as_it_is():
+    images = torch.randint(0, 256, (8, 3, 4, 4), dtype=torch.uint8)
+    y = torch.arange(8) % 4
+    data = InMemoryDataModule(
+        (images, y),
+        test=(images, y),
+        clients=[[0, 1, 2, 3], [4, 5, 6, 7]],
+        test_clients=[[0, 1], [2, 3]],
+        biases=[ClientBias(0.5)],
+    )
+    (x, _), _ = next(data.full_batches(1, what="test"))
+    torch.testing.assert_close(x, images[2:4] / 255)
+    held = InMemoryDataModule(
+        (images, y), num_clients=2, client_test_fraction=0.5, biases=[ClientBias(0.5)]
+    )
+    (x, _), _ = next(held.full_batches(0, what="test"))
+    assert not torch.allclose(x, images[held.client_test_indices(0)] / 255, atol=0.01)
+
+
 def test_biases_before_normalisation_and_clipped():
     x = torch.full((2, 1, 2, 2), 200, dtype=torch.uint8)
     bright = TensorSamples(x, torch.zeros(2), 255.0, (0.5,), (0.25,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from decimal import ROUND_HALF_UP, Decimal
 
@@ -120,3 +121,17 @@ def test_a_saved_split_gives_the_same_sides(tmp_path):
     )
     assert all(np.array_equal(first.client_indices(i), second.client_indices(i)) for i in range(5))
     assert first.partition_hash == second.partition_hash
+
+
+def test_samples_on_which_other_clients_train_are_told_and_refused_in_a_global_test_set():
+    with pytest.warns(
+        UserWarning, match="16 of 18 samples on which clients are tested are training"
+    ):
+        data([[*range(40)], [*range(40)]])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        data([[*range(40)], [*range(40, 80)]])
+    split = Dirichlet(0.5, replacement=True, samples_per_client=40)
+    test = (torch.zeros(9, 1), torch.arange(9) % CLASSES)
+    with pytest.raises(UserError, match=r"pooled=True: .* training samples of other clients"):
+        data(partition=split, num_clients=10, pooled=True, test=test)

@@ -168,6 +168,12 @@ def test_what_is_damaged_is_refused_by_file(domains: Path) -> None:
         FromFolders(domains / "gone").setup()
 
 
+def test_a_class_that_a_limit_takes_away_is_named(domains: Path) -> None:
+    with pytest.raises(UserError, match="the domain 'art' has no pictures of dog"):
+        FromFolders(domains, limit=[5, 5]).setup()
+    assert FromFolders(domains, limit=[6, 5]).client_sizes().tolist() == [6, 6]
+
+
 def test_digits_5(tmp_path: Path) -> None:
     draw = np.random.default_rng(1)
     one_hot = np.eye(10)[[3, 0]]

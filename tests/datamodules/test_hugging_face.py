@@ -287,3 +287,18 @@ def test_a_text_has_at_least_one_token(length: int) -> None:
     """A negative length was cut for ever."""
     with pytest.raises(UserError, match="length"):
         FromHuggingFace(table(), "a", "kind", length=length)
+
+
+def test_a_palettes_numbers_are_no_colours(tmp_path: Path) -> None:
+    red = Image.new("RGB", (4, 4), (255, 0, 0)).quantize(2)
+    bits = Image.new("1", (4, 4), 1)
+    assert (red.mode, bits.mode) == ("P", "1")
+    for name, picture, expected in (("red.png", red, [1, 0, 0]), ("bits.png", bits, [1])):
+        picture.save(tmp_path / name)
+        features = datasets.Features(
+            {"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])}
+        )
+        rows = {"image": [str(tmp_path / name)] * 2, "label": [0, 1]}
+        made = datasets.Dataset.from_dict(rows, features=features)
+        (x, _) = read(FromHuggingFace(made, "image", "label", num_clients=1), 0)[0]
+        assert x.shape == (len(expected), 4, 4) and x[:, 1, 2].tolist() == expected

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning.datamodules import (
     IID,
+    ByGroup,
     ByValue,
     DirichletByClass,
     FromDatasets,
@@ -174,6 +175,33 @@ def test_bunches_of_the_datas_groups_are_named_by_them() -> None:
         data(Grouped(3, "strict", groups=people)).setup()
 
 
+def test_bunches_are_named_by_the_groups_that_are_left_beside_held_out_samples() -> None:
+    people = np.array(["carl", "anna", "ben", "dora", "carl"] * 48)
+    for seed in range(5):
+        made = InMemoryDataModule(
+            (X, Y), partition=Grouped(2, groups=people.tolist()), val_fraction=0.98, seed=seed
+        )
+        made.setup()
+        for client, name in enumerate(made.client_names):
+            assert set(name.split("+")) == set(people[made.client_indices(client)])
+
+
+class OfThreePeople(InMemoryDataModule):
+    """Data that bring their own clients."""
+
+    def load(self) -> None:
+        super().load()
+        self.groups = np.arange(240) % 3
+
+
+def test_a_mixture_takes_the_datas_own_clients() -> None:
+    made = OfThreePeople((X, Y), partition=Mixed(0.25, ByGroup()))
+    assert made.num_clients == 3
+    for client in range(3):
+        own = made.client_indices(client) % 3
+        assert (own[:50] == client).all() and len(set(own)) == 3
+
+
 LISTS = {"train": [[0, 1, 2], [3, 4]], "test": [[5], []]}
 
 
@@ -286,9 +314,10 @@ def test_files_that_hold_no_lists_are_refused(tmp_path: Path) -> None:
 def test_what_is_held_out_leaves_imported_lists(tmp_path: Path) -> None:
     path = tmp_path / "lists.json"
     path.write_text(json.dumps([list(range(120)), list(range(120, 240))]))
-    made = data(Imported(path), val_fraction=0.25)
-    assert made.client_sizes().sum() == 180
-    assert made.client_indices(0).max() < 120 <= made.client_indices(1).min()
+    for partition in (Imported(path), Mixed(0.0, Imported(path))):
+        made = data(partition, val_fraction=0.25)
+        assert made.client_sizes().sum() == 180
+        assert made.client_indices(0).max() < 120 <= made.client_indices(1).min()
 
 
 # ---- refusals, measures

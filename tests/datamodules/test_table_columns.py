@@ -135,6 +135,17 @@ def test_centres_are_read_scaled_and_split_as_flamby_does(centres: Path) -> None
         FromTable("a.csv", "y", test={"share": 0.3})
 
 
+def test_what_is_wrong_in_the_second_file_is_named_by_its_file_and_line(tmp_path: Path) -> None:
+    """An empty line, a value of two lines and rows that are left out do not shift the number."""
+    (tmp_path / "north.csv").write_text("age,note,y\n" + "40,a,0\n41,b,1\n" * 9)
+    (tmp_path / "south.csv").write_text('age,note,y\n\n40,"a\nb",0\n,c,1\nabc,d,1\n')
+    files = {name: f"{name}.csv" for name in ("north", "south")}
+    with pytest.raises(UserError, match=r"south\.csv' has 'abc' in column 'age' of line 6,"):
+        FromTable(files, "y", features=["age"], root=tmp_path, missing="drop").setup()
+    with pytest.raises(UserError, match=r"south\.csv' has no value in column 'age' of line 5 "):
+        FromTable(files, "y", features=["age"], root=tmp_path).setup()
+
+
 def test_rows_are_split_by_a_columns_value(tmp_path: Path) -> None:
     data = FromTable(
         table(tmp_path),
