@@ -11,6 +11,7 @@ import torch
 
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.errors import UserError
+from fl_lightning.evaluation.averages import in_learner
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.evaluation.records import read_records
 from fl_lightning.learner.modules import modes
@@ -73,8 +74,8 @@ class LanguageMeasurement(Measurement):
 
 @contextmanager
 def as_measured(module: Any) -> Iterator[Any]:
-    """Within this context the learner has the evaluated weights, in evaluation mode; afterwards
-    it is unchanged.
+    """Within this context the learner has the weights that Lightning validates, in evaluation
+    mode; afterwards it is unchanged.
     """
     learner = module.learner
     training = [part for part, mode in modes(learner) if mode]
@@ -82,6 +83,7 @@ def as_measured(module: Any) -> Iterator[Any]:
     learner.eval()
     try:
         with (
+            in_learner(module.trainer, averages=True),
             torch.no_grad(),
             random_state_kept(vector),
             module.trainer.precision_plugin.val_step_context(),

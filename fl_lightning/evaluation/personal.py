@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import AT_SITES, FINISHED
-from fl_lightning.checkpoint import federated_part
+from fl_lightning.checkpoint import federated_part, held_in
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, situation_of
@@ -159,8 +158,31 @@ def of_checkpoint(
         seed=held.seed,
         own_buffers=owned,
     )
-    make = partial(Evaluator.of_model, model, trainer, data, held.seed)
+
+    def make() -> Evaluator:
+        check_partition(data, saved, path)
+        return Evaluator.of_model(model, trainer, data, held.seed)
+
     return PersonalModels(round, methods, ClientEvaluation(model.learner, data, make))
+
+
+def split_by_run(data: Any, checkpoint: dict[str, Any]) -> None:
+    """Give a run's data module, which no Trainer has, the seed by which the run split the data."""
+    if getattr(data, "seed", None) is None:
+        data.seed = held_in(checkpoint, "seed").get("seed")
+
+
+def check_partition(data: Any, checkpoint: dict[str, Any], what: str) -> None:
+    """Refuse data that are split in another way than in the run of the checkpoint.
+
+    ``what``: the beginning of the message.
+    """
+    partition = held_in(checkpoint, "partition").get("partition")
+    if partition and partition != data.partition_hash:
+        raise UserError(
+            f"{what}: the data give partition {data.partition_hash}, the run had {partition}. Are "
+            "the files in its --data.root still the same?"
+        )
 
 
 def check_client(client: int, m: int) -> None:

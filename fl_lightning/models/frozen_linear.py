@@ -55,22 +55,26 @@ class Widened(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        x, weight, _ = inputs
+        x, weight, bias = inputs
         # Save the weight itself, which all workers share, and not its float32 values.
         ctx.save_for_backward(weight)
         ctx.dtype = x.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, Tensor | None]:
         (weight,) = ctx.saved_tensors
+        of_bias: Tensor | None = None
         with torch.autocast("cpu", enabled=False):
             gradient = gradient.float()
             products = [gradient[..., rows] @ widened(weight[rows]) for rows in blocks(weight)]
-            return torch.stack(products).sum(0).to(ctx.dtype), None, None
+            if ctx.needs_input_grad[2]:
+                of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0).to(ctx.bias_dtype)
+            return torch.stack(products).sum(0).to(ctx.dtype), None, of_bias
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer that is not trained.
+    """A linear layer whose weight is not trained; its bias may be.
 
     On a processor without instructions for bfloat16, a product in bfloat16 takes a hundred times as
     long as in float32, and its gradient even longer. On such a processor the product is computed in

@@ -19,6 +19,7 @@ import pytest
 import torch
 import yaml
 
+from fl_lightning import load
 from fl_lightning.__main__ import main
 from fl_lightning.lab.cli.compose import merge, packaged, prepare, read
 from fl_lightning.models import ImageClassifier
@@ -288,6 +289,22 @@ def test_evaluating_writes_nothing_but_what_was_asked(finished: Cli) -> None:
     exported = torch.load(finished.folder / "m.pt", weights_only=True)["state_dict"]
     last = torch.load(run / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
     assert exported.keys() == last.keys() and all(torch.equal(exported[k], last[k]) for k in last)
+
+
+def test_a_run_of_several_processes_predicts_every_test_sample_in_order(cli: Cli) -> None:
+    several = typed("-c trainer/ddp --trainer.accelerator cpu --trainer.max_epochs 1")
+    quiet = ("--trainer.enable_progress_bar", "false", "--trainer.default_root_dir", "x")
+    fitted = cli("fit", "-c", "base", *several, *quiet)
+    assert fitted.returncode == 0, fitted.stderr
+    result = cli("predict", "x")
+    assert result.returncode == 0, result.stderr
+    predicted = torch.cat(torch.load(cli.folder / "x/predictions.pt", weights_only=True))
+    assert len(predicted) == 359
+    run = load(cli.folder / "x")
+    with torch.no_grad():
+        outputs = [run.learner(images) for images, _ in run.data.test_dataloader()]
+    expected = torch.cat(outputs).softmax(1)
+    torch.testing.assert_close(predicted, expected)
 
 
 def test_resumed_equals_uninterrupted(finished: Cli, cli: Cli) -> None:

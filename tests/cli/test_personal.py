@@ -6,6 +6,8 @@ import csv
 import json
 
 import torch
+from torch.nn.functional import cross_entropy
+from torch.utils.data import default_collate
 
 from fl_lightning import load
 from tests.helpers.commands import typed
@@ -132,3 +134,46 @@ def test_a_client_is_exported_by_its_name(cli: Cli) -> None:
     refused = cli("export", "x", "--client", "Bergn")
     assert refused.returncode == 2 and "no client has this name" in refused.stderr
     assert "Did you mean 'Bergen'" in refused.stderr
+
+
+def test_export_measures_on_the_samples_that_the_clients_had(cli: Cli) -> None:
+    """Also if the run's seed, by which it split the data, is not that of the process."""
+    run = cli(*FIT, "-c", "method/ifca", *SKEWED, "--model.seed", 4)
+    assert run.returncode == 0, run.stderr
+    folder = cli.folder / "runs/digits-ifca-1"
+    made = load(folder)
+    centres = made.checkpoint["federated"]["server"]["ClusteredModels.centres"]
+    for client in range(10):
+        samples = made.data.client_dataset(client)
+        images, labels = default_collate([samples[k] for k in range(len(samples))])
+        losses = []
+        for centre in centres:
+            torch.nn.utils.vector_to_parameters(centre, made.learner.parameters())
+            with torch.no_grad():
+                losses.append(float(cross_entropy(made.learner(images), labels)))
+        best = centres[losses.index(min(losses))]
+        export = cli("export", "runs/digits-ifca-1", "--client", client)
+        assert export.returncode == 0, export.stderr
+        state = torch.load(folder / f"client-{client}.pt", weights_only=True)["state_dict"]
+        assert torch.equal(torch.cat([value.reshape(-1) for value in state.values()]), best), client
+    other = cli("export", "runs/digits-ifca-1", "--client", 3, "--data.partition.alpha", 9)
+    assert other.returncode == 2 and "the data give partition" in other.stderr
+
+
+def test_a_run_in_double_precision_is_exported_to_the_same_bits(cli: Cli) -> None:
+    double = ("--trainer.precision", "64-true", "--trainer.default_root_dir")
+    for method in ("ditto", "ifca"):
+        given = ("-c", f"method/{method}", *SKEWED, "--model.participation", "all")
+        run = cli(*FIT, *given, *double, method)
+        assert run.returncode == 0, run.stderr
+        export = cli("export", method, "--client", 3, "-o", f"{method}.pt")
+        assert export.returncode == 0, export.stderr
+    found = {}
+    for method in ("ditto", "ifca"):
+        state = torch.load(cli.folder / f"{method}.pt", weights_only=True)["state_dict"]
+        found[method] = torch.cat([value.reshape(-1) for value in state.values()])
+    own = load(cli.folder / "ditto").client_state("ProximalPersonalModel.v", 3)
+    assert own is not None and own.dtype == torch.float64
+    assert torch.equal(found["ditto"], own)
+    centres = load(cli.folder / "ifca").checkpoint["federated"]["server"]["ClusteredModels.centres"]
+    assert any(torch.equal(found["ifca"], centre) for centre in centres)

@@ -16,6 +16,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 from fl_lightning.datamodules import Digits, Dirichlet
 from fl_lightning.errors import UserError
+from fl_lightning.lab.analysis.opened import opened
 from fl_lightning.models import MLP, ImageClassifier
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.helpers.zygote import Cli
@@ -66,6 +67,42 @@ def lit(folder: Path, rounds: int, seed: int = 1, **fit: Any) -> Any:
     run = trainer(rounds, [ControlVariates(), kept], enable_checkpointing=True)
     run.fit(module, blobs(), **fit)
     return module
+
+
+class Partly(ImageClassifier):
+    """Its checkpoints leave the first layer out, which is frozen."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(MLP([64, 16, 10]), num_classes=10, lr=0.1)
+        self.strict_loading = False
+        for parameter in self.frozen().values():
+            parameter.requires_grad_(False)
+
+    def frozen(self) -> dict[str, Any]:
+        first, *_ = (each for each in self.modules() if isinstance(each, torch.nn.Linear))
+        own = set(map(id, first.parameters()))
+        return {name: each for name, each in self.named_parameters() if id(each) in own}
+
+    def state_dict(self, *args: Any, **given: Any) -> Any:
+        state, prefix = super().state_dict(*args, **given), given.get("prefix", "")
+        for name in self.frozen():
+            state.pop(prefix + name, None)
+        return state
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true"])
+def test_a_learner_whose_checkpoints_leave_weights_out_is_read(
+    precision: str, tmp_path: Path
+) -> None:
+    module = FederatedModule(Partly(), participation=3, local_epochs=1, seed=1)
+    data = Digits(num_clients=10, partition=Dirichlet(alpha=0.3), batch_size=20)
+    kept = [RunFolder(tmp_path / "a")]
+    trainer(1, kept, enable_checkpointing=True, precision=precision).fit(module, data)
+    read = load(tmp_path / "a", learner=Partly()).learner
+    for one, other in zip(read.parameters(), module.learner.parameters(), strict=True):
+        assert torch.equal(one, other.to(one.dtype))
+    assert torch.equal(opened(tmp_path / "a").vector, module.evaluated_vector)
 
 
 def test_what_cannot_be_known_is_left_out_and_said(

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from pytorch_lightning.callbacks import EMAWeightAveraging
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ExactMatch, MultipleChoice
@@ -17,6 +18,7 @@ from fl_lightning.metrics import higher_is_better
 from fl_lightning.models import CausalLanguageModel
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.helpers.texts import opt
+from tests.test_weight_averaging import Saving
 
 pytest.importorskip("transformers", reason="texts need transformers")
 
@@ -86,6 +88,46 @@ def test_answers_word_for_word(tmp_path: Path) -> None:
         matches += told.decode(errors="replace").strip() == answer
     assert float(run.callback_metrics["generation/exact_match"]) == matches / len(RECORDS)
     assert matches, "the network has learned some of them"
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}])
+def test_the_networks_settings_of_generation_change_no_answer(lora: Any) -> None:
+    if lora:
+        pytest.importorskip("peft", reason="low-rank matrices need peft")
+    torch.manual_seed(0)
+    model = CausalLanguageModel(config=opt(), lora=lora).eval()
+    model.network.generation_config.repetition_penalty = 5.0
+    model.network.generation_config.suppress_tokens = [7]
+    asked = torch.tensor([7, 9, 11, 7])
+    text = asked.tolist()
+    while len(text) < len(asked) + 8 and text[-1] != 1:
+        with torch.no_grad():
+            text.append(int(model.network(input_ids=torch.tensor([text])).logits[0, -1].argmax()))
+    assert model.generate(asked, 8, 1).tolist() == text[len(asked) :]
+    end = text[len(asked)]
+    assert model.generate(asked, 8, end).tolist() == [end]
+
+
+def test_they_measure_the_averages_that_are_validated(tmp_path: Path) -> None:
+    measured: list[torch.Tensor] = []
+
+    class Recording(CausalLanguageModel):
+        def log_likelihood(self, tokens: Any, start: Any) -> Any:
+            measured.append(torch.cat([p.detach().reshape(-1) for p in self.parameters()]))
+            return super().log_likelihood(tokens, start)
+
+    torch.manual_seed(0)
+    data = InstructionTuning(
+        None, RECORDS, RECORDS, "{instruction}", length=64, num_clients=2, batch_size=2, seed=0
+    )
+    module = FederatedModule(Recording(config=opt(), lr=0.01), participation="all", seed=0)
+    saving = Saving(tmp_path)
+    asking = MultipleChoice(written(tmp_path / "x.jsonl", ROWS), every_n_rounds=1)
+    trainer(3, [EMAWeightAveraging(decay=0.5), saving, asking]).fit(module, data)
+    assert len(measured) == len(saving.validated) == 3
+    for t, (one, other) in enumerate(zip(measured, saving.validated, strict=True)):
+        assert torch.equal(one, other), t
+    assert not torch.equal(saving.w[2], saving.validated[2][: len(saving.w[2])])
 
 
 def test_they_change_no_bit_of_training(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.helpers.zygote import Cli
 missing = "pip install 'fl-lightning[lora]'"
 peft = pytest.importorskip("peft", reason=missing)
 transformers = pytest.importorskip("transformers", reason=missing)
+safetensors = pytest.importorskip("safetensors.torch", reason=missing)
 
 
 class Own(pl.LightningModule):
@@ -112,8 +113,8 @@ def test_a_base_of_ones_own_cannot_be_read_back_merged(tmp_path: Path) -> None:
         module.save_pretrained(tmp_path / "merged", merged=True)
 
 
-@pytest.mark.slow
-def test_the_command_writes_both(cli: Cli) -> None:
+def run_of(cli: Cli, method: dict[str, Any]) -> None:
+    """Fit a small OPT with adapters by one method, into the folder run."""
     text_file(cli.folder)
     document = {
         "seed_everything": 0,
@@ -128,16 +129,22 @@ def test_the_command_writes_both(cli: Cli) -> None:
                 },
             },
             "local_steps": 2,
+            "participation": "all",
         },
         "data": {
             "class_path": "LanguageModelling",
             "init_args": {"root": str(cli.folder), "length": 12, "num_clients": 3},
         },
-        "method": [{"class_path": "StackedAdapters"}],
+        "method": [method],
     }
     (cli.folder / "mine.yaml").write_text(yaml.safe_dump(document))
     result = cli("fit", "-c", "mine.yaml", "--trainer.default_root_dir", "run")
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.slow
+def test_the_command_writes_both(cli: Cli) -> None:
+    run_of(cli, {"class_path": "StackedAdapters"})
     for name, more in (("adapter", []), ("merged", ["--merged", "true"])):
         result = cli("export", "run", "--pretrained", name, *more)
         assert result.returncode == 0, result.stderr
@@ -147,3 +154,35 @@ def test_the_command_writes_both(cli: Cli) -> None:
     )
     whole = read(cli.folder / "merged")
     torch.testing.assert_close(logits(loaded), logits(whole), atol=1e-5, rtol=1e-5)
+
+
+def test_the_command_writes_a_clients_own_network(cli: Cli) -> None:
+    periods = {"*lora_B*": "never"}
+    run_of(cli, {"class_path": "PartialAveraging", "init_args": {"periods": periods}})
+    for given in (("-o", "c.pt"), ("--pretrained", "c")):
+        result = cli("export", "run", "--client", 0, *given)
+        assert result.returncode == 0, result.stderr
+    state = torch.load(cli.folder / "c.pt", weights_only=True)["state_dict"]
+    own = [value for name, value in state.items() if "lora_B" in name]
+    shared = torch.load(cli.folder / "run/checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    everyone = [value for name, value in shared.items() if "lora_B" in name]
+    saved = safetensors.load_file(cli.folder / "c/adapter_model.safetensors")
+    written = [value for name, value in saved.items() if "lora_B" in name]
+    assert len(own) == len(written) == 2
+    for one, other, mean in zip(own, written, everyone, strict=True):
+        assert torch.equal(one, other) and not torch.equal(one, mean)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (("--merged", "true"), "--merged true: without --pretrained"),
+        (("--pretrained", "c", "-o", "c.pt"), "-o c.pt: with --pretrained"),
+    ],
+)
+def test_the_command_refuses_what_it_would_not_do(given: Any, says: str, cli: Cli) -> None:
+    fit = ("fit", "-c", "base", "-c", "trainer/cpu", "--trainer.max_epochs", 1)
+    assert cli(*fit, "--trainer.default_root_dir", "run").returncode == 0
+    result = cli("export", "run", *given)
+    assert result.returncode == 2 and says in result.stderr
+    assert not (cli.folder / "c").exists() and not (cli.folder / "run/model.pt").exists()

@@ -193,3 +193,34 @@ def test_a_product_in_float32_is_that_of_the_weights(
     (second,) = torch.autograd.grad(first.sum(), x)
     w = layer.weight.float()
     torch.testing.assert_close(second, (2 * w.sum(1) @ w).expand_as(x), rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("engine", ["backward", "vmap"])
+def test_a_trained_bias_over_frozen_weights_has_its_gradient(
+    engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float32, where the processor has no instructions for bfloat16."""
+    monkeypatch.setattr(frozen_linear, "WIDENED", 24)
+    monkeypatch.setattr(frozen_linear, "computes_in_bfloat16", lambda: False)
+    layer = torch.nn.Linear(8, 10).requires_grad_(False).to(torch.bfloat16)
+    frozen_linear.freeze_linears(layer)
+    layer.bias.data = layer.bias.data.float()
+    layer.bias.requires_grad_(True)
+    x = torch.randn(3, 5, 8)
+    if engine == "backward":
+        y = layer(x)
+        g = torch.randn(3, 5, 10).to(torch.bfloat16)
+        y.backward(g)
+        assert layer.bias.grad is not None and layer.bias.grad.dtype == torch.float32
+        torch.testing.assert_close(layer.bias.grad, g.float().sum((0, 1)))
+        return
+
+    def loss(bias: Any, x: Any) -> Any:
+        y = torch.func.functional_call(layer, {"bias": bias, "weight": layer.weight}, x)
+        return (y.float() ** 2).sum() / 2
+
+    biases = torch.randn(3, 10)
+    found = torch.func.vmap(torch.func.grad(loss))(biases, x)
+    wide = x @ layer.weight.float().T + biases[:, None]
+    expected = wide.to(torch.bfloat16).float().sum(1)
+    torch.testing.assert_close(found, expected, rtol=0.02, atol=0.02)

@@ -102,7 +102,7 @@ def opened(path: Path) -> Opened:
     # The network was converted to float64 after its weights were loaded. Load them again, in full
     # precision.
     if built.trainer.precision == "64-true":
-        learner.load_state_dict(run.checkpoint["state_dict"])
+        learner.load_state_dict(run.checkpoint["state_dict"], strict=learner.strict_loading)
         load_buffers(learner, run.checkpoint)
     # The learner's hooks may read their Trainer.
     for part in lightning_modules(learner):

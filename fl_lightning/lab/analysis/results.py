@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl_lightning.checkpoint import held_in, load_buffers
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.evaluation.personal import check_partition, split_by_run
 from fl_lightning.given import made
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import prepare
@@ -157,7 +158,7 @@ class Run:
             self._check_known("model.learner", "learner")
             learner = self._made_learner()
         learner.configure_model()
-        learner.load_state_dict(self.checkpoint["state_dict"])
+        learner.load_state_dict(self.checkpoint["state_dict"], strict=learner.strict_loading)
         load_buffers(learner, self.checkpoint)
         learner.eval()
         return learner
@@ -174,16 +175,9 @@ class Run:
         if data is None:
             self._check_known("data", "data")
             data = self.built.datamodule
-        held = held_in(self.checkpoint, "seed", "partition")
-        # If the data module had no seed of its own, it split the data by the run's seed.
-        if getattr(data, "seed", None) is None:
-            data.seed = held.get("seed")
+        split_by_run(data, self.checkpoint)
         data.setup("fit")
-        if held.get("partition") and held["partition"] != data.partition_hash:
-            raise UserError(
-                f"load({str(self.folder)!r}): the data give partition {data.partition_hash}, the "
-                f"run had {held['partition']}. Are the files in its --data.root still the same?"
-            )
+        check_partition(data, self.checkpoint, f"load({str(self.folder)!r})")
         return data
 
     def _made_learner(self) -> pl.LightningModule:

@@ -488,6 +488,11 @@ class CommandCLI(LightningCLI):
             settings["logger"] = [each for each in _own(logger) if not isinstance(each, RunEvents)]
         settings["plugins"] = [*as_list(settings["plugins"]), AtomicCheckpointIO()]
         settings["default_root_dir"] = str(self.folder)
+        if self.command == "predict":
+            # Each of several processes would predict its share, and overwrite the others' file.
+            devices = settings["devices"]
+            one = devices[:1] if isinstance(devices, list) and devices else 1
+            settings |= {"strategy": "auto", "devices": one, "num_nodes": 1}
         return _built(settings)
 
     def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:

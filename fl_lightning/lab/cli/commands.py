@@ -17,7 +17,12 @@ import fl_lightning
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.loggers.run_card import LABELS
 from fl_lightning.errors import Diverged, UserError, suggest
-from fl_lightning.evaluation.personal import check_client, of_checkpoint
+from fl_lightning.evaluation.personal import (
+    check_client,
+    check_partition,
+    of_checkpoint,
+    split_by_run,
+)
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import Command
 from fl_lightning.lab.cli.parsing_errors import not_an_optimizer
@@ -96,18 +101,23 @@ def _export(cli: CommandCLI) -> None:
         raise UserError(
             "export: which run? Give its folder, fl-lightning export runs/x, or --ckpt_path FILE."
         )
-    client = _client(cli)
-    name = "model.pt" if client is None else f"client-{client}.pt"
-    path = _output(cli, name)
+    _refuse_unused(cli)
     checkpoint = AtomicCheckpointIO().load_checkpoint(
         cli.checkpoint, weights_only=cli.config.weights_only
     )
+    split_by_run(cli.datamodule, checkpoint)
+    client = _client(cli, checkpoint)
+    name = "model.pt" if client is None else f"client-{client}.pt"
+    path = _output(cli, name)
     cli.model.learner.configure_model()
+    # In float32 the weights of a run in double precision would be rounded.
+    cli.trainer.precision_plugin.convert_module(cli.model.learner)
     # Loading fails if the checkpoint belongs to another learner.
     cli.model.load_state_dict(checkpoint["state_dict"])
     if client is not None:
         checkpoint["state_dict"] = _personal_weights(cli, checkpoint, client)
     if cli.config.pretrained is not None:
+        cli.model.load_state_dict(checkpoint["state_dict"])
         held = checkpoint.get(KEY) or {}
         folder = named(cli.config.pretrained)
         changed = bool(held.get("base_kinds"))
@@ -121,7 +131,22 @@ def _export(cli: CommandCLI) -> None:
     print(f"→ {path}")
 
 
-def _client(cli: CommandCLI) -> int | None:
+def _refuse_unused(cli: CommandCLI) -> None:
+    """Refuse an option of `export` that would have no effect beside the others."""
+    pretrained, output = cli.config.pretrained, cli.prepared.output
+    if pretrained is None and cli.config.merged:
+        raise UserError(
+            "--merged true: without --pretrained, export writes a checkpoint of PyTorch, in which "
+            "the adapters are not merged. Give the folder to write: --pretrained DIR --merged true."
+        )
+    if pretrained is not None and output is not None:
+        raise UserError(
+            f"-o {output}: with --pretrained, export writes only the folder {pretrained}. Leave "
+            "one of them out, and call export twice for both."
+        )
+
+
+def _client(cli: CommandCLI, checkpoint: dict[str, Any]) -> int | None:
     """Return the number of the client that ``--client`` gives by number or name."""
     given = cli.config.client
     if given is None:
@@ -132,6 +157,7 @@ def _client(cli: CommandCLI) -> int | None:
         check_client(given, number)
         return given
     data.setup("fit")
+    check_partition(data, checkpoint, str(cli.checkpoint))
     names = [str(name) for name in data.client_names]
     if given not in names:
         known = f"Accepted: {', '.join(names[:20])}" if names else "These data have no names"
