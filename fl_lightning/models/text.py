@@ -287,24 +287,29 @@ class CausalLanguageModel(TextLearner):
         """Return the likeliest tokens ``(k,)`` after tokens ``(L,)``, one after the other, up
         to ``end``.
         """
-        # `network.generate` would follow the network's generation_config.json, which may ask for
-        # penalties, and so for other tokens than the likeliest.
-        text = tokens[None].long()
-        cache: dict[str, Any] = {}
+        asked = tokens[None].long()
+        options = {"do_sample": False, "num_beams": 1, "pad_token_id": self.padding}
         context: AbstractContextManager[Any] = nullcontext()
         if self._mixes:
             context = torch.autocast(tokens.device.type, torch.bfloat16)
-        with torch.no_grad(), context:
-            for _ in range(max_new_tokens):
-                unseen = text[:, -1:] if cache else text
-                found = self.network(input_ids=unseen, use_cache=True, **cache)
-                text = torch.cat([text, found.logits[:, -1:].argmax(-1)], 1)
-                if int(text[0, -1]) == end:
-                    break
-                # Some architectures have no such cache; they read the whole text again.
-                kept = getattr(found, "past_key_values", None)
-                cache = {} if kept is None else {"past_key_values": kept}
-        return text[0, len(tokens) :]
+        adapted = hasattr(self.network, "get_base_model")
+        inner: Any = self.network.get_base_model() if adapted else self.network
+        # The network's generation_config.json may ask for penalties, and so for other tokens than
+        # the likeliest; generate would merge it with the options.
+        own = inner.generation_config
+        inner.generation_config = type(own)()
+        try:
+            with torch.no_grad(), context:
+                made: Tensor = self.network.generate(
+                    input_ids=asked,
+                    attention_mask=torch.ones_like(asked),
+                    max_new_tokens=max_new_tokens,
+                    eos_token_id=end,
+                    **options,
+                )
+        finally:
+            inner.generation_config = own
+        return made[0, len(tokens) :]
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         return self.each_text(*self._next(batch[0]))

@@ -106,6 +106,7 @@ def test_the_networks_settings_of_generation_change_no_answer(lora: Any) -> None
     assert model.generate(asked, 8, 1).tolist() == text[len(asked) :]
     end = text[len(asked)]
     assert model.generate(asked, 8, end).tolist() == [end]
+    assert model.network.generation_config.repetition_penalty == 5.0
 
 
 def test_they_measure_the_averages_that_are_validated(tmp_path: Path) -> None:
