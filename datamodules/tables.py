@@ -53,9 +53,11 @@ class FileTable:
 
     def only(self, rows: Sequence[int]) -> FileTable:
         """Return the table of these rows."""
-        columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
-        files, lines = ([each[row] for row in rows] for each in (self.files, self.lines))
-        return FileTable(self.path, columns, files, lines)
+        columns: dict[str, Sequence[Any]] = {}
+        for name, values in self.columns.items():
+            columns[name] = [values[row] for row in rows]
+        files = [self.files[row] for row in rows]
+        return FileTable(self.path, columns, files, [self.lines[row] for row in rows])
 
     def present(self, name: str, option: str = "") -> list[Any]:
         """Return a column's values, none of which may be missing; ``option``: text about
@@ -334,7 +336,9 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
     with reading(path), opened(path) as file:
         # A quote that is never closed would put the rest of the file into one value.
         reader = csv.reader(file, delimiter=separator, strict=True)
-        lines, rows, end = [], [], 0
+        lines: list[int] = []
+        rows: list[list[str]] = []
+        end = 0
         for row in reader:
             # An empty line is no row. A value in quotes may have several lines.
             if row:
