@@ -201,7 +201,7 @@ def test_a_round_without_validation_finds_the_last_ones_values_after_a_resume(
     same_trainer: bool, tmp_path: Path
 ) -> None:
     def fitted(rounds: int, path: Path | None = None) -> tuple[Any, Any, Monitored]:
-        seen, module = Monitored(tmp_path), federated(Lit())
+        seen, module = Monitored(tmp_path), federated()  # whose weights follow its seed
         run = trainer(rounds, [seen], check_val_every_n_epoch=3, default_root_dir=tmp_path)
         run.fit(module, blobs(), ckpt_path=path)
         return run, module, seen
