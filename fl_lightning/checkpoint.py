@@ -118,6 +118,17 @@ class Identity:
             raise other_settings(differing)
 
 
+def single_numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the metrics that are one number; callbacks may put anything else among them."""
+    numbers = {}
+    for name, value in metrics.items():
+        if isinstance(value, float):
+            numbers[name] = torch.tensor(value, dtype=torch.float64)
+        elif is_number(value) or (isinstance(value, Tensor) and value.numel() == 1):
+            numbers[name] = torch.as_tensor(value).detach().cpu()
+    return numbers
+
+
 def other_settings(differing: Iterable[str]) -> UserError:
     """Return the error about other settings in a resume; ``differing``: old and new values."""
     shown = "; ".join(list(differing)[:4])
@@ -235,7 +246,7 @@ class Held:
             engine=plan,
             secret=secret.name,
             sent=dict(state.sent),
-            monitored={k: v.detach().cpu() for k, v in trainer.callback_metrics.items()},
+            monitored=single_numbers(trainer.callback_metrics),
             base={} if state.base is None else state.base.kept(),
             base_costs=NO_COSTS if state.base is None else torch.tensor(state.base.costs),
             base_kinds={} if state.base is None else state.base.kinds(),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import UserError, check_on_disk, suggest
 from fl_lightning.learner.modules import lightning_base, overrides
 from fl_lightning.machine.strategies import FederatedStrategy
 from fl_lightning.schedules import LARGEST, Schedule
@@ -140,6 +140,7 @@ def check_trainer(trainer: Any) -> None:
         if trainer.lightning_module is not None:
             rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
     check_options(trainer)
+    check_folders(trainer)
     check_fixed_parameters(trainer)
     for callback in trainer.callbacks:
         check_callback(trainer, callback)
@@ -195,6 +196,23 @@ def check_options(trainer: Any) -> None:
             "states in half precision, where small steps are lost. Use precision='bf16-mixed': "
             "the forward pass is in bfloat16, and the weights stay in float32."
         )
+
+
+def check_folders(trainer: Any) -> None:
+    """Refuse folders that are not on a disk, as those of a remote storage.
+
+    Raises:
+        UserError: it names the option, and how to keep a run in such a storage.
+    """
+    folders = {"trainer.default_root_dir": trainer.default_root_dir}
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        folders[f"callback {type(callback).__name__}: dirpath"] = folder
+        # Without a folder of its own, it writes beside the first logger.
+        for logger in trainer.loggers[:1] if folder is None else ():
+            folders[f"logger {type(logger).__name__}: save_dir"] = logger.save_dir
+    for option, folder in folders.items():
+        check_on_disk(option, folder)
 
 
 def check_callback(trainer: Any, callback: Any) -> None:

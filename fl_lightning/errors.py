@@ -56,6 +56,17 @@ def cannot_write(path: object, error: OSError) -> UserError:
     return UserError(f"Cannot write {path}: {error.strerror or error}. {advice}")
 
 
+def check_on_disk(option: str, folder: object) -> None:
+    """Refuse the address of a remote storage as a run's folder."""
+    if "://" in str(folder):
+        raise UserError(
+            f"{option}={str(folder)!r} is not a folder of a disk: a run locks and renames its "
+            "checkpoints and its clients' states as files, and would write them to the local disk, "
+            f"in {str(folder).partition('//')[0]}/. Mount the storage and give the folder of its "
+            "mount, or give a folder of the disk and copy it after the run."
+        )
+
+
 def out_of_memory(error: BaseException) -> str:
     """Return the message if a machine's or GPU's memory was too small; empty for another error."""
     text = " ".join(str(error).split())

@@ -445,7 +445,11 @@ class FederatedRun:
         ends = [callback.on_train_batch_end for callback in trainer.callbacks]
         keeps_loss = self.methods.reads_loss or any(map(is_foreign, ends))
         situation = replace(situation, keeps_loss=keeps_loss, usable_cores=self.cores)
-        earlier = self.plan if self.resumed_from is None else self.resumed_from.engine
+        if self.resumed_from is not None:
+            earlier = self.resumed_from.engine
+        else:
+            # Another Trainer begins another run, perhaps on other data.
+            earlier = self.plan if self.continues(trainer) else None
         # An engine left by an earlier fit holds threads and memory that the trials need.
         self.close_engine()
         self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)

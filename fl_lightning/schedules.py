@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Annotated
 
 from fl_lightning.accepted import AtLeast, Checked, FiniteFloat
@@ -28,8 +29,7 @@ class Schedule(Checked, ABC):
     def __repr__(self) -> str:
         # Older checkpoints have no scale, and a resumed run compares this text.
         shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}
-        arguments = ", ".join(f"{k}={v!r}" for k, v in shown.items())
-        return f"{type(self).__name__}({arguments})"
+        return f"{type(self).__name__}({texts_of(shown)})"
 
 
 class Exponential(Schedule):
@@ -126,15 +126,23 @@ def arguments(of: object) -> str:
     >>> arguments(Cosine(100))
     'rounds=100, end=0.0, scale=1.0'
     """
-    texts = []
+    stored = {}
     for name in inspect.signature(type(of)).parameters:
         # If an argument has the name of a method, it is stored with an underscore appended.
         kept = name if name in vars(of) else f"{name}_"
-        if kept not in vars(of):
-            continue
-        value = vars(of)[kept]
-        # The repr of a function, or of an object without its own repr, contains its address and
-        # differs in every process.
+        if kept in vars(of):
+            stored[name] = vars(of)[kept]
+    return texts_of(stored)
+
+
+def texts_of(values: Mapping[str, object]) -> str:
+    """Return values by name, as text that is the same in every process.
+
+    The repr of a function, or of an object without its own repr, contains its address. These are
+    left out.
+    """
+    texts = []
+    for name, value in values.items():
         has_text = repr(value) != object.__repr__(value)
         if has_text and (isinstance(value, Schedule) or not callable(value)):
             texts.append(f"{name}={value!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,3 +71,20 @@ def test_checkpoints_by_time_are_refused_because_lightning_would_save_none() -> 
     timed = ModelCheckpoint(train_time_interval=timedelta(seconds=1))
     with pytest.raises(UserError, match=r"train_time_interval saves nothing.*every_n_epochs"):
         trainer(1, [timed], enable_checkpointing=True).fit(federated(), blobs())
+
+
+@pytest.mark.parametrize("option", ["default_root_dir", "dirpath"])
+def test_a_folder_that_is_not_on_a_disk_is_refused(
+    option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings: dict[str, Any] = {"enable_checkpointing": True}
+    if option == "dirpath":
+        settings["callbacks"] = [ModelCheckpoint(dirpath="memory://run/checkpoints")]
+    else:
+        settings["default_root_dir"] = "memory://run"
+    with pytest.raises(
+        UserError, match=f"{option}='memory://run.*not a folder of a disk.*[Mm]ount"
+    ):
+        trainer(1, **settings).fit(federated(), blobs())
+    assert not (tmp_path / "memory:").exists()

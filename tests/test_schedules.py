@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 
 from fl_lightning import Exponential, Linear, UserError
 from fl_lightning.schedules import Cosine, Schedule, Steps, arguments, decay_factor, decay_text
+from tests.helpers.compositions import Function
 from tests.helpers.learners import blobs, federated, trainer
 
 
@@ -79,6 +80,12 @@ def test_schedules_say_what_they_are() -> None:
             return 1.0
 
     assert arguments(Mine(abs, Exponential(0.5), 3)) == "inner=Exponential(gamma=0.5)"
+
+
+def test_schedules_with_a_function_say_the_same_in_every_process() -> None:
+    function = repr(Function(lambda t: 1.0))
+    assert function == repr(Function(lambda t: 1.0)) == "Function()"
+    assert repr(Steps({1: 0.5})) == "Steps(values={1: 0.5})"
 
 
 def test_schedules_start_at_their_scale() -> None:

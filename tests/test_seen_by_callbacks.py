@@ -201,7 +201,7 @@ def test_a_round_without_validation_finds_the_last_ones_values_after_a_resume(
     same_trainer: bool, tmp_path: Path
 ) -> None:
     def fitted(rounds: int, path: Path | None = None) -> tuple[Any, Any, Monitored]:
-        seen, module = Monitored(tmp_path), federated(Lit())
+        seen, module = Monitored(tmp_path), federated()  # whose weights follow its seed
         run = trainer(rounds, [seen], check_val_every_n_epoch=3, default_root_dir=tmp_path)
         run.fit(module, blobs(), ckpt_path=path)
         return run, module, seen
@@ -230,3 +230,33 @@ def test_the_server_rate_of_a_round_is_seen_in_that_round(interval: Any, tmp_pat
     module = federated(Lit(), server_lr_decay=Steps({0: 0.5, 1: 0.25, 2: 1.0}))
     run.fit(module, blobs())
     assert rates == [0.5, 0.25, 1.0]
+
+
+class Putting(pl.Callback):
+    """Puts a value of its own where callbacks find metrics."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        self.found: list[Any] = []
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.found.append(trainer.callback_metrics.get("own"))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        trainer.callback_metrics["own"] = self.value
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [(0.1, 0.1), (torch.tensor([0.5]), 0.5), (torch.arange(3.0), None), ("a word", None)],
+)
+def test_what_a_callback_puts_among_the_metrics_ends_neither_a_run_nor_its_resume(
+    value: object, found: float | None, tmp_path: Path
+) -> None:
+    settings = {"default_root_dir": tmp_path, "enable_checkpointing": True}
+    first = trainer(1, [Putting(value)], **settings)
+    first.fit(federated(), blobs())
+    putting = Putting(value)
+    run = trainer(2, [putting], **settings)
+    run.fit(federated(), blobs(), ckpt_path=first.checkpoint_callback.best_model_path)
+    assert run.current_epoch == 2 and putting.found == [found]

@@ -7,6 +7,7 @@ content counts and not its identity, and a learner's copy can be compared with a
 from __future__ import annotations
 
 import io
+import math
 import pickle
 import sys
 import warnings
@@ -33,11 +34,13 @@ class Contents:
     """Writes values of a learner's attributes, so that equal bytes mean equal content.
 
     ``kept`` keeps the objects alive that are compared by identity, so that no other object gets the
-    same id. ``versions``: a change of a tensor in place counts as another identity.
+    same id. ``versions``: a change of a tensor in place counts as another identity. ``most``: a
+    value of more bytes is compared by its identity.
     """
 
-    def __init__(self, learner: nn.Module, versions: bool = False) -> None:
+    def __init__(self, learner: nn.Module, versions: bool = False, most: float = math.inf) -> None:
         self.versions = versions
+        self.most = most
         self.kept: list[Any] = []
         modules = dict(learner.named_modules())
         self.places = {id(module): name or "learner" for name, module in modules.items()}
@@ -51,15 +54,28 @@ class Contents:
             return value, type(value)
         if isinstance(value, dict | list | tuple | set) and not value:
             return type(value)
-        written = io.BytesIO()
+        written = _Written(self.most)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 Writer(written, self, values).dump(value)
-        except Exception:  # for example a lock or an open file
+        except Exception:  # for example a lock, an open file, or more than `most` bytes
             self.kept.append(value)
             return id(value)
         return written.getvalue()
+
+
+class _Written(io.BytesIO):
+    """What a pickle wrote, up to so many bytes."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.most = most
+
+    def write(self, data: Any) -> int:
+        if self.tell() + len(data) > self.most:
+            raise OverflowError
+        return super().write(data)
 
 
 class Attributes(Contents):

@@ -33,11 +33,14 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.engines.attributes import Contents
 from fl_lightning.engines.engine import Collect
+from fl_lightning.engines.following import LARGE_BYTES
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import Situation
 from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker
+from fl_lightning.errors import UserError
 from fl_lightning.machine.device_memory import end_with_parent
 from fl_lightning.machine.processes import opened_in_each
 from fl_lightning.round.context import Round
@@ -50,9 +53,10 @@ LOOK = 5.0  # seconds between two checks of the workers' processor time
 AHEAD = 2
 
 Leaf = tuple[int, int]  # position in the sum, client
+Facts = tuple[int, int, Any]  # of an attribute: its id, its version or length, its content
 
 
-class WorkerEnded(RuntimeError):
+class WorkerEnded(UserError, RuntimeError):
     """A worker process ended, or stopped going on, before its client was trained."""
 
 
@@ -187,7 +191,8 @@ class Forked:
         gc.freeze()
         torch.set_num_threads(1)
         methods = self.worker.work.methods.callbacks
-        before = attributes_of(methods)
+        contents = Contents(self.worker.copy.learner, versions=True, most=LARGE_BYTES)
+        before = attributes_of(methods, contents, {})
         with torch.no_grad(), self.worker.copy.tied(round.evaluated):
             while (client := connection.recv()) is not None:
                 answer: Any
@@ -197,7 +202,7 @@ class Forked:
                         answer = collect.brought(self.worker.train(round, client))
                     except Exception as error:
                         answer = WorkerFailed(f"{type(error).__name__}: {error}")
-                after = attributes_of(methods)
+                after = attributes_of(methods, contents, before)
                 changed = [name for name in after if after[name] != before.get(name)]
                 if changed and not isinstance(answer, WorkerFailed):
                     answer = Keeps(changed[0])
@@ -232,7 +237,8 @@ class Forked:
         if not self._client_seconds:
             return most
         best = math.sqrt(2 * clients * self._client_seconds / self._fork_seconds)
-        return max(1, min(most, round(best)))
+        # In a round without clients there is nobody to train.
+        return min(most, max(1, round(best)))
 
     def _ready(self, busy: list[Child]) -> list[Child]:
         """The workers that have something to say; waits for the first one."""
@@ -263,7 +269,7 @@ class Forked:
         (leaf, client) = child.tasks[0]
         try:
             answer, told, changed, seconds = received(child.connection)
-        except (EOFError, ConnectionResetError):
+        except (EOFError, OSError):  # it ended between two messages, or within one
             self._children.remove(child)
             raise WorkerEnded(how_it_ended(child.pid, client, round.t)) from None
         child.since = time.monotonic()
@@ -367,17 +373,29 @@ class Keeps:
     name: str
 
 
-def attributes_of(methods: Iterable[object]) -> dict[str, tuple[int, int]]:
-    """Facts that differ if an attribute of a method was replaced, grew or changed."""
+def attributes_of(
+    methods: Iterable[object], contents: Contents, before: dict[str, Facts]
+) -> dict[str, Facts]:
+    """Facts that differ if an attribute of a method was replaced, grew or changed.
+
+    ``before``: the earlier facts.
+    """
     facts = {}
     for method in methods:
         for name, value in vars(method).items():
+            full = f"{type(method).__name__}.{name}"
             size = 0
+            content: Any = None
             if isinstance(value, Tensor):
                 size = value._version
-            elif isinstance(value, (list, dict, set, deque)):
+            elif full in before and isinstance(before[full][2], int):
+                # Its content was too large to be compared for every client.
+                content = before[full][2]
+            else:
+                content = contents.written(value)
+            if isinstance(value, (list, dict, set, deque)):
                 size = len(value)
-            facts[f"{type(method).__name__}.{name}"] = (id(value), size)
+            facts[full] = (id(value), size, content)
     return facts
 
 

@@ -154,6 +154,14 @@ class ClientGroup:
         everything = {**named, **self.attributes, **self.columns, **self.rows}
         return {name: value for name, value in everything.items() if isinstance(value, Tensor)}
 
+    def attributes_of_clients(self) -> dict[str, Tensor]:
+        """Return the attributes that hooks assigned to clients and that have a row for each."""
+        return {
+            name: value
+            for name, value in self.attributes.items()
+            if isinstance(value, Tensor) and value.dim() and len(value) == len(self.ids)
+        }
+
     def given(self) -> list[Tensor]:
         """Return the values that hooks have logged and uploaded so far."""
         return [*self.logs.values(), *self.uploads.values()]
@@ -309,7 +317,8 @@ class ClientGroup:
         own.ids = [self.ids[row]]
         own.x = self.x[part]
         own.columns = {}  # a group of one client computes these again
-        own.attributes = dict(self.attributes)
+        rows_of = self.attributes_of_clients()
+        own.attributes = {**self.attributes, **{k: rows[part] for k, rows in rows_of.items()}}
         own.rows = {key: rows[part] for key, rows in self.rows.items()}
         own.change_counts = dict(self.change_counts)
         own.declared = dict(self.declared)

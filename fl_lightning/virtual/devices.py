@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from fl_lightning.accepted import Above, AtMost, NonNegativeFloat, PositiveFloat, check, checked
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
+from fl_lightning.schedules import texts_of
 
 Speed = Annotated[float, Above(0), AtMost(math.inf)]
 Speeds = NDArray[np.float64]  # (m,), of every client
@@ -33,6 +34,10 @@ class Distribution(ABC):
     @abstractmethod
     def of_clients(self, seed: int, m: int, purpose: str = "") -> Speeds:
         """Return the numbers ``(m,)``; ``purpose``: "" for computing, "up", "down"."""
+
+    def __repr__(self) -> str:
+        # A resumed run compares this text.
+        return f"{type(self).__name__}({texts_of(vars(self))})"
 
 
 @checked

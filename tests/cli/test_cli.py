@@ -35,7 +35,7 @@ SKEWED = (
     ),
 )
 LEARNER = """
-import time, torch, pytorch_lightning as pl
+import os, signal, time, torch, pytorch_lightning as pl
 from pathlib import Path
 
 class Lit(pl.LightningModule):
@@ -51,6 +51,8 @@ class Lit(pl.LightningModule):
         time.sleep(self.sleep)
         if self.fault == "raise":
             raise KeyError("mine")
+        if self.fault == "kill" and self.current_epoch == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
         loss = torch.nn.functional.cross_entropy(self.net(batch[0]), batch[1])
         return loss * float("nan") if self.fault == "nan" else loss
     def validation_step(self, batch, batch_idx):
@@ -441,6 +443,13 @@ def test_an_error_in_the_learner_is_told_with_its_line(cli: Cli) -> None:
     result = cli(*argv, "--debug")
     assert result.returncode == 1 and "Traceback" in result.stderr
     assert 'raise KeyError("mine")' in result.stderr and "in training_step" in result.stderr
+
+
+def test_a_worker_process_that_is_killed_ends_the_command_with_one_paragraph(cli: Cli) -> None:
+    forked = typed("--trainer.max_epochs 2 --model.engine concurrent --model.workers 2")
+    result = cli(*own(cli, *forked, fault="kill", drop=0.5))
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert "in round 1 was ended by SIGKILL" in result.stderr
 
 
 def test_diverged(cli: Cli) -> None:

@@ -118,6 +118,7 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     (("--trainer.default_root_dir", "/".join(["b" * 200] * 30)), "default_root_dir", "too long"),
     (("--trainer.default_root_dir", "a\x00b"), "--trainer.default_root_dir", "zero byte"),
     (("--trainer.default_root_dir", "\udc80"), "--trainer.default_root_dir", "no text"),
+    ("--trainer.default_root_dir s3://b/run", "default_root_dir='s3://b/run'", "Mount the"),
     ("-c data.digits", "-c data.digits", "Did you mean data/digits?"),
     ("-c mine.Mine", "-c mine.Mine", "--method mine.Mine"),
     (("-c", "a" * 5000), "-c aaa", "neither a file"),

@@ -97,6 +97,16 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
     assert threading.main_thread() not in callers
 
 
+@pytest.mark.parametrize("first", [{"fast_dev_run": True}, {}])
+def test_another_trainer_begins_another_run_and_decides_anew(first: dict[str, Any]) -> None:
+    module = federated(Lit(), workers=2)
+    trainer(1, **first).fit(module, blobs())
+    drawing = blobs()
+    drawing._transform = lambda x: x + 0.1 * torch.randn_like(x)
+    trainer(1).fit(module, drawing)
+    assert "draw random numbers" in module.engine_facts["why"]
+
+
 def test_a_learner_that_cannot_be_copied_trains_one_client_after_the_other() -> None:
     class Locked(Lit):
         def __init__(self) -> None:

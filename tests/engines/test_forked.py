@@ -13,8 +13,12 @@ import sys
 import threading
 import time
 import warnings
+from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import Pipe
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -82,7 +86,8 @@ CASES: dict[str, Any] = {
 
 def ran(engine: str, rounds: int = 3, callbacks: Any = (), learner: Any = Drawing, **more: Any):
     torch.manual_seed(3)
-    module = federated(learner(), engine=engine, participation=0.5, local_epochs=1.5, **more)
+    more = {"participation": 0.5, "local_epochs": 1.5, **more}
+    module = federated(learner(), engine=engine, **more)
     run = trainer(rounds, callbacks)
     run.fit(module, blobs())
     logged = {k: float(v) for k, v in run.callback_metrics.items() if not k.startswith("time/")}
@@ -107,6 +112,19 @@ def test_same_bits_for_any_number_of_processes(name: str) -> None:
         forked_run = ran("concurrent", callbacks=callbacks(), workers=workers, **arguments)
         assert forked_run[0].engine_facts["workers"] == f"{workers} processes"
         require_same(forked_run, reference)
+
+
+def test_a_round_without_clients_goes_by_after_rounds_with_some() -> None:
+    trained: list[int] = []
+
+    class Number(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            trained.append(server.round)
+
+    options: dict[str, Any] = {"rounds": 8, "sampling": "poisson", "participation": 0.1}
+    reference = ran("sequential", callbacks=[Number()], **options)
+    assert set(range(trained[0], 8)) - set(trained)  # in which no round ended with clients
+    require_same(ran("concurrent", workers=2, **options), reference)
 
 
 def test_auto_takes_processes_where_clients_draw_and_their_steps_take_long(
@@ -202,6 +220,29 @@ def test_a_worker_that_is_ended_leaves_one_paragraph_and_no_round(number: int) -
     assert not children()
 
 
+def test_a_worker_that_ends_within_a_message_is_reported() -> None:
+    """A client's result is larger than what a pipe holds, so its worker may die while it sends."""
+    ours, theirs = Pipe()
+    worker = subprocess.Popen(["sleep", "100"])
+    worker.kill()
+    os.write(theirs.fileno(), (1000).to_bytes(4, "big") + b"half a message")
+    theirs.close()
+    module = federated(Drawing(), engine="concurrent", workers=2)
+    caught: list[str] = []
+
+    class Take(FederatedCallback):
+        def on_round_start(self, server: Any) -> None:
+            engine = module.run.engine
+            child = forked.Child(worker.pid, ours, tasks=deque([(0, 3)]))
+            engine._children.append(child)
+            with pytest.raises(WorkerEnded, match="client 3 in round 0 was ended by SIGKILL") as e:
+                engine._take(child, SimpleNamespace(t=0), None)
+            caught.append(str(e.value))
+
+    trainer(1, [Take()]).fit(module, blobs())
+    assert len(caught) == 1
+
+
 def test_a_worker_that_waits_for_what_it_does_not_have_is_ended(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -220,29 +261,44 @@ def test_a_worker_that_waits_for_what_it_does_not_have_is_ended(
     assert not children()
 
 
-@pytest.mark.parametrize("kept", ["list", "number"])
-def test_what_a_method_keeps_in_an_attribute_is_not_lost(kept: str) -> None:
+KEPT: dict[str, Callable[[], Any]] = {
+    "list": list,
+    "number": float,
+    "dict of lists": lambda: {"norm": []},
+    "array": lambda: np.zeros(10),
+    "filled list": lambda: [0.0] * 10,
+}
+
+
+@pytest.mark.parametrize("kind", KEPT)
+def test_what_a_method_keeps_in_an_attribute_is_not_lost(kind: str) -> None:
     """It should be declared; until it is, clients train in the run's own process."""
 
     class Keeping(FederatedCallback):
         def __init__(self) -> None:
             super().__init__()
-            self.norms: list[float] = []
-            self.total = 0.0
+            self.kept = KEPT[kind]()
 
         def on_local_end(self, clients: Any) -> None:
             norm = float(clients.norm(clients.x))
-            if kept == "list":
-                self.norms.append(norm)
+            if kind == "number":
+                self.kept += norm
+            elif kind == "list":
+                self.kept.append(norm)
+            elif kind == "dict of lists":
+                self.kept["norm"].append(norm)
             else:
-                self.total += norm
+                self.kept[clients.client_ids[0]] += norm
+
+        def all(self) -> list[float]:
+            kept = self.kept["norm"] if kind == "dict of lists" else self.kept
+            return sorted(np.ravel(kept).tolist())
 
     beside, reference = Keeping(), Keeping()
-    require_same(
-        ran("concurrent", callbacks=[beside], workers=2), ran("sequential", callbacks=[reference])
-    )
-    assert sorted(beside.norms) == sorted(reference.norms)
-    assert beside.total == pytest.approx(reference.total, rel=1e-12)
+    run = ran("concurrent", callbacks=[beside], workers=2)
+    require_same(run, ran("sequential", callbacks=[reference]))
+    assert beside.all() == pytest.approx(reference.all(), rel=1e-12)
+    assert any("Keeping.kept is changed in a hook" in note for note in run[0].notes)
 
 
 @pytest.mark.slow

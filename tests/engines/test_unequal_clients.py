@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import callbacks as c
+from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FromDatasets
 from fl_lightning.engines.fast.stacked import Stack
 from tests.helpers.agreement import CLIPPED, EveryHook, Logged, in_memory, near, same_bits, trained
@@ -55,6 +56,37 @@ def test_clients_that_finish_early_keep_what_they_have(name: str) -> None:
             "clients": "6",
         }
         near(run, reference)
+
+
+class Attributes(FederatedCallback):
+    """Sets attributes of the clients in each step, and reads them after the last one."""
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> None:
+        if not hasattr(clients, "k"):
+            clients.k = torch.zeros_like(clients.sizes)
+            clients.total = torch.zeros_like(gradient)
+        clients.k = clients.k + 1
+        clients.total += gradient
+
+    def on_local_end(self, clients: Any) -> None:
+        clients.log("k", clients.k[:, 0])
+        clients.log("total", clients.norm(clients.total)[:, 0])
+        clients.scale = clients.k / (1 + clients.k)
+
+
+class Transmitting(Attributes):
+    def transmit(self, clients: Any, update: Tensor) -> Tensor:
+        return update * clients.scale
+
+
+@pytest.mark.fast
+@pytest.mark.parametrize("method", [Attributes, Transmitting])
+def test_attributes_of_clients_are_each_client_s_own(method: type[Attributes]) -> None:
+    options: dict[str, Any] = {"participation": "all", "local_epochs": 2, "rounds": 2}
+    reference = trained(([method()], {}), "sequential", **options)
+    run = trained(([method()], {}), "stacked", **options)
+    assert run.module.engine_facts["engine"] == "stacked"
+    near(run, reference)
 
 
 @pytest.mark.fast

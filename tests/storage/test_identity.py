@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam
@@ -19,6 +20,9 @@ from fl_lightning.callbacks import (
     SharpnessAwareMinimization,
 )
 from fl_lightning.lab.contracts.federation import fit
+from fl_lightning.systems import Buffered, Devices
+from fl_lightning.virtual.devices import Distribution
+from tests.helpers.compositions import Function
 
 
 class Scaled(FederatedCallback):
@@ -92,6 +96,27 @@ def test_a_method_that_comes_later_starts_from_the_model_that_it_met(tmp_path: P
 def test_what_only_looks_may_come_and_go_and_so_may_objects_without_a_text(tmp_path: Path) -> None:
     fit([Scaled(object()), ProximalTerm(0.1), Looking()], rounds=1, folder=str(tmp_path))
     fit([ProximalTerm(0.1), Scaled(object())], rounds=2, folder=str(tmp_path), resume=True)
+
+
+class Alike(Distribution):
+    """The same function of a client for all, as a user would write it."""
+
+    def __init__(self, function: Any) -> None:
+        self.function = function
+
+    def of_clients(self, seed: int, m: int, purpose: str = "") -> Any:
+        return np.array([self.function(i) for i in range(m)], dtype=float)
+
+
+def test_functions_in_schedules_and_devices_may_be_new_objects(tmp_path: Path) -> None:
+    for rounds in (1, 2):
+        made = {
+            "lr_decay": Function(lambda t: 0.5**t),
+            "asynchronous": Buffered(Devices(Alike(lambda i: 0.1)), size=2, concurrency=3),
+            "participation": "all",
+        }
+        module = fit([], rounds=rounds, folder=str(tmp_path), resume=rounds > 1, **made)
+    assert module.run.state.rounds == 2
 
 
 def test_checkpoints_of_before_go_on(tmp_path: Path) -> None:

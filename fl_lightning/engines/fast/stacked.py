@@ -334,7 +334,9 @@ class Stacked:
 
 
 class Kept:
-    """Copies of finished clients' models, rows, uploads and logs, before the rest takes a step."""
+    """Copies of finished clients' models, rows, uploads, logs and attributes, before the rest takes
+    a step.
+    """
 
     def __init__(self, group: ClientGroup, finished: list[int]) -> None:
         self.group = group
@@ -343,6 +345,10 @@ class Kept:
         self.rates_used = None if group.rates_used is None else group.rates_used[finished]
         self.rows = {key: (rows._version, rows[finished]) for key, rows in group.rows.items()}
         self.given = [(given, dict(given)) for given in (group.uploads, group.logs)]
+        self.attributes = {
+            name: (value, value._version, value[finished])
+            for name, value in group.attributes_of_clients().items()
+        }
 
     def restore(self) -> None:
         group = self.group
@@ -365,6 +371,18 @@ class Kept:
                 if present[key] is not value:
                     present[key] = present[key].clone()
                     present[key][self.finished] = value[self.finished]
+        self._restore_attributes()
+
+    def _restore_attributes(self) -> None:
+        """Put back rows of attributes that a hook assigned or changed in place in this step."""
+        for name, present in self.group.attributes_of_clients().items():
+            earlier, version, values = self.attributes.get(name, (None, None, None))
+            if values is None or (present is earlier and present._version == version):
+                continue
+            # A hook may have assigned a tensor that belongs to others.
+            if present is not earlier:
+                present = self.group.attributes[name] = present.clone()
+            present[self.finished] = values
 
 
 def one(group: ClientGroup, row: int, logged: dict[str, list[bool]]) -> ClientGroup:

@@ -22,7 +22,7 @@ import fl_lightning.models
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FederatedDataModule, Partition
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, check_on_disk
 from fl_lightning.lab.cli.compose import (
     Command,
     as_list,
@@ -362,6 +362,7 @@ class CommandCLI(LightningCLI):
         going_on = self.config.ckpt_path == "last"
         self.stem: str | None = None
         if root:
+            check_on_disk("--trainer.default_root_dir", root)
             self.folder = named(str(root))
             self.config.trainer.default_root_dir = str(self.folder)
         else:
