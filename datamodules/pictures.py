@@ -63,7 +63,7 @@ class Pictures:
                 f"A picture of the mode {picture.mode!r} has more than 256 levels, of which PIL "
                 "keeps the first 256: save the pictures with 8 bits per channel."
             )
-        # A palette's numbers are no colours.
+        # The pixels of a palette picture are places in its palette, from which PIL makes colours.
         mode = self.mode or {"P": "RGB", "PA": "RGBA", "1": "L"}.get(picture.mode)
         if mode is not None:
             picture = picture.convert(mode)

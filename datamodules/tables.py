@@ -340,7 +340,7 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
         rows: list[list[str]] = []
         end = 0
         for row in reader:
-            # An empty line is no row. A value in quotes may have several lines.
+            # Leave out empty lines. A value in quotes may have several lines.
             if row:
                 lines.append(end + 1)
                 rows.append(row)

@@ -66,7 +66,7 @@ class Contents:
 
 
 class _Written(io.BytesIO):
-    """What a pickle wrote, up to so many bytes."""
+    """A buffer for a pickle, which raises ``OverflowError`` beyond ``most`` bytes."""
 
     def __init__(self, most: float) -> None:
         super().__init__()

@@ -237,7 +237,7 @@ class Forked:
         if not self._client_seconds:
             return most
         best = math.sqrt(2 * clients * self._client_seconds / self._fork_seconds)
-        # In a round without clients there is nobody to train.
+        # A round without clients needs no worker.
         return min(most, max(1, round(best)))
 
     def _ready(self, busy: list[Child]) -> list[Child]:

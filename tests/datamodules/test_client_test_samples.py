@@ -123,7 +123,7 @@ def test_a_saved_split_gives_the_same_sides(tmp_path):
     assert first.partition_hash == second.partition_hash
 
 
-def test_samples_on_which_other_clients_train_are_told_and_refused_in_a_global_test_set():
+def test_a_warning_counts_test_samples_on_which_others_train_and_pooled_refuses_them():
     with pytest.warns(
         UserWarning, match="16 of 18 samples on which clients are tested are training"
     ):

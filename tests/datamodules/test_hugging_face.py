@@ -289,7 +289,7 @@ def test_a_text_has_at_least_one_token(length: int) -> None:
         FromHuggingFace(table(), "a", "kind", length=length)
 
 
-def test_a_palettes_numbers_are_no_colours(tmp_path: Path) -> None:
+def test_palette_pictures_become_colours(tmp_path: Path) -> None:
     red = Image.new("RGB", (4, 4), (255, 0, 0)).quantize(2)
     bits = Image.new("1", (4, 4), 1)
     assert (red.mode, bits.mode) == ("P", "1")
