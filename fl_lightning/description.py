@@ -30,6 +30,7 @@ class Reporter:
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self._validation_began = 0.0
+        self._logged = False  # whether this fit has logged a round
 
     def begin(self, run: Any) -> None:
         """Give loggers the run's settings and first round, before this fit's first round."""
@@ -41,15 +42,22 @@ class Reporter:
 
     def log(self, metrics: dict[str, float], t: int) -> None:
         """Log metrics of round t to every logger, and where monitoring callbacks find them."""
+        if not self._logged:
+            self._call("on_later_rounds_dropped")
+            self._logged = True
         self.trainer.callback_metrics.update({k: torch.tensor(v) for k, v in metrics.items()})
         for logger in self.trainer.loggers:
             logger.log_metrics(metrics, step=t)
 
     def client_ended(self, done: int, of: int) -> None:
         """Report to callbacks how many of a round's clients are done, if they define this hook."""
+        self._call("on_client_end", done, of)
+
+    def _call(self, hook: str, *arguments: int) -> None:
+        """Call a hook of ours on the callbacks that define it."""
         for callback in self.trainer.callbacks:
-            if hasattr(callback, "on_client_end"):
-                callback.on_client_end(self.trainer, self.trainer.lightning_module, done, of)
+            if hasattr(callback, hook):
+                getattr(callback, hook)(self.trainer, self.trainer.lightning_module, *arguments)
 
     def validation_starts(self) -> None:
         self._validation_began = time.perf_counter()

@@ -120,6 +120,23 @@ def test_a_resume_that_completes_no_round_keeps_later_rounds(cli: Cli) -> None:
     assert rounds(cli.folder / "x") == ["0", "1"]
 
 
+DIES_IN_VALIDATION = DIES.replace("on_train_epoch_start", "on_validation_start")
+
+
+def test_a_kill_before_a_resumed_round_has_its_checkpoint_leaves_no_round_without_a_row(
+    cli: Cli,
+) -> None:
+    lowest = ("--monitor", "val/acc", "--monitor_mode", "min")
+    assert cli(*FIT, *X, *lowest, "--trainer.max_epochs", 3).returncode == 0
+    (cli.folder / "dies.py").write_text(DIES_IN_VALIDATION)
+    best = cli.folder / "x/checkpoints/best.ckpt"
+    result = cli("fit", "x", "--ckpt_path", best, "--trainer.callbacks+", "dies.Dies")
+    assert result.returncode == 9, result.stderr
+    result = cli("fit", "x", "--trainer.max_epochs", 4)
+    assert result.returncode == 0, result.stderr
+    assert rounds(cli.folder / "x") == ["0", "1", "2", "3"]
+
+
 def test_a_monitored_metric_may_be_measured_for_the_first_time_in_a_later_round(cli: Cli) -> None:
     logger = ("--method+", "GlobalLossLogger", "--method.every_n_rounds", 2)
     result = cli(*FIT, *X, *logger, "--monitor", "global/train_loss", "--trainer.max_epochs", 3)

@@ -391,12 +391,19 @@ class RunCheckpoint(Checkpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._follow(trainer)
 
+    def on_later_rounds_dropped(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make last.ckpt the checkpoint from which this fit resumed.
+
+        The fit's first row is about to replace the rows of later rounds. A kill before the first
+        new checkpoint must not leave the last.ckpt of a round that has no row any more.
+        """
+        if self._resumed_own(trainer):
+            self._link(trainer, Path(str(trainer.ckpt_path)), "last.ckpt")
+
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         # If no round was left, Lightning did not call `on_train_start`. A folder in which no run
         # began gets no checkpoint.
-        resumed = trainer.ckpt_path
-        own = resumed and Path(resumed).resolve().parent == self.folder.resolve()
-        if own and not self._followed:
+        if self._resumed_own(trainer) and not self._followed:
             self._follow(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -407,6 +414,11 @@ class RunCheckpoint(Checkpoint):
             self.run.write_config()
         if improved:
             self._link(trainer, self.folder / "last.ckpt")
+
+    def _resumed_own(self, trainer: pl.Trainer) -> bool:
+        """Return whether this fit resumed from a checkpoint of its own folder."""
+        resumed = trainer.ckpt_path
+        return bool(resumed) and Path(str(resumed)).resolve().parent == self.folder.resolve()
 
     def _follow(self, trainer: pl.Trainer) -> None:
         """Make best.ckpt the checkpoint of the best round up to the one where this fit resumes.
@@ -470,23 +482,23 @@ class RunCheckpoint(Checkpoint):
         self.best_round = trainer.current_epoch
         return True
 
-    def _link(self, trainer: pl.Trainer, source: Path) -> None:
-        """Make best.ckpt a link to ``source``."""
-        best = self.folder / "best.ckpt"
-        aside = self.folder / ".best.ckpt.tmp"
+    def _link(self, trainer: pl.Trainer, source: Path, name: str = "best.ckpt") -> None:
+        """Make the checkpoint ``name`` a link to ``source``."""
+        link = self.folder / name
+        aside = self.folder / f".{name}.tmp"
         if not trainer.is_global_zero or not source.is_file():
             return
-        if best.exists() and best.samefile(source):
+        if link.exists() and link.samefile(source):
             return
-        lock.check(best)
+        lock.check(link)
         aside.unlink(missing_ok=True)
         try:
             os.link(source.resolve(), aside)
         except OSError:
             # The file system does not support hard links.
-            with written_aside(best) as file, open(source, "rb") as whole:
+            with written_aside(link) as file, open(source, "rb") as whole:
                 shutil.copyfileobj(whole, file)
             return
-        aside.replace(best)
+        aside.replace(link)
         # rename(2) does nothing if both names are links to one file.
         aside.unlink(missing_ok=True)
