@@ -270,6 +270,9 @@ def digests(folder: Path) -> dict[str, str]:
     saved = torch.load(last, weights_only=False)
     # Where rows lie: a run that was killed has written other segments. The rows follow below.
     del saved["federated"]["clients"]
+    monitored = saved["federated"]["monitored"]
+    for name in [name for name in monitored if name.startswith("time/")]:
+        del monitored[name]
     add("checkpoint", saved)
     store = ClientStore()
     store.load(index_in(last), folder / "state")

@@ -1,4 +1,4 @@
-"""The closing table of a sweep whose arms are shown by different metrics."""
+"""The closing table of a sweep: which metrics it shows, and of which files."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def test_each_number_is_named_where_arms_are_shown_by_different_metrics(tmp_path
         ["fedavg", "0.5000"],
         ["ifca", "·"],
     ]
+
+
+def test_a_damaged_table_of_a_run_shows_no_value(tmp_path: Path) -> None:
+    run = ended(tmp_path, "fedavg", ["val/acc"])
+    (run.folder / "metrics.csv").write_text("round,val/acc\n0,\x1e.5\n")
+    lines = ProgressTable("s", None, {}).lines({run: DONE})
+    assert lines[3].split() == ["fedavg", "done"]

@@ -187,13 +187,13 @@ def write_states(folder: Path, states: Mapping[PlannedRun, str]) -> None:
 
 
 def progress(run: PlannedRun, metric: str) -> tuple[int, float | None]:
-    """Return (rounds done, the newest value of ``metric``)."""
+    """Return (rounds done, the newest value of ``metric``); (0, None) if its table is damaged."""
     try:
         _, rows = read_rows(run.folder / "metrics.csv", complete=False)
-    except UserError:
+        values = [float(row[metric]) for row in rows if row.get(metric)]
+        done = int(rows[-1]["round"]) + 1 if rows else 0
+    except (UserError, ValueError):
         return 0, None
-    values = [float(row[metric]) for row in rows if row.get(metric)]
-    done = int(rows[-1]["round"]) + 1 if rows else 0
     return done, (values[-1] if values else None)
 
 
