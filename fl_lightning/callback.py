@@ -428,7 +428,8 @@ class FederatedCallback(Given, Resting, pl.Callback):
 
         ``available`` ``(a,)`` is ascending, int64. The hook is called in every process with the
         same values, before everything else in a round; it draws from ``server.generator``. Choices
-        are checkpointed.
+        are checkpointed. A round in which no client is available has no participants, without a
+        call.
         """
         raise NotImplementedError  # a run calls only the one callback that overrides this hook
 

@@ -193,7 +193,10 @@ class FederatedLoop:
 
     def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:
         """Return the participants that a method chose, ascending; the same in every process."""
-        available = torch.as_tensor(self.cohort.there(ledger.t), device=ledger.round.w.device)
+        there = self.cohort.there(ledger.t)
+        if not len(there):  # every process knows that, so they agree
+            return []
+        available = torch.as_tensor(there, dtype=torch.int64, device=ledger.round.w.device)
         n = min(self.cohort.number(ledger.t), len(available))
         with ledger.server_hooks():
             choice = self.methods.call(select, Server(ledger.round, ledger), available, n)

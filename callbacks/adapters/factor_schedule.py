@@ -99,6 +99,11 @@ class FactorSchedule(FederatedCallback):
         return self._of(layout, self.factors[t % len(self.factors)])
 
     def not_beside(self, other: FederatedCallback) -> str:
+        if other.restarts and set(self.factors) != {"AB"}:
+            return (
+                f"{type(other).__name__} gives both factors new values in each round, and a round "
+                f"of {type(self).__name__} changes only those that it trains"
+            )
         key = self.kept_vector(other)
         # The part of a factor that compression has not sent rests with that factor.
         if len(set(self.factors)) == 1 or not key or other.of_trained:

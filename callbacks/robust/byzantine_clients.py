@@ -92,6 +92,8 @@ class ByzantineClients(FederatedCallback):
         self.attack = attack
         self.fraction = fraction
         self.scale = scale
+        # Whether one client's update changes several updates of a round's sum.
+        self.mixes_clients = attack == "alie"
         self.attackers: tuple[int, ...] = ()
         if attack == "label_flip":
             self.use("local_batch", self.flipped)

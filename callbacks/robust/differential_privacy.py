@@ -268,6 +268,13 @@ class DifferentialPrivacy(FederatedCallback):
         for other in others:
             name = type(other).__name__
             uploads = [each for each in other.declarations().values() if each.summed]
+            if getattr(other, "mixes_clients", False):
+                raise UserError(
+                    f"method: DifferentialPrivacy and {name} cannot run together: this attack's "
+                    "updates depend on each honest client's update, so one client changes several "
+                    "updates of the sum, and ε counts one. Choose another attack than alie, or "
+                    "keep one of the methods."
+                )
             leak = ""
             if other.gathers and other.order >= 0:
                 leak = "it sees all updates"

@@ -73,6 +73,18 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
     "averages": (lambda: [EMAWeightAveraging(decay=0.5)], {}, OTHER_FACTORS),
     "averages at the end": (lambda: [StochasticWeightAveraging(0.1, 1)], {}, OTHER_FACTORS),
 }
+
+
+@pytest.mark.parametrize("factors", [["B"], ["B", "A"]])
+@pytest.mark.parametrize("product", [c.TruncatedProduct, c.StackedAdapters])
+def test_rounds_of_some_factors_are_refused_beside_new_values_of_both(
+    factors: list[str], product: type[FederatedCallback]
+) -> None:
+    for methods in ([c.FactorSchedule(factors), product()], [product(), c.FactorSchedule(factors)]):
+        with pytest.raises(UserError, match=f"FactorSchedule and {product.__name__}.*both factors"):
+            ours(methods, TRAININGS["sgd"], rounds=1)
+
+
 # FedSA-LoRA is PartialAveraging, whose refusals are tested with it.
 PAIRS = [(column, row) for column in METHODS for row in BESIDE]
 

@@ -265,6 +265,13 @@ def test_what_attackers_send_is_clipped_too():
         assert 0.01 < float((module.global_vector - w0).norm()) <= 0.1
 
 
+def test_attackers_who_read_the_honest_updates_are_refused():
+    alie = callbacks.ByzantineClients("alie", fraction=0.5)
+    for methods in ([alie, DifferentialPrivacy(0.1, 1.0)], [DifferentialPrivacy(0.1, 1.0), alie]):
+        with pytest.raises(UserError, match=r"DifferentialPrivacy and ByzantineClients.*alie"):
+            run(*methods, rounds=1)
+
+
 class Peeks(FederatedCallback):
     def on_updates(self, server):
         server.updates = server.updates.sign()

@@ -12,12 +12,27 @@ import pytest
 import torch
 
 from fl_lightning.callbacks import CommunicationLogger, PowerOfChoice
+from fl_lightning.systems import SystemHeterogeneity
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import SIZES, network
 from tests.helpers.learners import Lit, blobs, federated, trainer
 from tests.oracles.problems import TwoLayer
 
 ROUNDS = 8
+
+
+def test_a_round_in_which_no_client_is_available_has_no_participants() -> None:
+    kinds = []
+
+    class Noted(PowerOfChoice):
+        def select(self, server: Any, available: Any, n: int) -> Any:
+            kinds.append((available.dtype, len(available) > 0))
+            return super().select(server, available, n)
+
+    module = tiny_run(Noted(), SystemHeterogeneity(availability=0.1), rounds=5)
+    taking_part = [len(module.participants(t)) for t in range(5)]
+    assert 0 in taking_part and max(taking_part) > 0
+    assert set(kinds) == {(torch.int64, True)}
 
 
 class Watched(PowerOfChoice):
