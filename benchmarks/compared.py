@@ -160,10 +160,10 @@ def difference(pair: Comparison | None) -> str:
     """A difference with its interval, and its star: ``+1.95 [+1.80, +2.11] *``.
 
     >>> difference(None)
-    ''
+    '–'
     """
     if pair is None or pair.interval.low is None:
-        return ""
+        return "–"
     bounds = [PERCENT.difference(getattr(pair.interval, key)) for key in ("mean", "low", "high")]
     return "{} [{}, {}]".format(*bounds) + " *" * starred(pair)
 

@@ -380,10 +380,13 @@ def scope(folders: Sequence[Path], said: Mapping[str, Any]) -> str:
         claim["verdict"] == "reproduced" and not of_a_paper(predicted.get(claim["id"], ""))
         for claim in said["claims"]
     )
+    count = len(said["claims"])
+    whole = f"All {count}" if count == len(every) else f"So far {count} of {len(every)}"
+    sweeps = f"{len(folders)} of {len(ROWS)}" if len(folders) < len(ROWS) else f"{len(folders)}"
     return (
-        f"**So far {len(said['claims'])} of {len(every)} claims are judged** ({judged}; "
+        f"**{whole} claims are judged** ({judged}; "
         f"{ours} of those reproduced are predictions of our own, which no paper makes), from "
-        f"{len(runs)} runs of {len(folders)} of {len(ROWS)} sweeps, made from {days[0]} to "
+        f"{len(runs)} runs of {sweeps} sweeps, made from {days[0]} to "
         f"{days[-1]}, at {', '.join(commits)}, with {', '.join(sorted(versions))}.\n"
         f"{machines(runs)} Other work ran on it meanwhile, so no seconds are compared.\n"
         "`val/acc` and `val/loss` are measured on the test set. Intervals cover the seeds: initial "
