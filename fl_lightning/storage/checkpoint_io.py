@@ -8,7 +8,6 @@ import re
 import traceback
 import zipfile
 import zlib
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -58,10 +57,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         lock.check(target)
         checkpoint = self._all_readable(checkpoint)
-        # Remove the temporary file of a process that was killed while it wrote.
-        with suppress(OSError):
-            for stale in target.parent.glob(".*.ckpt.tmp"):
-                stale.unlink()
         note_place(checkpoint, target.parent)
         with written_aside(target) as file:
             torch.save(checkpoint, file)
