@@ -18,7 +18,7 @@ from fl_lightning.lightning import TorchCheckpointIO, pl, rank_zero_warn
 from fl_lightning.storage import lock
 from fl_lightning.storage.apart import CannotPickle, places, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
-from fl_lightning.storage.rows_on_disk import note_place
+from fl_lightning.storage.rows_on_disk import note_place, place_of
 
 HYPER_PARAMETERS = (
     "hyper_parameters",
@@ -40,8 +40,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
     def __init__(self) -> None:
         super().__init__()
-        # The folders to which it has written, whose checkpoints need their client rows.
-        self.folders: set[Path] = set()
+        # The places of the checkpoints that it has written, which need their client rows.
+        self.places: set[Path] = set()
 
     def save_checkpoint(
         self,
@@ -57,10 +57,10 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         lock.check(target)
         checkpoint = self._all_readable(checkpoint)
-        note_place(checkpoint, target.parent)
+        note_place(checkpoint, target)
         with written_aside(target) as file:
             torch.save(checkpoint, file)
-        self.folders.add(target.parent.resolve())
+        self.places.add(place_of(target))
 
     def load_checkpoint(
         self,

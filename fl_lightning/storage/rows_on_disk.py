@@ -19,7 +19,9 @@ from fl_lightning.storage.schema import IDS, damaged, each
 from fl_lightning.storage.segments import Index, merge_indices
 
 KEY = "federated"  # key of the run's part in a checkpoint
-PLACES = "checkpoints.txt"  # lists, beside the rows, other folders with checkpoints that need them
+# A file beside the rows. It lists the other folders with checkpoints that need them, and those
+# checkpoints whose names do not end in ".ckpt".
+PLACES = "checkpoints.txt"
 
 
 class RowsOnDisk:
@@ -63,9 +65,9 @@ class RowsOnDisk:
         index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
         # The checkpoint that is being written is not a file yet, so add its index to those of the
         # files.
-        written = self._folders(rows)
+        places = self._checkpoints(rows)
         if store.names():
-            store.collect(self.folder, chain([index], self._indices(written)))
+            store.collect(self.folder, chain([index], self._indices(places)))
         folders = [str(self.folder.resolve())]
         if self.checkpoints:
             folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
@@ -76,27 +78,27 @@ class RowsOnDisk:
 
         Every process calls it.
         """
-        folders = self._folders(rows)
+        places = self._checkpoints(rows)
         if rows.store.names():
-            rows.store.collect(self.folder, self._indices(folders), last=True)
+            rows.store.collect(self.folder, self._indices(places), last=True)
 
-    def _folders(self, rows: ClientRows) -> list[Path]:
-        """Return the folders of all checkpoints that need rows; every process calls it."""
+    def _checkpoints(self, rows: ClientRows) -> list[Path]:
+        """Return the places of all checkpoints that need rows; every process calls it."""
         # Only the first process writes checkpoints, and every process deletes segments of its own.
-        written = getattr(self.trainer.strategy.checkpoint_io, "folders", set[Path]())
+        written = getattr(self.trainer.strategy.checkpoint_io, "places", set[Path]())
         # Checkpoints of another Trainer, or of an earlier process, may need rows here, too.
         written = {*written, *_beside(self.folder), *_places(self.folder)}
         if rows.world > 1:
             written = set[Path]().union(*gathered(written))
         resumed = self.trainer.ckpt_path
-        folders = [*self.checkpoints, *([Path(resumed).parent] if resumed else ())]
-        return sorted(written | {folder.resolve() for folder in folders})
+        here = {folder.resolve() for folder in self.checkpoints}
+        return sorted(written | here | ({place_of(Path(resumed))} if resumed else set()))
 
-    def _indices(self, folders: list[Path]) -> Iterator[Index]:
-        """Return the indices of the checkpoints in these folders; each file is opened once."""
+    def _indices(self, places: list[Path]) -> Iterator[Index]:
+        """Return the indices of the checkpoints at these places; each file is opened once."""
         present: dict[Any, Any] = {}
-        for directory in folders:
-            for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
+        for place in places:
+            for path in sorted(place.glob("*.ckpt")) if place.is_dir() else [place]:
                 # A dangling link or a pipe may have that name, too.
                 if not path.is_file():
                     continue
@@ -111,20 +113,28 @@ class RowsOnDisk:
         yield from present.values()
 
 
-def note_place(saved: Mapping[str, Any], folder: Path) -> None:
-    """Before a checkpoint is written to ``folder``: note this folder beside the rows that the
-    checkpoint needs, so that no later process deletes them.
+def place_of(path: Path) -> Path:
+    """Return where a run finds the checkpoint at ``path`` again: its folder, or the file itself if
+    its name does not end in ``.ckpt``.
+    """
+    folder = path.parent.resolve()
+    return folder if path.suffix == ".ckpt" else folder / path.name
+
+
+def note_place(saved: Mapping[str, Any], path: Path) -> None:
+    """Before a checkpoint is written to ``path``: note its place beside the rows that it needs, so
+    that no later process deletes them.
     """
     held = saved.get(KEY)
     if not isinstance(held, Mapping) or not held.get("clients"):
         return
     rows = Path(held["folders"][-1])  # the absolute path
-    folder = folder.resolve()
-    if not rows.is_dir() or folder in {*_beside(rows), *_places(rows)}:
+    place = place_of(path)
+    if not rows.is_dir() or place in {*_beside(rows), *_places(rows)}:
         return
     # The run's folder may be moved as a whole.
-    inside = folder.is_relative_to(rows.parent)
-    lines = [*_lines(rows), os.path.relpath(folder, rows) if inside else str(folder)]
+    inside = place.is_relative_to(rows.parent)
+    lines = [*_lines(rows), os.path.relpath(place, rows) if inside else str(place)]
     with written_aside(rows / PLACES) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
 
@@ -135,7 +145,7 @@ def _beside(rows: Path) -> set[Path]:
 
 
 def _places(rows: Path) -> set[Path]:
-    """Return the other folders whose checkpoints need rows in ``rows``."""
+    """Return the other places of checkpoints that need rows in ``rows``."""
     return {(rows / line).resolve() for line in _lines(rows)}
 
 

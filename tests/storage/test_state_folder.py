@@ -125,6 +125,22 @@ def test_a_checkpoint_saved_to_another_folder_keeps_its_rows_while_the_run_goes_
         assert torch.equal(again.global_vector, module.global_vector)
 
 
+def test_a_checkpoint_of_any_name_keeps_its_rows_while_the_run_goes_on(tmp_path: Path) -> None:
+    module = federated(participation="all")
+    run = trainer(1, [ControlVariates()], default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    for name in ("kept/model.pt", "model"):
+        run.save_checkpoint(tmp_path / name)
+    run.fit_loop.max_epochs = 3
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    for begins in ("kept/model.pt", "model"):
+        again = federated(participation="all")
+        resumed = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
+        resumed.fit(again, blobs(), ckpt_path=tmp_path / begins)
+        assert torch.equal(again.global_vector, module.global_vector)
+
+
 def test_another_trainer_keeps_the_rows_of_checkpoints_that_were_saved_elsewhere(
     tmp_path: Path,
 ) -> None:
