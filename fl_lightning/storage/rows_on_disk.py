@@ -16,7 +16,7 @@ from fl_lightning.storage.apart import read_plain
 from fl_lightning.storage.files import written_aside
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.schema import IDS, damaged, each
-from fl_lightning.storage.segments import Index, merge_indices
+from fl_lightning.storage.segments import Index, merge_indices, segment_name
 
 KEY = "federated"  # key of the run's part in a checkpoint
 # A file beside the rows. It lists the other folders with checkpoints that need them, and those
@@ -121,16 +121,19 @@ def place_of(path: Path) -> Path:
     return folder if path.suffix == ".ckpt" else folder / path.name
 
 
-def note_place(saved: Mapping[str, Any], path: Path) -> None:
-    """Before a checkpoint is written to ``path``: note its place beside the rows that it needs, so
-    that no later process deletes them.
+def note_place(saved: dict[str, Any], path: Path) -> None:
+    """Before a checkpoint is written to ``path``: put the way from there to its rows into it, and
+    note its place beside the rows, so that no later process deletes them.
     """
     held = saved.get(KEY)
-    if not isinstance(held, Mapping) or not held.get("clients"):
+    if not isinstance(held, Mapping) or not held.get("folders"):
         return
     rows = Path(held["folders"][-1])  # the absolute path
+    way = os.path.relpath(rows, path.parent.resolve())
+    saved[KEY] = {**held, "folders": list(dict.fromkeys([way, *held["folders"]]))}
     place = place_of(path)
-    if not rows.is_dir() or place in {*_beside(rows), *_places(rows)}:
+    known = {*_beside(rows), *_places(rows)}
+    if not held.get("clients") or not rows.is_dir() or place in known:
         return
     # The run's folder may be moved as a whole.
     inside = place.is_relative_to(rows.parent)
@@ -190,17 +193,24 @@ def index_in(path: Path) -> Index:
     return copied
 
 
-def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
-    """Return the folder of the segments: the one beside the checkpoint, else their earlier
-    place.
+def find_folder(ckpt_path: str | Path | None, folders: Iterable[str], index: Index) -> Path:
+    """Return the folder of the segments of ``index``: the one beside the checkpoint, else their
+    earlier place.
+
+    Another run's checkpoint may have been put beside this run's segments.
     """
     beside = Path(ckpt_path).parent if ckpt_path else Path()
-    tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
-    for folder in tried:
-        if folder.is_dir():
+    tried = [beside / folder for folder in folders]  # an absolute one stays as it is
+    present = [folder for folder in tried if folder.is_dir()]
+    if not present:
+        raise UserError(
+            f"the checkpoint's client state should be in {tried[0]}, which does not exist. Move "
+            "the run's folder as a whole (checkpoints/ and state/ together), or put it back."
+        )
+    needed: set[str] = set()
+    for entry in index.values():
+        needed.update(map(segment_name, entry["segments"].unique().tolist()))
+    for folder in present:
+        if needed <= {path.name for path in folder.iterdir()}:
             return folder
-    raise UserError(
-        f"the checkpoint's client state should be in {tried[0]}, which does not exist. Move the "
-        "run's "
-        "folder as a whole (checkpoints/ and state/ together), or put it back."
-    )
+    return present[0]

@@ -11,7 +11,7 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 
-from fl_lightning.callbacks import ControlVariates
+from fl_lightning.callbacks import ControlVariates, DifferentialPrivacy
 from fl_lightning.storage.segments import segment_number
 from tests.helpers.commands import typed
 from tests.helpers.learners import blobs, client_rows, federated, trainer
@@ -177,3 +177,60 @@ def test_a_run_that_goes_on_keeps_the_rows_of_an_earlier_process_checkpoint(
     (tmp_path / "kept" / "first.ckpt").unlink()
     run(3, tmp_path / "run/checkpoints/last.ckpt")
     assert len(list((tmp_path / "run/state").glob("*.safetensors"))) < segments
+
+
+SLASH = "{epoch}-{val/acc:.2f}"  # Lightning makes a folder of the part before the slash
+
+
+def test_checkpoints_outside_the_first_folder_find_the_rows_when_the_run_is_moved(
+    tmp_path: Path,
+) -> None:
+    callbacks = [
+        ControlVariates(),
+        ModelCheckpoint(filename=SLASH, save_top_k=-1),
+        ModelCheckpoint(tmp_path / "x" / "more" / "best", "second", monitor="val/acc"),
+    ]
+    run = trainer(2, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / "x")
+    run.fit(federated(participation="all"), blobs())
+    whole = federated(participation="all")
+    trainer(3, [ControlVariates()], default_root_dir=tmp_path / "whole").fit(whole, blobs())
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    for segment in (tmp_path / "x" / "state").glob("*.safetensors"):
+        segment.write_bytes(b"of a run that has gone on")
+    found = sorted((tmp_path / "y").rglob("*.ckpt"))
+    assert len({path.parent for path in found}) == len(found) == 3
+    for path in found:
+        again = federated(participation="all")
+        resumed = trainer(3, [ControlVariates()], default_root_dir=tmp_path / "again")
+        resumed.fit(again, blobs(), ckpt_path=path)
+        assert torch.equal(again.global_vector, whole.global_vector)
+
+
+def test_a_checkpoint_in_another_runs_folder_finds_its_own_rows(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        last = ModelCheckpoint(tmp_path / name / "checkpoints", "last")
+        callbacks = [ControlVariates(), last]
+        run = trainer(1, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / name)
+        run.fit(federated(seed=seed), blobs())
+    run.save_checkpoint(tmp_path / "a" / "checkpoints" / "saved.ckpt")
+    shutil.copy(tmp_path / "b/checkpoints/last.ckpt", tmp_path / "a/checkpoints/copied.ckpt")
+    for name in ("saved", "copied"):
+        again = trainer(2, [ControlVariates()], default_root_dir=tmp_path / "again")
+        path = tmp_path / "a" / "checkpoints" / f"{name}.ckpt"
+        again.fit(federated(seed=1), blobs(), ckpt_path=path)
+        assert again.current_epoch == 2
+
+
+def test_a_checkpoint_in_a_subfolder_finds_the_secret_when_the_run_is_moved(tmp_path: Path) -> None:
+    def private() -> Any:
+        return federated(sampling="poisson", participation=0.9, buffers="keep")
+
+    callbacks = [DifferentialPrivacy(1.0, 1.0), ModelCheckpoint(filename=SLASH)]
+    run = trainer(1, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / "x")
+    run.fit(private(), blobs())
+    (tmp_path / "x").rename(tmp_path / "y")
+    (path,) = (tmp_path / "y").rglob("*.ckpt")
+    again = private()
+    resumed = trainer(2, [DifferentialPrivacy(1.0, 1.0)], default_root_dir=tmp_path / "again")
+    resumed.fit(again, blobs(), ckpt_path=path)
+    assert not [note for note in again.notes if "another is drawn" in note]
