@@ -18,7 +18,7 @@ from fl_lightning.lightning import TorchCheckpointIO, pl, rank_zero_warn
 from fl_lightning.storage import lock
 from fl_lightning.storage.apart import CannotPickle, places, read_plain, set_apart
 from fl_lightning.storage.files import written_aside
-from fl_lightning.storage.rows_on_disk import note_place, place_of
+from fl_lightning.storage.rows_on_disk import note_place
 
 HYPER_PARAMETERS = (
     "hyper_parameters",
@@ -37,11 +37,8 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     _told = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        # The places of the checkpoints that it has written, which need their client rows.
-        self.places: set[Path] = set()
+    # RowsOnDisk reads this attribute, and deletes rows only beside such a writer.
+    notes_places = True
 
     def save_checkpoint(
         self,
@@ -60,7 +57,6 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         note_place(checkpoint, target)
         with written_aside(target) as file:
             torch.save(checkpoint, file)
-        self.places.add(place_of(target))
 
     def load_checkpoint(
         self,

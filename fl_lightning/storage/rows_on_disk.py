@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.machine.processes import gathered
 from fl_lightning.storage.apart import read_plain
 from fl_lightning.storage.files import written_aside
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.schema import IDS, damaged, each
 from fl_lightning.storage.segments import Index, merge_indices, segment_name
+from fl_lightning.storage.store import ClientStore
 
 KEY = "federated"  # key of the run's part in a checkpoint
 # A file beside the rows. It lists the other folders with checkpoints that need them, and those
@@ -66,8 +69,7 @@ class RowsOnDisk:
         # The checkpoint that is being written is not a file yet, so add its index to those of the
         # files.
         places = self._checkpoints(rows)
-        if store.names():
-            store.collect(self.folder, chain([index], self._indices(places)))
+        self._collect(store, chain([index], self._indices(places)))
         folders = [str(self.folder.resolve())]
         if self.checkpoints:
             folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
@@ -78,16 +80,25 @@ class RowsOnDisk:
 
         Every process calls it.
         """
-        places = self._checkpoints(rows)
-        if rows.store.names():
-            rows.store.collect(self.folder, self._indices(places), last=True)
+        self._collect(rows.store, self._indices(self._checkpoints(rows)), last=True)
+
+    def _collect(self, store: ClientStore, keep: Iterable[Index], last: bool = False) -> None:
+        """Delete segments that no checkpoint needs, if what each one needs is known."""
+        # Another writer, such as AsyncCheckpointIO, writes a checkpoint later, and does not note
+        # its place.
+        notes = getattr(self.trainer.strategy.checkpoint_io, "notes_places", False)
+        if not notes or not store.names():
+            return
+        try:
+            store.collect(self.folder, keep, last)
+        except Unreadable as error:
+            rank_zero_warn(f"{error}, so this run keeps all client rows in {self.folder}")
 
     def _checkpoints(self, rows: ClientRows) -> list[Path]:
         """Return the places of all checkpoints that need rows; every process calls it."""
-        # Only the first process writes checkpoints, and every process deletes segments of its own.
-        written = getattr(self.trainer.strategy.checkpoint_io, "places", set[Path]())
         # Checkpoints of another Trainer, or of an earlier process, may need rows here, too.
-        written = {*written, *_beside(self.folder), *_places(self.folder)}
+        written = {*_beside(self.folder), *_places(self.folder)}
+        # The first process notes places, and a network disk may show its file to others later.
         if rows.world > 1:
             written = set[Path]().union(*gathered(written))
         resumed = self.trainer.ckpt_path
@@ -96,7 +107,7 @@ class RowsOnDisk:
 
     def _indices(self, places: list[Path]) -> Iterator[Index]:
         """Return the indices of the checkpoints at these places; each file is opened once."""
-        present: dict[Any, Any] = {}
+        known, self._known = self._known, {}
         for place in places:
             for path in sorted(place.glob("*.ckpt")) if place.is_dir() else [place]:
                 # A dangling link or a pipe may have that name, too.
@@ -105,12 +116,12 @@ class RowsOnDisk:
                 # A file that was written again has another inode, time or size.
                 stat = path.stat()
                 file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-                if file in self._known:
-                    present[file] = self._known[file]
-                else:
-                    present[file] = index_in(path)
-        self._known = present
-        yield from present.values()
+                self._known[file] = known[file] if file in known else index_in(path)
+        yield from self._known.values()
+
+
+class Unreadable(Exception):
+    """Names a checkpoint that torch does not read, because it holds objects."""
 
 
 def place_of(path: Path) -> Path:
@@ -177,6 +188,9 @@ def index_read(value: Any, place: str) -> Index:
 def index_in(path: Path) -> Index:
     """Return a checkpoint's index of rows, copied out of the file; empty if it is damaged or
     not from a run.
+
+    Raises:
+        Unreadable: it holds objects, which torch reads only if it may run code.
     """
     # Reading a pipe would wait forever.
     if not path.is_file():
@@ -185,6 +199,8 @@ def index_in(path: Path) -> Index:
     try:
         loaded = read_plain(path, map_location="cpu", mmap=True)
         index: Index = index_read(loaded[KEY]["clients"], KEY) if isinstance(loaded, dict) else {}
+    except pickle.UnpicklingError as error:
+        raise Unreadable(f"{path} holds objects, which are not read") from error
     except Exception:
         return {}
     copied: Index = {}

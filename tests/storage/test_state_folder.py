@@ -4,17 +4,20 @@ elsewhere."""
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
 from fl_lightning.callbacks import ControlVariates, DifferentialPrivacy
 from fl_lightning.storage.segments import segment_number
 from tests.helpers.commands import typed
-from tests.helpers.learners import blobs, client_rows, federated, trainer
+from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 from tests.helpers.zygote import Cli
 
 FIT = typed("fit -c base -c trainer/cpu -c method/scaffold", "--trainer.enable_progress_bar false")
@@ -234,3 +237,51 @@ def test_a_checkpoint_in_a_subfolder_finds_the_secret_when_the_run_is_moved(tmp_
     resumed = trainer(2, [DifferentialPrivacy(1.0, 1.0)], default_root_dir=tmp_path / "again")
     resumed.fit(again, blobs(), ckpt_path=path)
     assert not [note for note in again.notes if "another is drawn" in note]
+
+
+class Slow(TorchCheckpointIO):
+    """Has not written the earlier checkpoint when the next one is about to be written."""
+
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        time.sleep(0.1)
+        super().save_checkpoint(*arguments, **named)
+
+
+class Noted:
+    """An object, which torch reads only if it may run code."""
+
+
+class Noting(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["noted"] = Noted()
+
+
+def with_writer(folder: Path, rounds: int, writer: Any = None, start: Path | None = None) -> Any:
+    every = ModelCheckpoint(folder / "checkpoints", "{epoch}", save_top_k=-1)
+    run = trainer(
+        rounds,
+        [ControlVariates(), every],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        plugins=[writer] if writer else None,
+    )
+    module = federated(Noting(), participation="all")
+    run.fit(module, blobs(), ckpt_path=start, weights_only=False)
+    return module
+
+
+def test_another_writer_may_write_checkpoints_later(tmp_path: Path) -> None:
+    whole = with_writer(tmp_path / "x", 3, AsyncCheckpointIO(Slow()))
+    for t in range(2):
+        again = with_writer(tmp_path / "again", 3, None, tmp_path / f"x/checkpoints/epoch={t}.ckpt")
+        assert torch.equal(again.global_vector, whole.global_vector)
+
+
+def test_a_run_keeps_the_rows_of_checkpoints_that_it_does_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    with_writer(folder, 2, Slow())
+    first, second = sorted((folder / "checkpoints").iterdir())
+    with pytest.warns(UserWarning, match=r"epoch=0.ckpt.*keeps all"):
+        whole = with_writer(folder, 3, None, second)
+    again = with_writer(tmp_path / "again", 3, None, first)
+    assert torch.equal(again.global_vector, whole.global_vector)
