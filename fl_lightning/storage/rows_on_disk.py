@@ -109,9 +109,9 @@ class RowsOnDisk:
         """Return the indices of the checkpoints at these places; each file is opened once."""
         known, self._known = self._known, {}
         for place in places:
-            for path in sorted(place.glob("*.ckpt")) if place.is_dir() else [place]:
-                # A dangling link or a pipe may have that name, too.
-                if not path.is_file():
+            for path in sorted(place.glob("*.ckpt")) if os.path.isdir(place) else [place]:
+                # A dangling link or a pipe may have that name, too; or no file can have it.
+                if not os.path.isfile(path):
                     continue
                 # A file that was written again has another inode, time or size.
                 stat = path.stat()
@@ -165,7 +165,9 @@ def _places(rows: Path) -> set[Path]:
 
 def _lines(rows: Path) -> list[str]:
     path = rows / PLACES
-    return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    # After a crash of the machine the file may contain zero bytes, which no path may have.
+    return [line for line in lines if "\0" not in line]
 
 
 def index_read(value: Any, place: str) -> Index:

@@ -144,6 +144,20 @@ def test_a_checkpoint_of_any_name_keeps_its_rows_while_the_run_goes_on(tmp_path:
         assert torch.equal(again.global_vector, module.global_vector)
 
 
+def test_lines_of_checkpoints_txt_that_no_folder_can_have_are_passed_over(tmp_path: Path) -> None:
+    module = federated()
+    run = trainer(1, [ControlVariates()], default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "kept" / "first.ckpt")
+    (tmp_path / "state" / "checkpoints.txt").write_text(f"../a\0b\n../{'x' * 300}\n../kept\n")
+    run.fit_loop.max_epochs = 2
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    again = trainer(2, [ControlVariates()], default_root_dir=tmp_path)
+    again.fit(federated(), blobs(), ckpt_path=tmp_path / "kept" / "first.ckpt")
+    assert again.current_epoch == 2
+
+
 def test_another_trainer_keeps_the_rows_of_checkpoints_that_were_saved_elsewhere(
     tmp_path: Path,
 ) -> None:
