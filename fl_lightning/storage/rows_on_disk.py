@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
@@ -110,11 +111,15 @@ class RowsOnDisk:
         known, self._known = self._known, {}
         for place in places:
             for path in sorted(place.glob("*.ckpt")) if os.path.isdir(place) else [place]:
-                # A dangling link or a pipe may have that name, too; or no file can have it.
-                if not os.path.isfile(path):
+                # A dangling link or a pipe may have that name, too; or no file can have it; or
+                # another run has just deleted its own checkpoint.
+                try:
+                    stat = path.stat()
+                except OSError:
+                    continue
+                if not S_ISREG(stat.st_mode):
                     continue
                 # A file that was written again has another inode, time or size.
-                stat = path.stat()
                 file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
                 self._known[file] = known[file] if file in known else index_in(path)
         yield from self._known.values()
