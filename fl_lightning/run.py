@@ -113,7 +113,7 @@ class FederatedRun:
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
-        use_atomic_checkpoints(trainer)
+        use_atomic_checkpoints(trainer, after_exception=self.folder.release)
         self.folder.claim(trainer, begins=False)
         self.cores = cores_of_each()
         if lowered := limit_threads(self.cores):

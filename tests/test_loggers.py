@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import subprocess
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_rows
 from fl_lightning.record.metrics_csv import MetricsCSV
+from tests.helpers.learners import blobs, federated, trainer
 
 torch.set_num_threads(1)
 
@@ -98,6 +100,20 @@ def test_resume_without_a_file_or_at_its_first_line_is_quiet(tmp_path: Path) -> 
     logger.resume(3)
     logger.log_metrics({"x": 1.0}, 3)
     assert text(tmp_path) == "round,x\n3,1.0\n"
+
+
+def test_a_new_run_that_replaces_the_rows_of_an_earlier_one_warns(tmp_path: Path) -> None:
+    def fit(start: Path | None = None) -> list[str]:
+        run = trainer(2 if start else 1, logger=MetricsCSV(tmp_path))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            run.fit(federated(), blobs(), ckpt_path=start)
+        run.save_checkpoint(tmp_path / "last.ckpt")
+        return [str(each.message) for each in caught if "metrics.csv" in str(each.message)]
+
+    assert not fit() and not fit(tmp_path / "last.ckpt")
+    (warning,) = fit()
+    assert str(tmp_path / "metrics.csv") in warning and len(text(tmp_path).splitlines()) == 2
 
 
 def test_a_file_that_is_none_of_ours_is_named(tmp_path: Path) -> None:

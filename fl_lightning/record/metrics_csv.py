@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import Logger, rank_zero_only
+from fl_lightning.lightning import Logger, rank_zero_only, rank_zero_warn
 from fl_lightning.metrics import Row, comma_separated, read_rows
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
@@ -105,13 +105,19 @@ class MetricsCSV(Logger):
         """Keep only the rows of rounds before ``round``.
 
         The others are dropped with the next row: if the process is killed before it has one, the
-        last checkpoint is still that of a later round.
+        last checkpoint is still that of a later round. If a new run (``round`` 0) drops rows, a
+        warning says so.
 
         Raises:
             UserError: the file is not a metrics.csv.
         """
         if self.path.exists():
             read_rows(self.path, before=round)
+            if round == 0 and self.path.read_bytes().count(b"\n") > 1:
+                rank_zero_warn(
+                    f"{self.path} holds the rounds of an earlier run, and this new run replaces "
+                    "them. To keep them, give MetricsCSV another folder, or resume that run."
+                )
         self._columns = None
         self._before = round
 

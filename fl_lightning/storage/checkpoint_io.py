@@ -8,7 +8,7 @@ import re
 import traceback
 import zipfile
 import zlib
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +38,15 @@ class AtomicCheckpointIO(TorchCheckpointIO):
     """
 
     _told = False
+    # RowsOnDisk reads this attribute, and deletes rows only beside such a writer.
+    notes_places = True
+    # After an exception Lightning calls no hook but this writer's `teardown`.
+    at_teardown: Callable[[], None] | None = None
 
-    def __init__(self) -> None:
-        super().__init__()
-        # The folders to which it has written, whose checkpoints need their client rows.
-        self.folders: set[Path] = set()
+    def teardown(self) -> None:
+        super().teardown()
+        if self.at_teardown is not None:
+            self.at_teardown()
 
     def save_checkpoint(
         self,
@@ -58,14 +62,9 @@ class AtomicCheckpointIO(TorchCheckpointIO):
         target = Path(path)
         lock.check(target)
         checkpoint = self._all_readable(checkpoint)
-        # Remove the temporary file of a process that was killed while it wrote.
-        with suppress(OSError):
-            for stale in target.parent.glob(".*.ckpt.tmp"):
-                stale.unlink()
-        note_place(checkpoint, target.parent)
+        note_place(checkpoint, target)
         with written_aside(target) as file:
             torch.save(checkpoint, file)
-        self.folders.add(target.parent.resolve())
 
     def load_checkpoint(
         self,
@@ -212,10 +211,20 @@ def is_subclass(kind: type) -> bool:
     return issubclass(kind, torch.Tensor) and kind not in (torch.Tensor, torch.nn.Parameter)
 
 
-def use_atomic_checkpoints(trainer: Any) -> None:
-    """Give the Trainer this writer of checkpoints, unless the user chose another one."""
+def use_atomic_checkpoints(trainer: Any, after_exception: Callable[[], None]) -> None:
+    """Give the Trainer this writer of checkpoints, unless the user chose another one.
+
+    ``after_exception``: called when a fit has failed, and its checkpoints have been written.
+    """
     if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:
         trainer.strategy.checkpoint_io = AtomicCheckpointIO()
+
+    def at_teardown() -> None:
+        if trainer.interrupted:
+            after_exception()
+
+    if isinstance(trainer.strategy.checkpoint_io, AtomicCheckpointIO):
+        trainer.strategy.checkpoint_io.at_teardown = at_teardown
 
 
 def check_readable(saved: dict[str, Any], learner: Any, trainer: Any) -> None:

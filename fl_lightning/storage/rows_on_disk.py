@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import os
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any
 
 import torch
 
 from fl_lightning.errors import UserError
+from fl_lightning.lightning import rank_zero_warn
 from fl_lightning.machine.processes import gathered
 from fl_lightning.storage.apart import read_plain
 from fl_lightning.storage.files import written_aside
 from fl_lightning.storage.rows import ClientRows
 from fl_lightning.storage.schema import IDS, damaged, each
-from fl_lightning.storage.segments import Index, merge_indices
+from fl_lightning.storage.segments import Index, merge_indices, segment_name
+from fl_lightning.storage.store import ClientStore
 
 KEY = "federated"  # key of the run's part in a checkpoint
-PLACES = "checkpoints.txt"  # lists, beside the rows, other folders with checkpoints that need them
+# A file beside the rows. It lists the other folders with checkpoints that need them, and those
+# checkpoints whose names do not end in ".ckpt".
+PLACES = "checkpoints.txt"
 
 
 class RowsOnDisk:
@@ -63,9 +69,8 @@ class RowsOnDisk:
         index = merge_indices(gathered(store.index())) if rows.world > 1 else store.index()
         # The checkpoint that is being written is not a file yet, so add its index to those of the
         # files.
-        written = self._folders(rows)
-        if store.names():
-            store.collect(self.folder, chain([index], self._indices(written)))
+        places = self._checkpoints(rows)
+        self._collect(store, chain([index], self._indices(places)))
         folders = [str(self.folder.resolve())]
         if self.checkpoints:
             folders.insert(0, os.path.relpath(str(self.folder), str(self.checkpoints[0])))
@@ -76,55 +81,79 @@ class RowsOnDisk:
 
         Every process calls it.
         """
-        folders = self._folders(rows)
-        if rows.store.names():
-            rows.store.collect(self.folder, self._indices(folders), last=True)
+        self._collect(rows.store, self._indices(self._checkpoints(rows)), last=True)
 
-    def _folders(self, rows: ClientRows) -> list[Path]:
-        """Return the folders of all checkpoints that need rows; every process calls it."""
-        # Only the first process writes checkpoints, and every process deletes segments of its own.
-        written = getattr(self.trainer.strategy.checkpoint_io, "folders", set[Path]())
+    def _collect(self, store: ClientStore, keep: Iterable[Index], last: bool = False) -> None:
+        """Delete segments that no checkpoint needs, if what each one needs is known."""
+        # Another writer, such as AsyncCheckpointIO, writes a checkpoint later, and does not note
+        # its place.
+        notes = getattr(self.trainer.strategy.checkpoint_io, "notes_places", False)
+        if not notes or not store.names():
+            return
+        try:
+            store.collect(self.folder, keep, last)
+        except Unreadable as error:
+            rank_zero_warn(f"{error}, so this run keeps all client rows in {self.folder}")
+
+    def _checkpoints(self, rows: ClientRows) -> list[Path]:
+        """Return the places of all checkpoints that need rows; every process calls it."""
         # Checkpoints of another Trainer, or of an earlier process, may need rows here, too.
-        written = {*written, *_beside(self.folder), *_places(self.folder)}
+        written = {*_beside(self.folder), *_places(self.folder)}
+        # The first process notes places, and a network disk may show its file to others later.
         if rows.world > 1:
             written = set[Path]().union(*gathered(written))
         resumed = self.trainer.ckpt_path
-        folders = [*self.checkpoints, *([Path(resumed).parent] if resumed else ())]
-        return sorted(written | {folder.resolve() for folder in folders})
+        here = {folder.resolve() for folder in self.checkpoints}
+        return sorted(written | here | ({place_of(Path(resumed))} if resumed else set()))
 
-    def _indices(self, folders: list[Path]) -> Iterator[Index]:
-        """Return the indices of the checkpoints in these folders; each file is opened once."""
-        present: dict[Any, Any] = {}
-        for directory in folders:
-            for path in sorted(directory.glob("*.ckpt")) if directory.is_dir() else ():
-                # A dangling link or a pipe may have that name, too.
-                if not path.is_file():
+    def _indices(self, places: list[Path]) -> Iterator[Index]:
+        """Return the indices of the checkpoints at these places; each file is opened once."""
+        known, self._known = self._known, {}
+        for place in places:
+            for path in sorted(place.glob("*.ckpt")) if os.path.isdir(place) else [place]:
+                # A dangling link or a pipe may have that name, too; or no file can have it; or
+                # another run has just deleted its own checkpoint.
+                try:
+                    stat = path.stat()
+                except OSError:
+                    continue
+                if not S_ISREG(stat.st_mode):
                     continue
                 # A file that was written again has another inode, time or size.
-                stat = path.stat()
                 file = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-                if file in self._known:
-                    present[file] = self._known[file]
-                else:
-                    present[file] = index_in(path)
-        self._known = present
-        yield from present.values()
+                self._known[file] = known[file] if file in known else index_in(path)
+        yield from self._known.values()
 
 
-def note_place(saved: Mapping[str, Any], folder: Path) -> None:
-    """Before a checkpoint is written to ``folder``: note this folder beside the rows that the
-    checkpoint needs, so that no later process deletes them.
+class Unreadable(Exception):
+    """Names a checkpoint that torch does not read, because it holds objects."""
+
+
+def place_of(path: Path) -> Path:
+    """Return where a run finds the checkpoint at ``path`` again: its folder, or the file itself if
+    its name does not end in ``.ckpt``.
+    """
+    folder = path.parent.resolve()
+    return folder if path.suffix == ".ckpt" else folder / path.name
+
+
+def note_place(saved: dict[str, Any], path: Path) -> None:
+    """Before a checkpoint is written to ``path``: put the way from there to its rows into it, and
+    note its place beside the rows, so that no later process deletes them.
     """
     held = saved.get(KEY)
-    if not isinstance(held, Mapping) or not held.get("clients"):
+    if not isinstance(held, Mapping) or not held.get("folders"):
         return
     rows = Path(held["folders"][-1])  # the absolute path
-    folder = folder.resolve()
-    if not rows.is_dir() or folder in {*_beside(rows), *_places(rows)}:
+    way = os.path.relpath(rows, path.parent.resolve())
+    saved[KEY] = {**held, "folders": list(dict.fromkeys([way, *held["folders"]]))}
+    place = place_of(path)
+    known = {*_beside(rows), *_places(rows)}
+    if not held.get("clients") or not rows.is_dir() or place in known:
         return
     # The run's folder may be moved as a whole.
-    inside = folder.is_relative_to(rows.parent)
-    lines = [*_lines(rows), os.path.relpath(folder, rows) if inside else str(folder)]
+    inside = place.is_relative_to(rows.parent)
+    lines = [*_lines(rows), os.path.relpath(place, rows) if inside else str(place)]
     with written_aside(rows / PLACES) as file:
         file.write("".join(f"{line}\n" for line in lines).encode())
 
@@ -135,13 +164,15 @@ def _beside(rows: Path) -> set[Path]:
 
 
 def _places(rows: Path) -> set[Path]:
-    """Return the other folders whose checkpoints need rows in ``rows``."""
+    """Return the other places of checkpoints that need rows in ``rows``."""
     return {(rows / line).resolve() for line in _lines(rows)}
 
 
 def _lines(rows: Path) -> list[str]:
     path = rows / PLACES
-    return path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    lines = path.read_text("utf-8", "replace").splitlines() if path.is_file() else []
+    # After a crash of the machine the file may contain zero bytes, which no path may have.
+    return [line for line in lines if "\0" not in line]
 
 
 def index_read(value: Any, place: str) -> Index:
@@ -164,6 +195,9 @@ def index_read(value: Any, place: str) -> Index:
 def index_in(path: Path) -> Index:
     """Return a checkpoint's index of rows, copied out of the file; empty if it is damaged or
     not from a run.
+
+    Raises:
+        Unreadable: it holds objects, which torch reads only if it may run code.
     """
     # Reading a pipe would wait forever.
     if not path.is_file():
@@ -172,6 +206,8 @@ def index_in(path: Path) -> Index:
     try:
         loaded = read_plain(path, map_location="cpu", mmap=True)
         index: Index = index_read(loaded[KEY]["clients"], KEY) if isinstance(loaded, dict) else {}
+    except pickle.UnpicklingError as error:
+        raise Unreadable(f"{path} holds objects, which are not read") from error
     except Exception:
         return {}
     copied: Index = {}
@@ -180,17 +216,24 @@ def index_in(path: Path) -> Index:
     return copied
 
 
-def find_folder(ckpt_path: str | Path | None, folders: Iterable[str]) -> Path:
-    """Return the folder of the segments: the one beside the checkpoint, else their earlier
-    place.
+def find_folder(ckpt_path: str | Path | None, folders: Iterable[str], index: Index) -> Path:
+    """Return the folder of the segments of ``index``: the one beside the checkpoint, else their
+    earlier place.
+
+    Another run's checkpoint may have been put beside this run's segments.
     """
     beside = Path(ckpt_path).parent if ckpt_path else Path()
-    tried = [(beside / f) if not os.path.isabs(f) else Path(f) for f in folders]
-    for folder in tried:
-        if folder.is_dir():
+    tried = [beside / folder for folder in folders]  # an absolute one stays as it is
+    present = [folder for folder in tried if folder.is_dir()]
+    if not present:
+        raise UserError(
+            f"the checkpoint's client state should be in {tried[0]}, which does not exist. Move "
+            "the run's folder as a whole (checkpoints/ and state/ together), or put it back."
+        )
+    needed: set[str] = set()
+    for entry in index.values():
+        needed.update(map(segment_name, entry["segments"].unique().tolist()))
+    for folder in present:
+        if needed <= {path.name for path in folder.iterdir()}:
             return folder
-    raise UserError(
-        f"the checkpoint's client state should be in {tried[0]}, which does not exist. Move the "
-        "run's "
-        "folder as a whole (checkpoints/ and state/ together), or put it back."
-    )
+    return present[0]

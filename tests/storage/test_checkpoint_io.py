@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.errors import UserError
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.files import written_aside
 
 torch.set_num_threads(1)
 CHECKPOINT = {"state_dict": {"w": torch.arange(64.0)}, "epoch": 3, "callbacks": {}}
@@ -103,7 +104,7 @@ AtomicCheckpointIO().save_checkpoint(checkpoint, Path(sys.argv[2]))
 """
 
 
-def test_killed_while_writing_the_old_one_stays_and_the_next_write_clears_up(
+def test_killed_while_writing_the_old_one_stays_and_the_next_of_the_name_clears_up(
     python: str,
     tmp_path: Path,
 ) -> None:
@@ -113,8 +114,15 @@ def test_killed_while_writing_the_old_one_stays_and_the_next_write_clears_up(
     left = [name for name in os.listdir(tmp_path) if name != "last.ckpt"]
     assert len(left) == 1 and left[0].startswith(".")  # Lightning's 'last' does not take it
     assert AtomicCheckpointIO().load_checkpoint(path)["epoch"] == 3
-    saved(tmp_path)
-    assert os.listdir(tmp_path) == ["last.ckpt"]
+    saved(tmp_path, "epoch=4.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["epoch=4.ckpt", "last.ckpt"]
+
+
+def test_two_runs_write_into_one_folder_at_the_same_time(tmp_path: Path) -> None:
+    with written_aside(tmp_path / "seed1.ckpt") as file:
+        file.write(b"of the first run")
+        saved(tmp_path, "seed2.ckpt")
+    assert sorted(os.listdir(tmp_path)) == ["seed1.ckpt", "seed2.ckpt"]
 
 
 class Tiny(pl.LightningModule):

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 from pytorch_lightning.callbacks import ModelCheckpoint
 
+from fl_lightning import RunFolder
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
@@ -121,3 +123,36 @@ def test_a_run_from_python_holds_the_folder_of_its_checkpoints_while_it_trains(
     assert in_another_process(fit, tmp_path) == 0
     fit(tmp_path, 3)
     assert in_another_process(fit, tmp_path, 4) == 0, "given back after the fit"
+
+
+class Failing(pl.Callback):
+    """Fails in the first validation, and after later rounds tries to take the folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.failed = False
+        self.statuses: list[int] = []
+
+    def on_validation_batch_end(self, *arguments: Any) -> None:
+        if not self.failed:
+            self.failed = True
+            raise ValueError("of the user's")
+
+    def on_train_epoch_end(self, *arguments: Any) -> None:
+        self.statuses.append(in_another_process(try_to_hold, self.folder))
+
+
+@pytest.mark.parametrize("kind", ["checkpoint", "run folder"])
+def test_a_fit_that_failed_gives_the_folder_back_and_takes_it_again(
+    tmp_path: Path, kind: str
+) -> None:
+    writer = RunFolder(tmp_path) if kind == "run folder" else ModelCheckpoint(tmp_path)
+    failing = Failing(tmp_path)
+    run = trainer(2, [writer, failing], enable_checkpointing=True, default_root_dir=tmp_path.parent)
+    module = federated()
+    with pytest.raises(ValueError, match="of the user's"):
+        run.fit(module, blobs())
+    assert in_another_process(try_to_hold, tmp_path) == 0
+    run.fit(module, blobs())
+    assert run.current_epoch == 2 and failing.statuses == [2, 2]
+    assert in_another_process(try_to_hold, tmp_path) == 0

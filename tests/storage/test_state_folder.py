@@ -4,17 +4,20 @@ elsewhere."""
 from __future__ import annotations
 
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
+from pytorch_lightning.plugins.io import AsyncCheckpointIO, TorchCheckpointIO
 
-from fl_lightning.callbacks import ControlVariates
+from fl_lightning.callbacks import ControlVariates, DifferentialPrivacy
 from fl_lightning.storage.segments import segment_number
 from tests.helpers.commands import typed
-from tests.helpers.learners import blobs, client_rows, federated, trainer
+from tests.helpers.learners import Lit, blobs, client_rows, federated, trainer
 from tests.helpers.zygote import Cli
 
 FIT = typed("fit -c base -c trainer/cpu -c method/scaffold", "--trainer.enable_progress_bar false")
@@ -125,6 +128,36 @@ def test_a_checkpoint_saved_to_another_folder_keeps_its_rows_while_the_run_goes_
         assert torch.equal(again.global_vector, module.global_vector)
 
 
+def test_a_checkpoint_of_any_name_keeps_its_rows_while_the_run_goes_on(tmp_path: Path) -> None:
+    module = federated(participation="all")
+    run = trainer(1, [ControlVariates()], default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    for name in ("kept/model.pt", "model"):
+        run.save_checkpoint(tmp_path / name)
+    run.fit_loop.max_epochs = 3
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    for begins in ("kept/model.pt", "model"):
+        again = federated(participation="all")
+        resumed = trainer(3, [ControlVariates()], default_root_dir=tmp_path)
+        resumed.fit(again, blobs(), ckpt_path=tmp_path / begins)
+        assert torch.equal(again.global_vector, module.global_vector)
+
+
+def test_lines_of_checkpoints_txt_that_no_folder_can_have_are_passed_over(tmp_path: Path) -> None:
+    module = federated()
+    run = trainer(1, [ControlVariates()], default_root_dir=tmp_path)
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "kept" / "first.ckpt")
+    (tmp_path / "state" / "checkpoints.txt").write_text(f"../a\0b\n../{'x' * 300}\n../kept\n")
+    run.fit_loop.max_epochs = 2
+    run.fit(module, blobs())
+    run.save_checkpoint(tmp_path / "end.ckpt")
+    again = trainer(2, [ControlVariates()], default_root_dir=tmp_path)
+    again.fit(federated(), blobs(), ckpt_path=tmp_path / "kept" / "first.ckpt")
+    assert again.current_epoch == 2
+
+
 def test_another_trainer_keeps_the_rows_of_checkpoints_that_were_saved_elsewhere(
     tmp_path: Path,
 ) -> None:
@@ -161,3 +194,108 @@ def test_a_run_that_goes_on_keeps_the_rows_of_an_earlier_process_checkpoint(
     (tmp_path / "kept" / "first.ckpt").unlink()
     run(3, tmp_path / "run/checkpoints/last.ckpt")
     assert len(list((tmp_path / "run/state").glob("*.safetensors"))) < segments
+
+
+SLASH = "{epoch}-{val/acc:.2f}"  # Lightning makes a folder of the part before the slash
+
+
+def test_checkpoints_outside_the_first_folder_find_the_rows_when_the_run_is_moved(
+    tmp_path: Path,
+) -> None:
+    callbacks = [
+        ControlVariates(),
+        ModelCheckpoint(filename=SLASH, save_top_k=-1),
+        ModelCheckpoint(tmp_path / "x" / "more" / "best", "second", monitor="val/acc"),
+    ]
+    run = trainer(2, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / "x")
+    run.fit(federated(participation="all"), blobs())
+    whole = federated(participation="all")
+    trainer(3, [ControlVariates()], default_root_dir=tmp_path / "whole").fit(whole, blobs())
+    shutil.copytree(tmp_path / "x", tmp_path / "y")
+    for segment in (tmp_path / "x" / "state").glob("*.safetensors"):
+        segment.write_bytes(b"of a run that has gone on")
+    found = sorted((tmp_path / "y").rglob("*.ckpt"))
+    assert len({path.parent for path in found}) == len(found) == 3
+    for path in found:
+        again = federated(participation="all")
+        resumed = trainer(3, [ControlVariates()], default_root_dir=tmp_path / "again")
+        resumed.fit(again, blobs(), ckpt_path=path)
+        assert torch.equal(again.global_vector, whole.global_vector)
+
+
+def test_a_checkpoint_in_another_runs_folder_finds_its_own_rows(tmp_path: Path) -> None:
+    for seed, name in enumerate("ab"):
+        last = ModelCheckpoint(tmp_path / name / "checkpoints", "last")
+        callbacks = [ControlVariates(), last]
+        run = trainer(1, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / name)
+        run.fit(federated(seed=seed), blobs())
+    run.save_checkpoint(tmp_path / "a" / "checkpoints" / "saved.ckpt")
+    shutil.copy(tmp_path / "b/checkpoints/last.ckpt", tmp_path / "a/checkpoints/copied.ckpt")
+    for name in ("saved", "copied"):
+        again = trainer(2, [ControlVariates()], default_root_dir=tmp_path / "again")
+        path = tmp_path / "a" / "checkpoints" / f"{name}.ckpt"
+        again.fit(federated(seed=1), blobs(), ckpt_path=path)
+        assert again.current_epoch == 2
+
+
+def test_a_checkpoint_in_a_subfolder_finds_the_secret_when_the_run_is_moved(tmp_path: Path) -> None:
+    def private() -> Any:
+        return federated(sampling="poisson", participation=0.9, buffers="keep")
+
+    callbacks = [DifferentialPrivacy(1.0, 1.0), ModelCheckpoint(filename=SLASH)]
+    run = trainer(1, callbacks, enable_checkpointing=True, default_root_dir=tmp_path / "x")
+    run.fit(private(), blobs())
+    (tmp_path / "x").rename(tmp_path / "y")
+    (path,) = (tmp_path / "y").rglob("*.ckpt")
+    again = private()
+    resumed = trainer(2, [DifferentialPrivacy(1.0, 1.0)], default_root_dir=tmp_path / "again")
+    resumed.fit(again, blobs(), ckpt_path=path)
+    assert not [note for note in again.notes if "another is drawn" in note]
+
+
+class Slow(TorchCheckpointIO):
+    """Has not written the earlier checkpoint when the next one is about to be written."""
+
+    def save_checkpoint(self, *arguments: Any, **named: Any) -> None:
+        time.sleep(0.1)
+        super().save_checkpoint(*arguments, **named)
+
+
+class Noted:
+    """An object, which torch reads only if it may run code."""
+
+
+class Noting(Lit):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["noted"] = Noted()
+
+
+def with_writer(folder: Path, rounds: int, writer: Any = None, start: Path | None = None) -> Any:
+    every = ModelCheckpoint(folder / "checkpoints", "{epoch}", save_top_k=-1)
+    run = trainer(
+        rounds,
+        [ControlVariates(), every],
+        enable_checkpointing=True,
+        default_root_dir=folder,
+        plugins=[writer] if writer else None,
+    )
+    module = federated(Noting(), participation="all")
+    run.fit(module, blobs(), ckpt_path=start, weights_only=False)
+    return module
+
+
+def test_another_writer_may_write_checkpoints_later(tmp_path: Path) -> None:
+    whole = with_writer(tmp_path / "x", 3, AsyncCheckpointIO(Slow()))
+    for t in range(2):
+        again = with_writer(tmp_path / "again", 3, None, tmp_path / f"x/checkpoints/epoch={t}.ckpt")
+        assert torch.equal(again.global_vector, whole.global_vector)
+
+
+def test_a_run_keeps_the_rows_of_checkpoints_that_it_does_not_read(tmp_path: Path) -> None:
+    folder = tmp_path / "x"
+    with_writer(folder, 2, Slow())
+    first, second = sorted((folder / "checkpoints").iterdir())
+    with pytest.warns(UserWarning, match=r"epoch=0.ckpt.*keeps all"):
+        whole = with_writer(folder, 3, None, second)
+    again = with_writer(tmp_path / "again", 3, None, first)
+    assert torch.equal(again.global_vector, whole.global_vector)

@@ -180,6 +180,8 @@ class RunFolder(Checkpoint):
                 f"ckpt_path=RunFolder({str(self.folder)!r}).last)",
                 flush=True,
             )
+        # Lightning calls no teardown after an exception, and a notebook's process lives on.
+        self._run.teardown(trainer, pl_module, "fit")
 
 
 def _writes(trainer: pl.Trainer) -> bool:
