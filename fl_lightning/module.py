@@ -151,9 +151,6 @@ class FederatedModule(LearnerHooks):
         self.logged = Logged()
         self.stop_requested = False
         self._last_round = False  # whether a callback stopped the run at the start of this round
-        # Optimizer states of a checkpoint wait here until its settings have been compared with this
-        # run's.
-        self._optimizer_states: Any = None
 
     # For users, callbacks and loggers
     # --------------------------------------------------------------------------------
@@ -314,6 +311,7 @@ class FederatedModule(LearnerHooks):
         batch_callbacks.give_back(self.trainer)
         averages.put_back(self.trainer, self)
         self.run.put_modes_back()
+        self.run.put_back()
         # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
@@ -358,9 +356,7 @@ class FederatedModule(LearnerHooks):
         self.learner.on_load_checkpoint(saved)
         check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
-            held = checkpoint.resumed(saved, self.trainer)
-            self._optimizer_states = saved["optimizer_states"]
-            self.run.take_up(held, self.trainer)
+            self.run.take_up(saved, self.trainer)
         else:
             checkpoint.load_buffers(self.learner, saved)
 
@@ -372,17 +368,16 @@ class FederatedModule(LearnerHooks):
     def on_fit_start(self) -> None:
         # Lightning has loaded a checkpoint's weights by now, and other callbacks may have changed
         # them. So w is the learner's model at the start of its first round.
-        checks.check_fixed_parameters(self.trainer)
-        self.global_model.build(again=True)
-        self.run.restore(self.trainer)
-        if self._optimizer_states is not None:
-            self.run.check_optimizer(self._optimizer_states)
-            checkpoint.check_states(
-                self.run.state.server, self.run.methods.declared, self.global_model.w
-            )
-            self._optimizer_states = None
-        self.learner.on_fit_start()
-        self.run.begin(self.trainer, self.optimizers(), self.participants)
+        try:
+            checks.check_fixed_parameters(self.trainer)
+            self.global_model.build(again=True)
+            self.run.restore(self.trainer)
+            self.run.check_states()
+            self.learner.on_fit_start()
+            self.run.begin(self.trainer, self.optimizers(), self.participants)
+        except BaseException:
+            self.run.put_back()
+            raise
 
     def on_train_start(self) -> None:
         self.run.start(self.current_epoch)

@@ -43,7 +43,7 @@ from fl_lightning.methods import OWNED, SHARED, Methods
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
-from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.global_model import GlobalModel, RoundStart
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.resting import check_parts, notes_of_restarts
 from fl_lightning.round.settings import Settings
@@ -55,6 +55,9 @@ from fl_lightning.storage.rows_on_disk import KEY
 from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.schema import check_alike
 from fl_lightning.storage.store import ClientStore
+
+# Attributes of a run that a fit changes before it begins, and which another fit goes on with.
+CHANGED_BEFORE = ("state", "monitored", "secret", "_drawn_seed", "optimizers", "plan")
 
 
 class FederatedRun:
@@ -81,8 +84,13 @@ class FederatedRun:
         self.monitored: dict[str, torch.Tensor] = {}
         # The following attributes belong to one fit.
         self.methods = Methods([])
-        # Our part of the checkpoint that is resumed, until this fit has begun.
+        # Our part of the checkpoint that is resumed, and its states of optimizers, until this fit
+        # has begun.
         self.resumed_from: Held | None = None
+        self._optimizer_states: list[Any] = []
+        # Attributes and model from before this fit, until it has begun.
+        self._before: dict[str, Any] = {}
+        self._model_before: RoundStart | None = None
         self.plan: EnginePlan | None = None
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
@@ -109,7 +117,7 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find the methods of this fit."""
-        self.resumed_from = None  # left over from a fit that did not begin
+        self._before = {name: vars(self)[name] for name in CHANGED_BEFORE if name in vars(self)}
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -134,12 +142,15 @@ class FederatedRun:
             self._drawn_seed = drawn
         return self._drawn_seed
 
-    def take_up(self, held: Held, trainer: Any) -> None:
+    def take_up(self, saved: dict[str, Any], trainer: Any) -> None:
         """Keep a checkpoint's part for ``restore``, and use its seed if none was given.
 
         If the seed differs, the data are split again.
         """
-        self.resumed_from = held
+        held = self.resumed_from = checkpoint.resumed(saved, trainer)
+        self._optimizer_states = saved["optimizer_states"]
+        # Lightning loads the checkpoint's weights next, before its settings can be compared.
+        self._model_before = self.model.copied({*saved["state_dict"], *held.base})
         if sampling.given_seed(self.settings.seed) is None and held.seed != self._drawn_seed:
             self._drawn_seed = held.seed
             trainer.datamodule.setup("fit")
@@ -302,15 +313,19 @@ class FederatedRun:
         )
         return held.without_optimizers()
 
-    def check_optimizer(self, held: list[Any]) -> None:
-        """Check a checkpoint's states of optimizers, which Lightning is about to load.
+    def check_states(self) -> None:
+        """Check a checkpoint's states of optimizers, which Lightning is about to load, and of the
+        server.
 
         Raises:
-            UserError: the server's optimizer cannot go on with its state.
+            UserError: the run cannot go on with one of them.
         """
-        assert self.resumed_from is not None
+        if self.resumed_from is None:
+            return
         then = self.resumed_from.arguments.get("server_optimizer", "")
-        checkpoint.check_optimizer(held, self.optimizers.server, then, self.note)
+        server = self.optimizers.server
+        checkpoint.check_optimizer(self._optimizer_states, server, then, self.note)
+        checkpoint.check_states(self.state.server, self.methods.declared, self.model.w)
 
     def _note_undeclared(self) -> None:
         """Note an attribute that the learner or a method changes from round to round, and that
@@ -386,11 +401,23 @@ class FederatedRun:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        # Only now has this fit begun. A fit that was refused above changes nothing, and the next
-        # fit reads the checkpoint again.
-        self.resumed_from = None
+        self._has_begun()
         self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
+
+    def _has_begun(self) -> None:
+        """Forget what was kept until the fit has begun."""
+        self.resumed_from = None
+        self._optimizer_states = []
+        self._before = {}
+        self._model_before = None
+
+    def put_back(self) -> None:
+        """Put run and model back as they were before a fit that did not begin, if there was one."""
+        vars(self).update(self._before)
+        if self._model_before is not None:
+            self.model.put_back(self._model_before)
+        self._has_begun()
 
     def _note_settings(self, trainer: Any, cohort: Cohort, rates: ClientRates) -> None:
         """Note what settings and methods mean in this run, before its first round."""
