@@ -327,6 +327,11 @@ def resumed(saved: dict[str, Any], trainer: Any) -> Held:
         UserError: it names the first value that no run would have written.
     """
     held = federated_part(saved)
+    if "optimizer_states" not in saved:
+        raise UserError(
+            "ckpt_path: the checkpoint holds weights only (save_weights_only=True), so it cannot "
+            "be resumed. To start from its weights, give it as model.init_from."
+        )
     lightnings = record(LightningsPart)(saved, "")
     check_like(
         lightnings.loops.get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop", _as_loops
