@@ -57,7 +57,7 @@ from fl_lightning.storage.schema import check_alike
 from fl_lightning.storage.store import ClientStore
 
 # Attributes of a run that a fit changes before it begins, and which another fit goes on with.
-CHANGED_BEFORE = ("state", "monitored", "secret", "_drawn_seed", "optimizers", "plan")
+CHANGED_BEFORE = ("state", "monitored", "secret", "_drawn_seed", "optimizers", "plan", "notes")
 
 
 class FederatedRun:
@@ -84,11 +84,10 @@ class FederatedRun:
         self.monitored: dict[str, torch.Tensor] = {}
         # The following attributes belong to one fit.
         self.methods = Methods([])
-        # Our part of the checkpoint that is resumed, and its states of optimizers, until this fit
-        # has begun.
+        # Until this fit has begun: our part of the checkpoint that is resumed, its states of
+        # optimizers, and attributes and model from before the fit.
         self.resumed_from: Held | None = None
         self._optimizer_states: list[Any] = []
-        # Attributes and model from before this fit, until it has begun.
         self._before: dict[str, Any] = {}
         self._model_before: RoundStart | None = None
         self.plan: EnginePlan | None = None
@@ -118,6 +117,8 @@ class FederatedRun:
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find the methods of this fit."""
         self._before = {name: vars(self)[name] for name in CHANGED_BEFORE if name in vars(self)}
+        own = self.reporter is None or self.continues(trainer)  # not those of an earlier run
+        self.notes = [*self.notes] if own else []
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -314,8 +315,7 @@ class FederatedRun:
         return held.without_optimizers()
 
     def check_states(self) -> None:
-        """Check a checkpoint's states of optimizers, which Lightning is about to load, and of the
-        server.
+        """Check a checkpoint's states of optimizers, which Lightning loads next, and of the server.
 
         Raises:
             UserError: the run cannot go on with one of them.
