@@ -17,6 +17,7 @@ from fl_lightning import checkpoint, checks, description
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation import averages, personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -265,6 +266,21 @@ class FederatedModule(LearnerHooks):
             UserError: the learner has not exactly one network of peft or transformers.
         """
         saved_network.save(self.export(), folder, merged, bool(self.base))
+
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the checkpoint holds the arguments of the learner, and not those of this class.
+
+        Raises:
+            UserError: it names the calls that load the learner.
+        """
+        learner = type(kwargs["learner"]).__name__ if "learner" in kwargs else "MyLearner"
+        raise UserError(
+            f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the learner and its "
+            f"arguments. Load it with {learner}.load_from_checkpoint(path), or, from a run's "
+            "folder, with fl_lightning.load(folder).learner. To go on with the run, give "
+            "trainer.fit(module, data, ckpt_path=path)."
+        )
 
     def evaluator(self) -> Evaluator:
         """Return an evaluator of losses and gradients at any vector, on a copy of the learner."""
