@@ -83,6 +83,7 @@ class Identity:
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
             "drop_last": repr(bool(getattr(data, "drop_last", False))),
+            "labels": str(getattr(data, "label_hash", "")),
         }
         partition = str(getattr(data, "partition_hash", ""))
         compared = {**arguments, **of_data, "methods without state": methods.stateless()}

@@ -69,6 +69,7 @@ class FederatedRun:
     """
 
     optimizers: Optimizers  # set by `make_optimizers`
+    _identity: Identity  # of the latest fit that has begun
     _random_state: RandomState  # the process's random state before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
@@ -401,6 +402,7 @@ class FederatedRun:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
+        self._identity = self.identity(trainer)
         self._has_begun()
         self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
@@ -566,15 +568,8 @@ class FederatedRun:
         if self.state.finish_commit(self.loop.latest[0]):
             self.model.round_start = None
         server_update.save_round_start(saved, self.model)
-        self.folder.save(
-            saved,
-            trainer,
-            self.identity(trainer),
-            self.state,
-            self.model,
-            self.plan,
-            self.secret,
-        )
+        of_run = (self._identity, self.state, self.model, self.plan, self.secret)
+        self.folder.save(saved, trainer, *of_run)
 
     def put_modes_back(self) -> None:
         """Set the training modes again that a validation left, if an exception ended it."""
