@@ -362,6 +362,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """Return sixteen hexadecimal digits, which are the same for the same split."""
         return self._who.hash
 
+    @property
+    def label_hash(self) -> str:
+        """Return sixteen hexadecimal digits of all training labels; empty without classes."""
+        return self._who.label_hash
+
     def partition_table(self) -> str:
         """Return samples and classes of the first clients as text."""
         return partition_table(self)
@@ -563,9 +568,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     @property
     def validates_on_test(self) -> bool:
-        """Return whether validation metrics are measured on the test set, because there are no
-        other data.
-        """
+        """Return whether validation is on the test set, because there are no other data."""
         held_out = self._who.held_out
         return held_out is None and self.val_set is None and self.test_set is not None
 

@@ -27,6 +27,7 @@ from fl_lightning.datamodules.partitions import (
     Partition,
     check_client,
     check_sequence,
+    digest,
     positions,
 )
 from fl_lightning.datamodules.samples import Samples
@@ -49,7 +50,8 @@ class Split:
     """Which client has which of ``total`` training samples.
 
     ``clients``: index arrays, into ``kept`` if some samples are ``held_out`` for validation; made
-    ``by_partition``, or given. ``test``: each client's test samples.
+    ``by_partition``, or given. ``test``: each client's test samples. ``labels``: those of all
+    training samples ``(N,)``; None: they have no classes.
     """
 
     clients: Sequence[Any]
@@ -58,6 +60,7 @@ class Split:
     held_out: Indices | None = None
     by_partition: bool = True
     test: ClientTests | None = None
+    labels: NDArray[np.int64] | None = None
     _latest: dict[int, tuple[Indices, Indices]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -78,6 +81,10 @@ class Split:
     @cached_property
     def hash(self) -> str:
         return partition_hash(self.clients, self.kept, self.test)
+
+    @cached_property
+    def label_hash(self) -> str:
+        return "" if self.labels is None else digest(self.labels)
 
     def indices(self, client: int) -> Indices:
         """Return the positions of the samples that a client trains on, in the training data
@@ -186,7 +193,7 @@ def split_samples(
     if clients is not None:
         clients = _checked(clients, total)
         clients = clients if kept is None else without_held_out(clients, kept, total)
-        return Split(clients, total, kept, held_out, by_partition=False, test=test)
+        return Split(clients, total, kept, held_out, False, test, data.labels)
     wanted, default = counts
     num_clients = wanted or partition.clients or default
     check_partition(partition, num_clients, data.labels)
@@ -197,7 +204,7 @@ def split_samples(
     clients = _checked(drawn, len(labels))
     if tests is not None:
         test = _tested(partition, tests, kept, len(labels), test)
-    return Split(clients, total, kept, held_out, test=test)
+    return Split(clients, total, kept, held_out, True, test, data.labels)
 
 
 def check_apart(split: Split, pooled: bool) -> None:

@@ -83,6 +83,7 @@ class Identity:
             "batch_size": repr(getattr(data, "batch_size", None)),
             "biases": repr([(type(b).__name__, vars(b)) for b in getattr(data, "biases", ())]),
             "drop_last": repr(bool(getattr(data, "drop_last", False))),
+            "labels": str(getattr(data, "label_hash", "")),
         }
         partition = str(getattr(data, "partition_hash", ""))
         compared = {**arguments, **of_data, "methods without state": methods.stateless()}
@@ -328,6 +329,11 @@ def resumed(saved: dict[str, Any], trainer: Any) -> Held:
         UserError: it names the first value that no run would have written.
     """
     held = federated_part(saved)
+    if "optimizer_states" not in saved:
+        raise UserError(
+            "ckpt_path: the checkpoint holds weights only (save_weights_only=True), so it cannot "
+            "be resumed. To start from its weights, give it as model.init_from."
+        )
     lightnings = record(LightningsPart)(saved, "")
     check_like(
         lightnings.loops.get("fit_loop"), trainer.fit_loop.state_dict(), "loops.fit_loop", _as_loops

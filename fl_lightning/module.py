@@ -17,6 +17,7 @@ from fl_lightning import checkpoint, checks, description
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
+from fl_lightning.errors import UserError
 from fl_lightning.evaluation import averages, personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -151,9 +152,6 @@ class FederatedModule(LearnerHooks):
         self.logged = Logged()
         self.stop_requested = False
         self._last_round = False  # whether a callback stopped the run at the start of this round
-        # Optimizer states of a checkpoint wait here until its settings have been compared with this
-        # run's.
-        self._optimizer_states: Any = None
 
     # For users, callbacks and loggers
     # --------------------------------------------------------------------------------
@@ -269,6 +267,21 @@ class FederatedModule(LearnerHooks):
         """
         saved_network.save(self.export(), folder, merged, bool(self.base))
 
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: the checkpoint holds the arguments of the learner, and not those of this class.
+
+        Raises:
+            UserError: it names the calls that load the learner.
+        """
+        learner = type(kwargs["learner"]).__name__ if "learner" in kwargs else "MyLearner"
+        raise UserError(
+            f"{cls.__name__}.load_from_checkpoint: a checkpoint holds the learner and its "
+            f"arguments. Load it with {learner}.load_from_checkpoint(path), or, from a run's "
+            "folder, with fl_lightning.load(folder).learner. To go on with the run, give "
+            "trainer.fit(module, data, ckpt_path=path)."
+        )
+
     def evaluator(self) -> Evaluator:
         """Return an evaluator of losses and gradients at any vector, on a copy of the learner."""
         return Evaluator.of_run(self.run, self.trainer)
@@ -314,6 +327,7 @@ class FederatedModule(LearnerHooks):
         batch_callbacks.give_back(self.trainer)
         averages.put_back(self.trainer, self)
         self.run.put_modes_back()
+        self.run.put_back()
         # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
             checks.check_trainer(self.trainer)
@@ -358,9 +372,7 @@ class FederatedModule(LearnerHooks):
         self.learner.on_load_checkpoint(saved)
         check_weights(self.learner, saved["state_dict"])
         if self.trainer.state.fn == "fit":
-            held = checkpoint.resumed(saved, self.trainer)
-            self._optimizer_states = saved["optimizer_states"]
-            self.run.take_up(held, self.trainer)
+            self.run.take_up(saved, self.trainer)
         else:
             checkpoint.load_buffers(self.learner, saved)
 
@@ -372,17 +384,16 @@ class FederatedModule(LearnerHooks):
     def on_fit_start(self) -> None:
         # Lightning has loaded a checkpoint's weights by now, and other callbacks may have changed
         # them. So w is the learner's model at the start of its first round.
-        checks.check_fixed_parameters(self.trainer)
-        self.global_model.build(again=True)
-        self.run.restore(self.trainer)
-        if self._optimizer_states is not None:
-            self.run.check_optimizer(self._optimizer_states)
-            checkpoint.check_states(
-                self.run.state.server, self.run.methods.declared, self.global_model.w
-            )
-            self._optimizer_states = None
-        self.learner.on_fit_start()
-        self.run.begin(self.trainer, self.optimizers(), self.participants)
+        try:
+            checks.check_fixed_parameters(self.trainer)
+            self.global_model.build(again=True)
+            self.run.restore(self.trainer)
+            self.run.check_states()
+            self.learner.on_fit_start()
+            self.run.begin(self.trainer, self.optimizers(), self.participants)
+        except BaseException:
+            self.run.put_back()
+            raise
 
     def on_train_start(self) -> None:
         self.run.start(self.current_epoch)

@@ -43,7 +43,7 @@ from fl_lightning.methods import OWNED, SHARED, Methods
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
-from fl_lightning.round.global_model import GlobalModel
+from fl_lightning.round.global_model import GlobalModel, RoundStart
 from fl_lightning.round.partial import Parts
 from fl_lightning.round.resting import check_parts, notes_of_restarts
 from fl_lightning.round.settings import Settings
@@ -56,6 +56,9 @@ from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.schema import check_alike
 from fl_lightning.storage.store import ClientStore
 
+# Attributes of a run that a fit changes before it begins, and which another fit goes on with.
+CHANGED_BEFORE = ("state", "monitored", "secret", "_drawn_seed", "optimizers", "plan", "notes")
+
 
 class FederatedRun:
     """The objects of a run: those of the whole run, and those of its present or latest fit.
@@ -66,6 +69,7 @@ class FederatedRun:
     """
 
     optimizers: Optimizers  # set by `make_optimizers`
+    _identity: Identity  # of the latest fit that has begun
     _random_state: RandomState  # the process's random state before the first round
 
     def __init__(self, settings: Settings, model: GlobalModel) -> None:
@@ -81,8 +85,12 @@ class FederatedRun:
         self.monitored: dict[str, torch.Tensor] = {}
         # The following attributes belong to one fit.
         self.methods = Methods([])
-        # Our part of the checkpoint that is resumed, until this fit has begun.
+        # Until this fit has begun: our part of the checkpoint that is resumed, its states of
+        # optimizers, and attributes and model from before the fit.
         self.resumed_from: Held | None = None
+        self._optimizer_states: list[Any] = []
+        self._before: dict[str, Any] = {}
+        self._model_before: RoundStart | None = None
         self.plan: EnginePlan | None = None
         self.engine: Engine | None = None
         self.loop: FederatedLoop | None = None
@@ -109,7 +117,9 @@ class FederatedRun:
 
     def set_up(self, trainer: Any) -> None:
         """Refuse data that cannot work, and find the methods of this fit."""
-        self.resumed_from = None  # left over from a fit that did not begin
+        self._before = {name: vars(self)[name] for name in CHANGED_BEFORE if name in vars(self)}
+        own = self.reporter is None or self.continues(trainer)  # not those of an earlier run
+        self.notes = [*self.notes] if own else []
         checks.check_data(trainer.datamodule)
         checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
         self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
@@ -134,12 +144,15 @@ class FederatedRun:
             self._drawn_seed = drawn
         return self._drawn_seed
 
-    def take_up(self, held: Held, trainer: Any) -> None:
+    def take_up(self, saved: dict[str, Any], trainer: Any) -> None:
         """Keep a checkpoint's part for ``restore``, and use its seed if none was given.
 
         If the seed differs, the data are split again.
         """
-        self.resumed_from = held
+        held = self.resumed_from = checkpoint.resumed(saved, trainer)
+        self._optimizer_states = saved["optimizer_states"]
+        # Lightning loads the checkpoint's weights next, before its settings can be compared.
+        self._model_before = self.model.copied({*saved["state_dict"], *held.base})
         if sampling.given_seed(self.settings.seed) is None and held.seed != self._drawn_seed:
             self._drawn_seed = held.seed
             trainer.datamodule.setup("fit")
@@ -302,15 +315,18 @@ class FederatedRun:
         )
         return held.without_optimizers()
 
-    def check_optimizer(self, held: list[Any]) -> None:
-        """Check a checkpoint's states of optimizers, which Lightning is about to load.
+    def check_states(self) -> None:
+        """Check a checkpoint's states of optimizers, which Lightning loads next, and of the server.
 
         Raises:
-            UserError: the server's optimizer cannot go on with its state.
+            UserError: the run cannot go on with one of them.
         """
-        assert self.resumed_from is not None
+        if self.resumed_from is None:
+            return
         then = self.resumed_from.arguments.get("server_optimizer", "")
-        checkpoint.check_optimizer(held, self.optimizers.server, then, self.note)
+        server = self.optimizers.server
+        checkpoint.check_optimizer(self._optimizer_states, server, then, self.note)
+        checkpoint.check_states(self.state.server, self.methods.declared, self.model.w)
 
     def _note_undeclared(self) -> None:
         """Note an attribute that the learner or a method changes from round to round, and that
@@ -386,11 +402,24 @@ class FederatedRun:
             rank=trainer.global_rank,
             world_size=trainer.world_size,
         )
-        # Only now has this fit begun. A fit that was refused above changes nothing, and the next
-        # fit reads the checkpoint again.
-        self.resumed_from = None
+        self._identity = self.identity(trainer)
+        self._has_begun()
         self.reporter = reporter
         self._modes = modes(trainer.lightning_module)
+
+    def _has_begun(self) -> None:
+        """Forget what was kept until the fit has begun."""
+        self.resumed_from = None
+        self._optimizer_states = []
+        self._before = {}
+        self._model_before = None
+
+    def put_back(self) -> None:
+        """Put run and model back as they were before a fit that did not begin, if there was one."""
+        vars(self).update(self._before)
+        if self._model_before is not None:
+            self.model.put_back(self._model_before)
+        self._has_begun()
 
     def _note_settings(self, trainer: Any, cohort: Cohort, rates: ClientRates) -> None:
         """Note what settings and methods mean in this run, before its first round."""
@@ -539,15 +568,8 @@ class FederatedRun:
         if self.state.finish_commit(self.loop.latest[0]):
             self.model.round_start = None
         server_update.save_round_start(saved, self.model)
-        self.folder.save(
-            saved,
-            trainer,
-            self.identity(trainer),
-            self.state,
-            self.model,
-            self.plan,
-            self.secret,
-        )
+        of_run = (self._identity, self.state, self.model, self.plan, self.secret)
+        self.folder.save(saved, trainer, *of_run)
 
     def put_modes_back(self) -> None:
         """Set the training modes again that a validation left, if an exception ended it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+from pathlib import Path
 
 import pytest
 import pytorch_lightning as pl
@@ -47,6 +48,15 @@ def test_what_is_no_learner_but_nearly() -> None:
         FederatedModule(Lit)
     with pytest.raises(UserError, match="is a FederatedModule already"):
         FederatedModule(FederatedModule(Lit()))
+
+
+def test_a_checkpoint_loads_as_the_learner_and_not_as_the_module(tmp_path: Path) -> None:
+    module, run = federated(), trainer(1)
+    run.fit(module, blobs())
+    run.save_checkpoint(path := tmp_path / "one.ckpt")
+    for learner in ({}, {"learner": Lit()}):
+        with pytest.raises(UserError, match=r"L\w+\.load_from_checkpoint\(path\).*load\(folder\)"):
+            FederatedModule.load_from_checkpoint(path, **learner)
 
 
 def test_an_optimizer_s_class_is_one() -> None:

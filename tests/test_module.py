@@ -17,7 +17,12 @@ from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, FederatedModule, UserError
-from fl_lightning.callbacks import ControlVariates, RelaxedInitialization, RobustAggregation
+from fl_lightning.callbacks import (
+    ControlVariates,
+    PartialAveraging,
+    RelaxedInitialization,
+    RobustAggregation,
+)
 from fl_lightning.datamodules import Dirichlet, InMemoryDataModule
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 
@@ -264,12 +269,32 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     assert torch.equal(whole.global_vector, fresh.global_vector)
 
 
+def test_a_run_has_its_own_notes_and_not_those_of_the_module_s_earlier_run() -> None:
+    def partly() -> pl.Trainer:
+        return trainer(1, [PartialAveraging(period=2)])
+
+    module, said = federated(), "never reaches the server"
+    module.note("before the first run")
+    run = partly()
+    with pytest.warns(UserWarning, match=said):
+        run.fit(module, blobs())
+    run.fit_loop.max_epochs = 2
+    run.fit(module, blobs())
+    first, second = module.notes
+    assert first == "before the first run" and said in second
+    trainer(1).fit(module, blobs())
+    assert module.notes == []
+    with pytest.warns(UserWarning, match=said):
+        partly().fit(module, blobs())
+
+
 def test_a_fit_that_ended_in_a_validation_goes_on_after_trainer_validate() -> None:
     class Ending(pl.Callback):
         def on_validation_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
             if trainer.state.fn == "fit" and self.ends:
                 raise KeyError("in a validation")
 
+    torch.manual_seed(0)
     whole, module = federated(Normed()), federated(Normed())
     trainer(3).fit(whole, blobs())
     ending = Ending()

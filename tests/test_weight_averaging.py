@@ -13,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import (
+    Checkpoint,
     EMAWeightAveraging,
     ModelCheckpoint,
     OnExceptionCheckpoint,
@@ -179,7 +180,7 @@ def kept(folder: Path, kind: str, rounds: int = 4, added: Any = (), path: Any = 
     torch.manual_seed(0)
     module = federated(Kept(), participation=0.5, engine="sequential")
     callbacks = [KINDS["ema"](), *PARTS[kind](), *added]
-    saves = any(isinstance(callback, OnExceptionCheckpoint) for callback in callbacks)
+    saves = any(isinstance(callback, Checkpoint) for callback in callbacks)
     settings = {"default_root_dir": folder, "enable_checkpointing": saves}
     run = trainer(rounds, callbacks, **settings)
     return module, lambda: run.fit(module, blobs(clients=4), ckpt_path=path)
@@ -216,6 +217,37 @@ def test_a_checkpoint_within_a_validation_resumes_to_the_same_bits(
         assert torch.equal(value, named[name]) and torch.equal(value, held[name]), name
     for name, value in early.export(client=0).state_dict().items():
         assert torch.equal(within.exported[1].state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_a_checkpoint_after_the_fit_resumes_to_the_same_bits(kind: str, tmp_path: Path) -> None:
+    whole = after(tmp_path, kind, 4)
+    last = ModelCheckpoint(tmp_path, save_top_k=0, save_last=True)  # writes at the end only
+    module, fit = kept(tmp_path, kind, 2, added=[last])
+    fit()
+    exported = module.export()
+    module.trainer.validate(module, blobs(clients=4), verbose=False)
+    module.trainer.save_checkpoint(tmp_path / "after.ckpt")
+    assert same(module.export(), exported)
+    for name in ("last.ckpt", "after.ckpt"):
+        assert same(exported, Weights(torch.load(tmp_path / name)["state_dict"]))
+        resumed, fit = kept(tmp_path, kind, path=tmp_path / name)
+        fit()
+        assert same(resumed, whole), name
+
+
+class Weights:
+    def __init__(self, values: dict[str, Tensor]) -> None:
+        self.state_dict = lambda: values
+
+
+def test_weights_that_are_loaded_after_the_fit_are_saved_as_they_are(tmp_path: Path) -> None:
+    module = after(tmp_path, "w", 2)
+    for value in module.learner.parameters():
+        value.data.fill_(0.5)
+    module.trainer.save_checkpoint(path := tmp_path / "loaded.ckpt")
+    present = torch.load(path)["current_model_state"]
+    assert all(bool((present[name] == 0.5).all()) for name, _ in module.learner.named_parameters())
 
 
 @pytest.mark.parametrize("hook", ["on_validation_batch_end", "on_train_epoch_end"])

@@ -5,10 +5,12 @@ WeightAveraging.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import product
+from contextlib import ExitStack, contextmanager
+from copy import deepcopy
+from itertools import chain, product
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
@@ -46,7 +48,8 @@ class Exchange:
     """A WeightAveraging's exchange of model and averages, which knows what is in the learner.
 
     ``averages``: whether the averages are in the learner; ``kept``: the averages of a fit that has
-    not ended, else None; ``anew``: whether this fit has begun new ones.
+    not ended, else None; ``anew``: whether this fit has begun new ones; ``last``: parameters and
+    buffers of the present model when training ended, for later checkpoints.
     """
 
     def __init__(self, callback: Any) -> None:
@@ -54,10 +57,46 @@ class Exchange:
         self.averages = False
         self.kept: Any = None
         self.anew = True
+        self.last: list[Tensor] = []
 
     def __call__(self, module: Any) -> None:
         type(self.callback)._swap_models(self.callback, module)
         self.averages = not self.averages
+
+    def end(self, module: Any) -> None:
+        """Make the averages the model, as Lightning does when training ends."""
+        self.last = copies_of(module)
+        type(self.callback)._copy_average_to_current(self.callback, module)
+
+    @contextmanager
+    def at_last(self, module: Any) -> Iterator[bool]:
+        """Within this context the learner has the present model of the last round; yield whether
+        it has.
+
+        It has not before training ends, and not after other code has changed the weights.
+        """
+        averages = self.callback._average_model.module.parameters()
+        pairs = zip(module.parameters(), averages, strict=True)
+        if not self.last or not all(torch.equal(own, value.to(own)) for own, value in pairs):
+            yield False
+            return
+        ended = copies_of(module)
+        put_in(module, self.last)
+        try:
+            yield True
+        finally:
+            put_in(module, ended)
+
+
+def copies_of(module: Any) -> list[Tensor]:
+    """Return copies of a module's parameters and buffers."""
+    return [value.detach().clone() for value in chain(module.parameters(), module.buffers())]
+
+
+def put_in(module: Any, copies: list[Tensor]) -> None:
+    """Set what :func:`copies_of` returned."""
+    for own, value in zip(chain(module.parameters(), module.buffers()), copies, strict=True):
+        own.data.copy_(value)
 
 
 def follow(trainer: Any, continues: bool) -> None:
@@ -70,6 +109,8 @@ def follow(trainer: Any, continues: bool) -> None:
         exchange = exchange_of(callback)
         if exchange is None:
             callback._swap_models = exchange = Exchange(callback)
+            callback._copy_average_to_current = exchange.end
+        exchange.last = []
         exchange.anew = not continues or exchange.kept is None
         if not exchange.anew:
             callback._average_model = exchange.kept
@@ -128,15 +169,22 @@ def saving(trainer: Any, saved: dict[str, Any]) -> Iterator[None]:
     """Within this context a checkpoint is written of the present model, also in a validation.
 
     WeightAveraging calls what is in the learner the present model, and its own copy the averages.
-    In a validation it is the other way round.
+    In a validation it is the other way round. After training both are the averages, and the
+    checkpoint gets the last present model, from which a resume goes on.
     """
-    exchanges = map(exchange_of, filter(averages_weights, trainer.callbacks))
-    exchanged = any(exchange and exchange.averages for exchange in exchanges)
+    module = trainer.lightning_module
+    found = map(exchange_of, filter(averages_weights, trainer.callbacks))
+    exchanges = [exchange for exchange in found if exchange is not None]
+    exchanged = any(exchange.averages for exchange in exchanges)
     if exchanged and "current_model_state" in saved:
         present = saved["state_dict"]
         saved["state_dict"] = saved["current_model_state"]
         saved["current_model_state"] = present
-    with in_learner(trainer, averages=False):
+    with ExitStack() as stack:
+        for exchange in exchanges:
+            if stack.enter_context(exchange.at_last(module)) and "current_model_state" in saved:
+                saved["current_model_state"] = deepcopy(module.state_dict())
+        stack.enter_context(in_learner(trainer, averages=False))
         yield
 
 

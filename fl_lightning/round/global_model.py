@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -170,6 +170,23 @@ class GlobalModel:
             self.w.copy_(w)
         self.evaluate_at(evaluated)
         self.set_buffers(buffers)
+
+    def copied(self, names: Collection[str]) -> RoundStart:
+        """Return copies of w, the evaluated model, the buffers, and frozen parameters of these
+        names.
+        """
+        parameters = dict(self.learner.named_parameters())
+        frozen = parameters.keys() & set(names) - self.layout.keys()
+        evaluated = None if self._evaluated is None else self._evaluated.detach().clone()
+        buffers = buffer_values(self.learner, tuple(frozen))
+        return RoundStart(self.w.detach().clone(), evaluated, buffers)
+
+    def put_back(self, copied: RoundStart) -> None:
+        """Set all that :meth:`copied` returned."""
+        self.build(again=True)
+        set_buffers(self.learner, copied.buffers, tuple(copied.buffers))
+        evaluated = copied.evaluated
+        self.move_to(copied.w, None if evaluated is None else evaluated.to(self.w), {})
 
     def hyper_parameters(self, learner: Any = None) -> dict[str, Any]:
         """Return the arguments that ``load_from_checkpoint`` gives to the learner's class.

@@ -188,6 +188,23 @@ def test_one_callback_does_not_put_a_second_run_over_the_first(tmp_path: Path) -
     assert len(load(tmp_path / "a").metrics["val/acc"]) == 2
 
 
+def test_a_refused_resume_leaves_no_best_value_to_the_next_run(tmp_path: Path) -> None:
+    lit(tmp_path / "a", 3)
+    folder, still = RunFolder(tmp_path / "b"), {"client_optimizer": standing}
+    with pytest.raises(UserError, match="other settings"):
+        start = RunFolder(tmp_path / "a").last
+        run = trainer(4, [folder], enable_checkpointing=True)
+        run.fit(federated(**still), blobs(), ckpt_path=start)
+    trainer(1, [folder], enable_checkpointing=True).fit(federated(**still), blobs())
+    best = load(tmp_path / "b").metrics["val/acc"].max()
+    assert best < load(tmp_path / "a").metrics["val/acc"].max()
+    assert (tmp_path / "b/checkpoints/best.ckpt").is_file()
+
+
+def standing(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.0)
+
+
 @pytest.mark.parametrize("other", [{}, {"monitor": "val/loss"}])
 def test_a_run_has_one_folder(other: dict[str, Any], tmp_path: Path) -> None:
     folders = [RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b", **other)]

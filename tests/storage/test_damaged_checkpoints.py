@@ -190,6 +190,19 @@ def test_a_file_of_weights_is_no_checkpoint_to_resume(tmp_path: Path, weights: s
         fit(tmp_path, 2, ckpt_path=str(path))
 
 
+def test_a_checkpoint_of_weights_only_is_refused_by_that_and_its_weights_are_taken(
+    tmp_path: Path,
+) -> None:
+    module, run = federated(), trainer(1)
+    run.fit(module, blobs())
+    run.save_checkpoint(path := str(tmp_path / "weights.ckpt"), weights_only=True)
+    with pytest.raises(UserError, match=r"holds weights only.*give it as model\.init_from"):
+        fit(tmp_path, 2, ckpt_path=path)
+    begun = federated(init_from=path, client_optimizer=lambda p: torch.optim.SGD(p, lr=0.0))
+    trainer(1).fit(begun, blobs())
+    assert torch.equal(begun.global_vector, module.global_vector)
+
+
 def test_what_a_checkpoint_lacks_is_named_where_rows_are_read(tmp_path: Path) -> None:
     fit(tmp_path, 1)
     path = tmp_path / "checkpoints" / "last.ckpt"

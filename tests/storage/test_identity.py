@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.optim import SGD, Adagrad, Adam
 
-from fl_lightning import FederatedCallback, ServerState, UserError
+from fl_lightning import FederatedCallback, InMemoryDataModule, ServerState, UserError
 from fl_lightning.callbacks import (
     ByzantineClients,
     ControlVariates,
@@ -23,6 +23,7 @@ from fl_lightning.lab.contracts.federation import fit
 from fl_lightning.systems import Buffered, Devices
 from fl_lightning.virtual.devices import Distribution
 from tests.helpers.compositions import Function
+from tests.helpers.learners import federated, trainer
 
 
 class Scaled(FederatedCallback):
@@ -197,6 +198,25 @@ def test_another_number_of_batches_per_step_is_refused(tmp_path: Path) -> None:
     fit([], rounds=1, folder=str(tmp_path), accumulate=2)
     with pytest.raises(UserError, match="accumulate: 2 then, 1 now"):
         fit([], rounds=2, folder=str(tmp_path), resume=True)
+
+
+def test_other_data_of_the_same_sizes_are_refused_by_their_labels(tmp_path: Path) -> None:
+    def data(first: int) -> InMemoryDataModule:
+        x, y = torch.zeros(120, 20, dtype=torch.float64), (torch.arange(120) + first) % 4
+        return InMemoryDataModule((x, y), num_clients=10, batch_size=8)
+
+    run = trainer(1)
+    run.fit(federated(), own := data(0))
+    run.save_checkpoint(path := tmp_path / "one.ckpt")
+    trainer(2).fit(federated(), data(0), ckpt_path=path)
+    with pytest.raises(UserError, match=r"\(labels: \w{16} then, \w{16} now\)"):
+        trainer(2).fit(federated(), other := data(1), ckpt_path=path)
+    assert other.partition_hash == own.partition_hash
+    trainer(2).fit(federated(strict_resume=False), other, ckpt_path=path)
+    saved = torch.load(path, weights_only=True)
+    del saved["federated"]["arguments"]["labels"]  # as an earlier version wrote it
+    torch.save(saved, path)
+    trainer(2).fit(federated(), other, ckpt_path=path)
 
 
 class ScaledUpdate(FederatedCallback):

@@ -384,6 +384,11 @@ class RunCheckpoint(Checkpoint):
         it later.
         """
         self._followed = False
+        assert isinstance(pl_module, FederatedModule)
+        if not trainer.ckpt_path and not pl_module.run.continues(trainer):
+            # A new run has no best value yet; there may be one of a checkpoint that was refused.
+            self.mode = self.best = None
+            self.best_round = -1
         unknown = self.given and self.directions.known(self.monitor) is None
         if unknown and not tells_mode(pl_module):
             raise UserError(f"--monitor {self.monitor}: {self.directions.question([self.monitor])}")
