@@ -277,8 +277,7 @@ class Held:
             UserError: rows are missing at the checkpoint's place, or models have other shapes.
         """
         if self.clients:
-            folder = find_folder(ckpt_path, self.folders, self.clients)
-            rows.store.load(self.clients, folder)
+            rows.store.load(self.clients, find_folder(ckpt_path, self.folders, self.clients))
         w = model.w.detach()
         check_alike(self.buffers, model.buffers(), f"{KEY}.buffers")
         if self.w0 is not None:
