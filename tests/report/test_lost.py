@@ -76,6 +76,41 @@ def test_what_diverged_before_it_measured_anything_scores_0_only_above_0(tmp_pat
     assert values["scores"]["tail"]["values"] == {"0": None}
 
 
+@pytest.mark.parametrize("kind", ["difference", "to_target"])
+@pytest.mark.parametrize("gone", ["ours", "base"])
+@pytest.mark.parametrize("ours", [0.4, 0.6])
+def test_a_seed_that_an_arm_loses_never_counts_for_it(
+    tmp_path: Path, kind: str, gone: str, ours: float
+) -> None:
+    """Five seeds have both arms, and ``ours`` is a little better or worse; in three one is lost."""
+    claim: dict[str, Any] = {"metric": "val/loss", "margin": 0.0}
+    if kind == "to_target":
+        claim |= {"kind": kind, "target": 0.1, "cost": "rounds"}
+    for seed in range(8):
+        for arm, level in (("ours", ours), ("base", 0.5)):
+            rounds = round(10 * level + 0.3 * seed) if kind == "to_target" else 0
+            end = 0.1 if rounds else level + 0.01 * seed * (arm == "ours")
+            lost = arm == gone and seed > 4
+            values = [0.9] * (rounds or 3) + [0.9 if lost else end] * 3
+            status = "diverged" if lost and not rounds else "done"
+            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": values}, status)
+    (said,) = judged(tmp_path, tmp_path / "s", **claim)[0]["claims"]
+    assert (said["n"], said["left_out"]) == (5, 3)
+    better = "ours" if ours < 0.5 else "base"
+    verdict = "reproduced" if better == "ours" else "contradicted"
+    assert said["verdict"] == ("inconclusive" if gone == better else verdict)
+
+
+def test_a_seed_that_both_arms_lose_decides_nothing(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        for arm, level in (("ours", 0.6 + 0.01 * seed), ("base", 0.5)):
+            status = "diverged" if seed == 0 else "done"
+            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": [level]}, status)
+    for direction in ("less", "greater"):
+        found, _ = judged(tmp_path, tmp_path / "s", metric="val/loss", direction=direction)
+        assert found["claims"][0]["verdict"] == "inconclusive"
+
+
 @pytest.mark.parametrize("score", SCORES)
 @pytest.mark.parametrize("end", [[INF, INF, NAN, INF], [NAN], [-INF, None]], ids=str)
 def test_a_run_whose_last_value_is_no_number_has_lost(
