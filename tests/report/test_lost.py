@@ -12,6 +12,7 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
+from fl_lightning.lab.report import sections
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.scores import SCORES
@@ -274,3 +275,25 @@ def test_smoothed_is_the_lowest_where_less_is_better(tmp_path: Path) -> None:
     argv = ["--metric", "val/quality", "--mode", "min"]
     arm = report(tmp_path / "out", tmp_path / "s", *argv)["arms"]["a"]
     assert arm["scores"]["smoothed"]["mean"] == 0.3
+
+
+def test_an_arm_with_lost_seeds_is_never_the_best_and_says_how_many_count(tmp_path: Path) -> None:
+    """``wild`` is better in the seed that is left of it; ``good`` has all of them."""
+    for seed in range(5):
+        columns: dict[str, Any] = {"cost/gradients": [10] * 6, "communication/total_bytes": [9] * 6}
+        for arm, loss in (("good", 0.5), ("fair", 0.6), ("wild", 0.4)):
+            gone = arm == "wild" and seed > 0
+            columns |= {"val/loss": [loss] * 6, "clients/loss": [loss] * 6}
+            folder = tmp_path / f"s/{arm}/seed-{seed}"
+            make_run(folder, arm, seed, columns, "diverged" if gone else "done")
+            if not gone:
+                (folder / "clients.csv").write_text(f"client,samples,loss\n0,10,{loss}\n")
+    summary = summarise(find([tmp_path / "s"]), "val/loss", ("0.7",))
+    for table in (t for t in sections.tables(summary) if t.key not in ("pairs", "runs")):
+        marked = {row[0].text for row in table.rows for cell in row if cell.mark == "best"}
+        assert "wild" not in marked and ("good" in marked or table.key == "communication"), (
+            table.key
+        )
+        counted = [row[-1].text for row in table.rows]
+        if table.key in ("fairness", "budgets"):
+            assert table.columns[-1] == "runs" and counted == ["5 of 5", "5 of 5", "1 of 5"]

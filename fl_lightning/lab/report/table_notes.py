@@ -45,6 +45,10 @@ BUDGETS = (
     "is scored by its mean over the last third of this budget. Rounds after the budget was "
     "spent do not count."
 )
+RUNS = (
+    " Runs: how many of the arm's runs have a value. If some have none, because they have lost or "
+    "were not measured, the arm is never marked as the best."
+)
 PROCESSOR_SECONDS = (
     " Seconds are processor seconds of all threads and processes (time/cpu). Other work on the "
     "machine still lengthens them. Runs on a GPU have wall-clock seconds instead, if they did not "
