@@ -184,6 +184,20 @@ def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
     assert cells(table, "at an end") == ["learner lr"]
 
 
+def test_a_choice_on_the_clients_test_samples_is_said(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "tuned", {0: 0.5})
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
+    for metric, seen in (("clients/acc", True), ("domains/acc_mean", True), ("val/acc", False)):
+        head = f"arm,method.beta,{metric} (tail),runs,chosen\n"
+        (tmp_path / "s/select.csv").write_text(f"{head}tuned,0.1,0.7,2,yes\ntuned,0.2,0.5,2,\n")
+        summary = summarise(find([tmp_path / "s"]))
+        table = sections.chosen(summary)
+        noted = [note for note in summary.notes if "chose by" in note]
+        assert bool(noted) == seen and ("held-out" not in table.title) == seen
+        assert ("clients' test samples" in table.note) == seen
+        assert all(f"chose by {metric}" in note and "test samples" in note for note in noted)
+
+
 def test_arms_whose_mean_of_models_means_nothing_are_headed_by_their_clients(
     tmp_path: Path,
 ) -> None:

@@ -324,6 +324,18 @@ def test_what_a_sweep_is_not(tmp_path: Path, text: str, message: str) -> None:
     assert message in str(error.value) and str(path) in str(error.value)
 
 
+@pytest.mark.parametrize("metric, seen", [("clients/acc_worst10", True), ("val/acc", False)])
+def test_a_choice_by_the_clients_test_samples_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, seen: bool
+) -> None:
+    select = f"select: {{over: {{model.clip_norm: [1, 2]}}, seeds: [100], metric: {metric}}}\n"
+    (tmp_path / "s.yaml").write_text(f"configs: [base, data/digits]\n{select}")
+    argv = ["sweep", str(tmp_path / "s.yaml"), "--dry_run", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0
+    note = f"note: select.metric {metric}: it is measured on the clients' test samples"
+    assert (note in capsys.readouterr().out) == seen
+
+
 def test_a_dry_run_lists_commands_and_does_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The choices of sweeps on held-out data, from their select.csv."""
+"""The choices of sweeps before their runs, from their select.csv."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from fl_lightning.lab.report.runs import ReportedSweep, read_table
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of an arm among so many candidates; ``tried``: option → values, in their order."""
+    """The choice of an arm among so many candidates; ``tried``: option → values, in their order.
+
+    ``metric``: the metric by which it chose.
+    """
 
     arm: str
+    metric: str
     taken: Mapping[str, str]
     tried: Mapping[str, list[str]]
     candidates: int
@@ -38,12 +42,23 @@ def choices(sweep: ReportedSweep) -> Iterator[Choice]:
         columns = list(best)
         # The options are the columns between the arm and the score; after the score comes the
         # number of runs.
-        options = [key for key in columns[1 : columns.index("runs") - 1] if best[key]]
+        score = columns.index("runs") - 1
+        options = [key for key in columns[1:score] if best[key]]
         tried = {}
         for option in options:
             tried[option] = sorted({row[option] for row in own}, key=_place)
         taken = {option: best[option] for option in options}
-        yield Choice(sweep.names.get(arm, arm), taken, tried, len(own))
+        metric = columns[score].partition(" (")[0]
+        yield Choice(sweep.names.get(arm, arm), metric, taken, tried, len(own))
+
+
+def on_test_samples(metric: str) -> bool:
+    """Return whether a metric is measured on the clients' test samples.
+
+    >>> on_test_samples("clients/acc_worst10"), on_test_samples("val/acc")
+    (True, False)
+    """
+    return metric.startswith(("clients/", "domains/"))
 
 
 def _place(value: str) -> tuple[float, str]:

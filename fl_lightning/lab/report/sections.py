@@ -11,7 +11,7 @@ from typing import Any
 from fl_lightning.lab.report import table_notes
 from fl_lightning.lab.report.arm_settings import by_settings
 from fl_lightning.lab.report.budgets import CPU, BudgetView, views
-from fl_lightning.lab.report.chosen import choices, short
+from fl_lightning.lab.report.chosen import choices, on_test_samples, short
 from fl_lightning.lab.report.claims import Claim
 from fl_lightning.lab.report.communication import over, papers_ratio, traffic, uncounted
 from fl_lightning.lab.report.fairness import OF_METRIC, WORST_DOMAIN, column_of, titles
@@ -528,18 +528,21 @@ def beside_published(summary: Summary) -> list[Table]:
 
 
 def chosen(summary: Summary) -> Table:
-    """Return the choices of sweeps on held-out data, and choices at an end of the tried values."""
+    """Return the choices of sweeps before their runs, and choices at an end of the tried values."""
     columns = ["arm", "chosen", "tried", "at an end", "candidates"]
     labels = {arm.key: name for name, arm in summary.arms.items()}
     rows: Rows = []
+    title, samples = "Chosen on held-out data", table_notes.HELD_OUT
     for sweep in summary.found.sweeps:
         for choice in choices(sweep):
+            if on_test_samples(choice.metric):
+                title, samples = "Chosen before the runs", table_notes.CLIENTS_TEST
             row: list[Any] = [labels.get(choice.arm, choice.arm)]
             row.append("; ".join(f"{short(key)} {value}" for key, value in choice.taken.items()))
             row.append("; ".join(f"{short(key)} {', '.join(v)}" for key, v in choice.tried.items()))
             row.append(", ".join(map(short, choice.at_end)) or "no")
             rows.append([*row, cell(str, choice.candidates)])
-    return Table("chosen", "Chosen on held-out data", columns, rows, table_notes.CHOSEN)
+    return Table("chosen", title, columns, rows, table_notes.CHOSEN.format(samples=samples))
 
 
 def runs(summary: Summary) -> Table:

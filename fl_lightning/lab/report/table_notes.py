@@ -67,6 +67,8 @@ FAIRNESS = (
 )
 CHOSEN = (
     "Each candidate was trained with other seeds, for the number of rounds of the selection. It "
-    "was scored on training data that it was not trained on. If the chosen value is at an end of "
+    "was scored on {samples}. If the chosen value is at an end of "
     "the tried values, a better value may lie beyond that end."
 )
+HELD_OUT = "training data that it was not trained on"
+CLIENTS_TEST = f"the clients' test samples by clients/… and domains/…, by others on {HELD_OUT}"

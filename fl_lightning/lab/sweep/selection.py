@@ -1,6 +1,4 @@
-"""The choices of each arm before its runs, such as a learning rate: on held-out data, with
-their own seeds.
-"""
+"""The choices of each arm before its runs, such as a learning rate, with their own seeds."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import plain_yaml, prepare
 from fl_lightning.lab.report import runs as reading
+from fl_lightning.lab.report.chosen import on_test_samples
 from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
@@ -179,6 +178,19 @@ def unequal(found: Sequence[Candidate]) -> str | None:
         return None
     numbers = ", ".join(f"{arm} {number}" for arm, number in counts.items())
     return f"arms choose from unequal numbers of candidates: {numbers}"
+
+
+def on_test(select: Selection) -> str | None:
+    """Return a note if the metric is measured on samples that ``val_fraction`` does not hold
+    out.
+    """
+    if not on_test_samples(select.metric):
+        return None
+    return (
+        f"select.metric {select.metric}: it is measured on the clients' test samples, of which "
+        "select.val_fraction holds out none. So the arms' own scores on such samples may be too "
+        "good. A metric val/… chooses on training data that is held out"
+    )
 
 
 def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any]]:
