@@ -9,12 +9,10 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import itertools
 import json
 import lzma
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,15 +22,16 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scipy import stats
 
 from tests.benchmarks.by_hand_statistics import (
     Interval,
     Number,
+    by_chance,
     holm,
     interval,
     p_equivalent,
     p_two_sided,
+    rank_correlation,
 )
 
 GREATER = {
@@ -340,13 +339,6 @@ def costs(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     return evidence
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Number:
-    ranks = [stats.rankdata(side) for side in (x, y)]
-    centred = [side - side.mean() for side in ranks]
-    spread = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum()) / spread if spread else None
-
-
 def correlation_with_depth(run: Run, metric: str, without: Sequence[str] = ()) -> Number:
     """Spearman's ρ between a layer's place and its metric's mean over rounds."""
     hidden = {f"{metric}/{name}" for name in ("total", *without)}
@@ -405,25 +397,6 @@ def divergences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
 
 EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
 COUNTED = ("diverges", "every_seed")
-
-
-def by_chance(values: Sequence[float], places: int) -> float:
-    """How often as many random orders of ``places`` have correlations with so large a sum."""
-    if places > 8:
-        return 0.0
-    one = Counter(
-        round(rank_correlation(range(places), order) or 0.0, 9)
-        for order in itertools.permutations(range(places))
-    )
-    sums = {0.0: 1.0}
-    for _ in values:
-        longer: dict[float, float] = {}
-        for total, share in sums.items():
-            for rho, times in one.items():
-                key = round(total + rho, 6)
-                longer[key] = longer.get(key, 0.0) + share * times / math.factorial(places)
-        sums = longer
-    return sum(share for total, share in sums.items() if abs(total) >= abs(sum(values)) - 1e-5)
 
 
 def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str:

@@ -215,6 +215,27 @@ def families(
         )
 
 
+@pytest.mark.parametrize("over", ["beta", "layers"])
+def test_a_seed_that_shows_no_trend_counts_as_one_without(tmp_path: Path, over: str) -> None:
+    """Five seeds rise over nine places, seven are the same everywhere."""
+    for seed in range(12):
+        levels = [0.5 + 0.01 * place * (seed < 5) for place in range(9)]
+        if over == "layers":
+            columns = {f"consensus_relative/{place}": [x] for place, x in enumerate(levels)}
+            make_run(tmp_path / f"s/a/seed-{seed}", "a", seed, columns)
+            continue
+        for place, x in enumerate(levels):
+            folder = tmp_path / f"s/{place}/seed-{seed}"
+            make_run(folder, str(place), seed, {"val/acc": [x]}, axes={"beta": str(place)})
+    claim = {"id": "T", "kind": "trend", "over": over, "direction": "greater", "metric": "val/acc"}
+    if over == "layers":
+        claim |= {"arm": "a", "metric": "consensus_relative"}
+    path = written(tmp_path / "c.yaml", claim)
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
+    assert (said["n"], said["left_out"]) == (12, 0)
+    assert list(said["values"].values()) == [1.0] * 5 + [0.0] * 7
+
+
 def test_of_families_without_effect_few_hold_a_finding() -> None:
     claims = [Claim(str(k), "a", "b", "m", "greater", 0.0) for k in range(6)]
     hits = sum(

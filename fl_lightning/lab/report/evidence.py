@@ -347,13 +347,17 @@ def _places(values: Sequence[str]) -> dict[str, float]:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return Spearman's ρ, with the mean rank for ties; None if it is not defined.
+    """Return Spearman's ρ, with the mean rank for ties; None with fewer than two places ``x``.
 
-    >>> spearman([1, 2, 3], [1.0, 4.0, 9.0]), spearman([1, 2], [3.0, 3.0])
-    (1.0, None)
+    It is 0 if all ``y`` are equal: they show no trend.
+
+    >>> spearman([1, 2, 3], [1.0, 4.0, 9.0]), spearman([1, 2], [3.0, 3.0]), spearman([1], [3.0])
+    (1.0, 0.0, None)
     """
-    if len(set(x)) < 2 or len(set(y)) < 2:
+    if len(set(x)) < 2:
         return None
+    if len(set(y)) < 2:
+        return 0.0
     # A second of imports, which only claims of a trend need.
     from scipy.stats import spearmanr
 
