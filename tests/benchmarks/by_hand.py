@@ -339,11 +339,16 @@ def costs(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     return evidence
 
 
-def correlation_with_depth(run: Run, metric: str, without: Sequence[str] = ()) -> Number:
-    """Spearman's ρ between a layer's place and its metric's mean over rounds."""
+def means_of_layers(run: Run, metric: str, without: Sequence[str] = ()) -> list[float]:
+    """Each layer's mean over rounds, where it was measured."""
     hidden = {f"{metric}/{name}" for name in ("total", *without)}
     names = [name for name in run.columns if name.startswith(metric + "/") and name not in hidden]
-    means = [float(np.mean(curve)) for curve in map(run.curve, names) if curve]
+    return [float(np.mean(curve)) for curve in map(run.curve, names) if curve]
+
+
+def correlation_with_depth(run: Run, metric: str, without: Sequence[str] = ()) -> Number:
+    """Spearman's ρ between a layer's place and its metric's mean over rounds."""
+    means = means_of_layers(run, metric, without)
     return rank_correlation(range(len(means)), means)
 
 
@@ -370,6 +375,16 @@ def trend_over_axis(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
         whole = len(known) == len(arms) and not lost
         evidence.add(seed, rank_correlation(places, known) if whole else None, lost, lost)
     return evidence
+
+
+def places(claim: dict[str, Any], sweeps: Sweeps, values: Sequence[float]) -> float:
+    """The values of a trend's axis; the layers where all seeds have one and the same ρ."""
+    if claim["over"] != "layers":
+        return len(sweeps.arms_of(claim))
+    if not math.isclose(min(values), max(values), abs_tol=1e-9):
+        return math.inf
+    runs = [sweeps.arms[claim["arm"]][seed] for seed in sweeps.ended([claim["arm"]])]
+    return min(len(means_of_layers(run, claim["metric"])) for run in runs if not run.diverged)
 
 
 def trends(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
@@ -465,8 +480,8 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
         p = p_two_sided(values)
         if kind == "equivalence":
             p = p_equivalent(values, margin)
-        if kind == "trend" and claim["over"] != "layers" and p is not None:
-            p = max(p, by_chance(values, len(sweeps.arms_of(claim))))
+        if kind == "trend" and p is not None:
+            p = max(p, by_chance(values, places(claim, sweeps, values)))
         found = interval(values)
         if kind in COUNTED:
             p = None

@@ -75,10 +75,11 @@ def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Number:
     return float((centred[0] * centred[1]).sum()) / spread if spread else 0.0
 
 
-def by_chance(values: Sequence[float], places: int) -> float:
+def by_chance(values: Sequence[float], places: float) -> float:
     """How often as many random orders of ``places`` have correlations with so large a sum."""
     if places > 8:
         return 0.0
+    places = int(places)
     one = Counter(
         round(rank_correlation(range(places), order) or 0.0, 9)
         for order in itertools.permutations(range(places))

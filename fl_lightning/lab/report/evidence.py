@@ -256,6 +256,10 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
         lost = run.status == "diverged" or any(has_lost(run, layer) for layer in layers)
         # The curve of such a run ends early, at values that say nothing about layers.
         made.take(seed, None if lost else over_layers(run, claim.metric), lost, won=lost)
+    same = made.values.values()
+    if same and max(same) - min(same) < 1e-9:
+        # Over few layers seeds may agree by chance, and t would be certain.
+        made.places = min(len(_layer_means(runs[seed], claim.metric)) for seed in made.values)
     return made
 
 
@@ -264,11 +268,15 @@ def over_layers(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> f
 
     ``without``: layers that are left out.
     """
+    means = _layer_means(run, metric, without)
+    return spearman(range(len(means)), means)
+
+
+def _layer_means(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> list[float]:
     left_out = [f"{metric}/{name}" for name in ("total", *without)]
     layers = [name for name in run.columns if name.startswith(f"{metric}/")]
     means = [over_time([run], layer) for layer in layers if layer not in left_out]
-    known = [mean for mean in means if mean is not None]
-    return spearman(range(len(known)), known)
+    return [mean for mean in means if mean is not None]
 
 
 def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:

@@ -29,7 +29,8 @@ class Evidence:
     ``lost``: a seed that would count against the claim is left out, so nothing can be reproduced.
     ``won``: one that would count for it is left out, so nothing can be refuted. ``left_out``: the
     number of such seeds and others. ``incomplete``: runs are still missing.
-    ``places``: the number of values on a trend's axis; 0 for every other kind of claim.
+    ``places``: the number of values on a trend's axis, or of layers if all seeds have the same ρ;
+    0 in all other cases.
     """
 
     values: dict[int, float] = field(default_factory=dict)
@@ -144,7 +145,7 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
     if claim.kind == "equivalence":
         return replace(measured, p=equivalent(measured, claim.margin))
     if evidence.places and measured.p is not None:
-        # With few values on an axis seeds often agree by chance, and then t would be certain.
+        # Over few places seeds often agree by chance, and then t would be certain.
         by_chance = chance_of_orders(sum(values), len(values), evidence.places)
         return replace(measured, p=max(measured.p, by_chance))
     return measured
