@@ -119,6 +119,7 @@ class PerClientEvaluation(Measurement):
         self.samples: dict[int, int] = {}
         self._asked = False  # whether to ask for directions that are not known
         self._told = set[str]()  # metrics for which some client had no value
+        self._later: int | None = None  # rows of rounds from here on are still to be dropped
         # The clients' names, if the data have names.
         self.names: Sequence[str] = ()
         # The clients' domains, if the data have domains, and the direction of each metric.
@@ -140,10 +141,7 @@ class PerClientEvaluation(Measurement):
         super().on_train_start(trainer, pl_module)
         self._told.clear()
         self._asked = False
-        folder = folder_of(trainer)
-        if folder is not None:
-            rounds = ClientRounds(folder / "clients_rounds.csv")
-            rounds.keep(before=trainer.current_epoch)
+        self._later = trainer.current_epoch
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate one client before the first round, to find the names of the metrics."""
@@ -304,6 +302,10 @@ class PerClientEvaluation(Measurement):
         folder = folder_of(trainer)
         if folder is not None:
             rounds = ClientRounds(folder / "clients_rounds.csv")
+            if self._later is not None:
+                # Until this fit has rows of its own, a resume from a later checkpoint needs these.
+                rounds.keep(before=min(self._later, self._measured))
+                self._later = None
             rounds.add(self._measured, self.table, self.samples, self.names)
 
 

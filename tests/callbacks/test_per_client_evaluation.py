@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
+from pytorch_lightning.callbacks import ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -412,6 +414,26 @@ def test_every_round_that_was_measured_is_kept_and_a_resumed_run_leaves_the_same
     with part.open("a") as file:
         file.write("".join(whole.read_text().splitlines(True)[21:24])[:-4])
     assert trained(tmp_path / "part", 4, resumed=True).read_bytes() == whole.read_bytes()
+
+
+def test_later_rows_of_clients_stay_until_a_resume_has_rows_of_its_own(tmp_path: Path) -> None:
+    class Killed(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            raise KeyError("killed")
+
+    def trained(rounds: int, *more: Any, start: str | None = None) -> list[str]:
+        saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last=True)
+        settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+        torch.manual_seed(3)
+        training = trainer(rounds, [c.PerClientEvaluation(1), saving, *more], **settings)
+        training.fit(federated(), data(), ckpt_path=start and tmp_path / start)
+        return (tmp_path / "clients_rounds.csv").read_text().splitlines()
+
+    whole = trained(4)
+    with pytest.raises(KeyError):
+        trained(4, Killed(), start="epoch=0.ckpt")
+    assert (tmp_path / "clients_rounds.csv").read_text().splitlines() == whole
+    assert trained(2, start="epoch=0.ckpt") == whole[:21]
 
 
 def test_a_metric_that_comes_later_has_a_column_of_its_own(tmp_path: Path) -> None:
