@@ -212,7 +212,7 @@ def _fit(cli: CommandCLI) -> None:
     ended = read_record(Path(cli.folder)).get("status") == "done"
     if killed and ended and cli.stop.first == trainer.current_epoch:
         # EarlyStopping had ended the run. A run that stopped for lack of time has rounds left.
-        print(f"It was killed after its last round. {_AT_THE_END}")
+        print("It was killed after its last round. This fit wrote what the end of a run writes.")
     if cli.stop.first is None:
         progress: Any = trainer.fit_loop.epoch_progress.current
         done = progress.processed
