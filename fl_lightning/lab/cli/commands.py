@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
 import sys
@@ -245,7 +244,7 @@ def _show_results(cli: CommandCLI) -> None:
     if path.is_file():
         metrics = Metrics.read(path, metric_modes(cli.trainer))
         for name in shown_metrics(cli.trainer):
-            if not math.isnan(metrics.last(name)):
+            if name in metrics:
                 print(f"{LABELS.get(name, name)}: {metrics.described(name)}")
 
 
