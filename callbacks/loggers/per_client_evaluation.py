@@ -91,12 +91,10 @@ class PerClientEvaluation(Measurement):
         equally well.
 
         >>> from fl_lightning.callbacks import PerClientEvaluation
-        >>> from fl_lightning.lab.contracts.federation import data
         >>> from fl_lightning.testing import tiny_run
-        >>> federation = data(client_test_fraction=0.5)
-        >>> logged = tiny_run(PerClientEvaluation(), federation=federation).trainer.callback_metrics
-        >>> sorted(name for name in logged if name.startswith("clients/"))
-        ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
+        >>> logged = tiny_run(PerClientEvaluation()).trainer.callback_metrics
+        >>> sorted(name for name in logged if name.startswith("clients/acc"))
+        ['clients/acc', 'clients/acc_std', 'clients/acc_weighted', 'clients/acc_worst10']
     """
 
     # If clients have their own models, these values are shown in place of the validation's.
