@@ -98,7 +98,7 @@ def test_what_the_learner_shows_and_what_is_monitored(
 
 @pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
 class Failing(Showing):
-    """Its measure is no number any more after the first round."""
+    """Its measure is NaN after the first round."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         value = float("nan") if self.current_epoch else 0.5

@@ -411,7 +411,7 @@ def _mean(unit: Unit, values: Mapping[int, float | None], arm: Arm) -> Cell:
 def _add_runs(columns: list[str], rows: Rows, counted: Sequence[tuple[int, int]]) -> str:
     """Add a column with how many of each arm's runs count, and return a note on it.
 
-    If every arm counts with all of its runs or with none, there is no column and no note.
+    If every arm counts with all of its runs or with none of them, the table stays as it is.
     """
     if not any(0 < count < of for count, of in counted):
         return ""
