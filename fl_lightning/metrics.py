@@ -348,31 +348,38 @@ class Metrics(dict[str, Column]):
     """A table of metrics: ``metrics["val/acc"]`` is a column, and ``metrics.rounds`` has the
     rounds.
 
-    A value is nan if nothing was logged. ``pandas.DataFrame(metrics)`` is the table as a frame;
-    :meth:`to_pandas` has the rounds as its index.
+    A value is nan if nothing was logged, or if nan was. ``pandas.DataFrame(metrics)`` is the table
+    as a frame; :meth:`to_pandas` has the rounds as its index.
+
+    Args:
+        rounds: the rounds, ascending.
+        columns: metric → its value in each round; None if nothing was logged there.
+        modes: metric → ``"max"`` or ``"min"``, as in run.json.
     """
 
     def __init__(
         self,
         rounds: Sequence[int],
-        columns: Mapping[str, Sequence[float]],
+        columns: Mapping[str, Sequence[float | None]],
         modes: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
         self.rounds = list(rounds)
         self._directions = Directions('Metrics.best: give mode="max" or mode="min"')
         self._directions.record(modes)
+        self._rows_with: dict[str, list[int]] = {}
         for name, values in columns.items():
             self[name] = np.asarray(values, dtype=np.float64)
+            self._rows_with[name] = [at for at, value in enumerate(values) if value is not None]
 
     @classmethod
     def read(cls, path: Path, modes: Mapping[str, str] | None = None) -> Metrics:
         """Read the table of a metrics.csv; ``modes``: as in run.json."""
         names, rows = read_rows(path)
-        columns: dict[str, list[float]] = {}
+        columns: dict[str, list[float | None]] = {}
         for name in names:
             if name != "round":
-                columns[name] = [float(row[name] or math.nan) for row in rows]
+                columns[name] = [float(row[name]) if row[name] else None for row in rows]
         return cls([int(row["round"]) for row in rows], columns, modes)
 
     def __missing__(self, name: str) -> Column:
@@ -394,18 +401,18 @@ class Metrics(dict[str, Column]):
         return f"Metrics({len(self.rounds)} rounds: {', '.join(self)})"
 
     def last(self, name: str) -> float:
-        """Return the last logged value; nan if no value was logged."""
+        """Return the last logged value, which may be nan; nan if no value was logged."""
         values = self._logged(name)
         return float(values[-1]) if len(values) else math.nan
 
     def best(self, name: str, mode: str | None = None) -> tuple[float, int]:
-        """Return the best value and the round that first reached it; (nan, -1) if no value was
+        """Return the best value and the round that first reached it; (nan, -1) if no number was
         logged.
 
         ``mode``: ``"max"`` or ``"min"``, if neither the name nor torchmetrics shows which direction
         is better.
         """
-        if not len(self._logged(name)):
+        if np.isnan(self._logged(name)).all():
             return math.nan, -1
         check_mode("Metrics.best: mode", mode)
         best = np.nanargmax if self._directions.greater(name, mode) else np.nanargmin
@@ -421,13 +428,18 @@ class Metrics(dict[str, Column]):
         if self._directions.known(name) is None:
             return last
         best, at = self.best(name)
+        if math.isnan(best):
+            return last
         return f"{last}, best {form.format(best)} (round {at + 1})"
 
     def median(self, name: str) -> float:
-        """Return the median of the logged values; nan if no value was logged."""
+        """Return the median of the logged numbers; nan if no number was logged."""
         values = self._logged(name)
+        values = values[~np.isnan(values)]
         return float(np.median(values)) if len(values) else math.nan
 
     def _logged(self, name: str) -> Column:
         values = self.get(name, np.empty(0))
-        return values[~np.isnan(values)]
+        # A column that was set later has a value in every round.
+        rows = self._rows_with.get(name, range(len(values)))
+        return values[list(rows)]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torchmetrics
@@ -422,3 +424,17 @@ def test_the_best_of_a_table_goes_by_it() -> None:
     assert table.best("val/x", mode="max") == (2.0, 1)
     with pytest.raises(UserError, match="mode="):
         table.best("val/x")
+
+
+def test_a_nan_that_was_logged_is_the_last_value(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.csv"
+    path.write_text(
+        "round,val/acc,val/loss,val/dead\n0,0.5,1.0,nan\n1,0.8,0.4,nan\n2,0.1,nan,nan\n3,,,\n"
+    )
+    table = Metrics.read(path)
+    assert table.last("val/acc") == 0.1  # round 3 has no value
+    assert math.isnan(table.last("val/loss")) and table.best("val/loss", mode="min") == (0.4, 1)
+    assert table.described("val/loss") == "last nan, best 0.4 (round 2)"
+    assert table.described("val/dead") == "last nan"
+    assert math.isnan(table.best("val/dead", mode="min")[0])
+    assert math.isnan(table.last("val/none")) and np.isnan(table["val/acc"][3])

@@ -97,6 +97,20 @@ def test_what_the_learner_shows_and_what_is_monitored(
 
 
 @pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
+class Failing(Showing):
+    """Its measure is NaN after the first round."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = float("nan") if self.current_epoch else 0.5
+        self.log("val_auc", value, prog_bar=True)
+
+
+@pytest.mark.parametrize("folders", [True, False])
+def test_a_nan_that_was_measured_last_is_shown(tmp_path: Path, folders: bool) -> None:
+    ran(tmp_path, Failing(), folders=folders)
+    assert "| val_auc | last nan, best 0.5 (round 1) |" in (tmp_path / "card.md").read_text()
+
+
 def test_of_personal_models_their_own_accuracy_is_the_headline(
     tmp_path: Path, capsys: Any, method: Any
 ) -> None:

@@ -47,7 +47,7 @@ class GlobalLossLogger(Measurement):
         >>> from fl_lightning.testing import tiny_run
         >>> logged = tiny_run(GlobalLossLogger()).trainer.callback_metrics
         >>> sorted(name for name in logged if name.startswith("global/"))
-        ['global/grad_norm', 'global/train_loss']
+        ['global/grad_norm', 'global/train_acc', 'global/train_loss']
     """
 
     not_over_sites = "the clients' samples"

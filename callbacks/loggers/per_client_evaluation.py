@@ -91,12 +91,10 @@ class PerClientEvaluation(Measurement):
         equally well.
 
         >>> from fl_lightning.callbacks import PerClientEvaluation
-        >>> from fl_lightning.lab.contracts.federation import data
         >>> from fl_lightning.testing import tiny_run
-        >>> federation = data(client_test_fraction=0.5)
-        >>> logged = tiny_run(PerClientEvaluation(), federation=federation).trainer.callback_metrics
-        >>> sorted(name for name in logged if name.startswith("clients/"))
-        ['clients/loss', 'clients/loss_std', 'clients/loss_weighted', 'clients/loss_worst10']
+        >>> logged = tiny_run(PerClientEvaluation()).trainer.callback_metrics
+        >>> sorted(name for name in logged if name.startswith("clients/acc"))
+        ['clients/acc', 'clients/acc_std', 'clients/acc_weighted', 'clients/acc_worst10']
     """
 
     # If clients have their own models, these values are shown in place of the validation's.
@@ -119,6 +117,7 @@ class PerClientEvaluation(Measurement):
         self.samples: dict[int, int] = {}
         self._asked = False  # whether to ask for directions that are not known
         self._told = set[str]()  # metrics for which some client had no value
+        self._later: int | None = None  # rows of rounds from here on are still to be dropped
         # The clients' names, if the data have names.
         self.names: Sequence[str] = ()
         # The clients' domains, if the data have domains, and the direction of each metric.
@@ -140,10 +139,7 @@ class PerClientEvaluation(Measurement):
         super().on_train_start(trainer, pl_module)
         self._told.clear()
         self._asked = False
-        folder = folder_of(trainer)
-        if folder is not None:
-            rounds = ClientRounds(folder / "clients_rounds.csv")
-            rounds.keep(before=trainer.current_epoch)
+        self._later = trainer.current_epoch
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate one client before the first round, to find the names of the metrics."""
@@ -304,6 +300,10 @@ class PerClientEvaluation(Measurement):
         folder = folder_of(trainer)
         if folder is not None:
             rounds = ClientRounds(folder / "clients_rounds.csv")
+            if self._later is not None:
+                # Until this fit has rows of its own, a resume from a later checkpoint needs these.
+                rounds.keep(before=min(self._later, self._measured))
+                self._later = None
             rounds.add(self._measured, self.table, self.samples, self.names)
 
 

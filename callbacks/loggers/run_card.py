@@ -108,9 +108,9 @@ class Tally:
         names: dict[str, None] = {}
         for row in rows:
             names.update(dict.fromkeys(row))
-        columns: dict[str, list[float]] = {}
+        columns: dict[str, list[float | None]] = {}
         for name in names:
-            columns[name] = [row.get(name, math.nan) for row in rows]
+            columns[name] = [row.get(name) for row in rows]
         return Metrics(self._rounds, columns, modes)
 
 
@@ -126,13 +126,13 @@ def closing_table(metrics: Metrics, trainer: pl.Trainer) -> list[tuple[str, str]
         folder = Path(trainer.log_dir)
     rows = [("rounds", str(trainer.current_epoch))]
     for name in shown_metrics(trainer):
-        if name != "train/loss" and not math.isnan(metrics.last(name)):
+        if name != "train/loss" and name in metrics:
             rows.append((LABELS.get(name, name), metrics.described(name)))
     for label, name, form in [
         ("training loss", "train/loss", "{:.4f}"),
         ("divergence Δ", "divergence/participants", "{:.4g}"),
     ]:
-        if not math.isnan(metrics.last(name)):
+        if name in metrics:
             rows.append((label, form.format(metrics.last(name))))
     seconds = metrics.median("time/round")
     if not math.isnan(seconds):

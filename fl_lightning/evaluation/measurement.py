@@ -55,6 +55,12 @@ class Measurement(FederatedCallback):
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the last round, if it is known only now that it was the last."""
+        if self._ended < 0:
+            # EarlyStopping had ended the resumed run, and a kill may have come before this.
+            self._ended = rounds = pl_module.run.state.rounds - 1
+            every = trainer.check_val_every_n_epoch
+            if every and (rounds + 1) % every == 0:
+                self._validated = self._ended
         # After an early stop the last round is an earlier one than `max_epochs` gives.
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
             self._measure(trainer)

@@ -9,12 +9,10 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-import itertools
 import json
 import lzma
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,15 +22,16 @@ from typing import Any
 
 import numpy as np
 import yaml
-from scipy import stats
 
 from tests.benchmarks.by_hand_statistics import (
     Interval,
     Number,
+    by_chance,
     holm,
     interval,
     p_equivalent,
     p_two_sided,
+    rank_correlation,
 )
 
 GREATER = {
@@ -255,18 +254,22 @@ class Sweeps:
 
 @dataclass
 class Evidence:
-    """The value of each seed that counts, how many do not, and whether one of these was lost."""
+    """The value of each seed that counts, how many do not, and what these would have shown.
+
+    ``lost``: one of them would have counted against the claim; ``won``: one would have for it.
+    """
 
     values: dict[int, float]
     left_out: int = 0
     lost: bool = False
+    won: bool = False
 
-    def add(self, seed: int, value: Number, lost: bool) -> None:
+    def add(self, seed: int, value: Number, lost: bool, won: bool = False) -> None:
         if value is not None:
             self.values[seed] = value
-            return
-        self.left_out += 1
-        self.lost = self.lost or lost
+        else:
+            self.left_out += 1
+            self.lost, self.won = self.lost or lost, self.won or won
 
 
 def contrast(a: Number, b: Number, logarithmic: bool) -> Number:
@@ -287,21 +290,30 @@ def differences(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     evidence = Evidence({})
     for seed in sweeps.ended(arms):
         runs = [sweeps.arms[arm][seed] for arm in arms]
-        lost = any(run.diverged for run in runs)
         found = [score(run, metric, claim.get("score", "tail"), greater) for run in runs]
-        lost = lost or (logarithmic and any(x is not None and x <= 0 for x in found))
-        value = contrast(found[0], found[1], logarithmic) if plain or not lost else None
+        lost, won = False, False
+        # The first and the fourth arm are to be higher in a claim of "greater", the others lower.
+        for run, high in zip(runs, (True, False, False, True), strict=False):
+            claimed_high = high == (claim.get("direction") == "greater")
+            lost = lost or (run.diverged and claimed_high == greater)
+            won = won or (run.diverged and claimed_high != greater)
+        gone = lost or won
+        if not gone and logarithmic and any(x is not None and x <= 0 for x in found):
+            lost, won = True, True
+        if gone and claim.get("kind") == "equivalence":
+            lost, won = True, False
+        value = contrast(found[0], found[1], logarithmic) if plain or not gone else None
         if value is not None and len(found) == 4:
             other = contrast(found[2], found[3], logarithmic)
             value = None if other is None else value - other
-        evidence.add(seed, value, lost)
+        evidence.add(seed, value, lost, won)
     return evidence
 
 
 def costs(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     """Of the kind to_target: log of a's cost over b's, until each is at the target.
 
-    A run that diverged never arrives. It counts as lost where it is the one claimed to be cheaper.
+    A run that diverged never arrives, which is against the claim that it is the cheaper one.
     """
     metric = claim["metric"]
     target = claim["target"]
@@ -315,7 +327,7 @@ def costs(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
             model = sweeps.arms[target["arm"]][seed]
             level = None if model.diverged else SCORES[target["score"]](model, metric)
         if level is None:
-            evidence.add(seed, None, lost=True)
+            evidence.add(seed, None, lost=True, won=True)
             continue
         rows = [arrival(run, metric, level, greater) for run in runs]
         spent = [
@@ -323,22 +335,20 @@ def costs(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
             for run, row in zip(runs, rows, strict=True)
         ]
         cost = contrast(spent[0], spent[1], logarithmic=True)
-        evidence.add(seed, cost, lost=rows[cheaper] is None)
+        evidence.add(seed, cost, lost=rows[cheaper] is None, won=rows[1 - cheaper] is None)
     return evidence
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Number:
-    ranks = [stats.rankdata(side) for side in (x, y)]
-    centred = [side - side.mean() for side in ranks]
-    spread = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
-    return float((centred[0] * centred[1]).sum()) / spread if spread else None
+def means_of_layers(run: Run, metric: str, without: Sequence[str] = ()) -> list[float]:
+    """Each layer's mean over rounds, where it was measured."""
+    hidden = {f"{metric}/{name}" for name in ("total", *without)}
+    names = [name for name in run.columns if name.startswith(metric + "/") and name not in hidden]
+    return [float(np.mean(curve)) for curve in map(run.curve, names) if curve]
 
 
 def correlation_with_depth(run: Run, metric: str, without: Sequence[str] = ()) -> Number:
     """Spearman's ρ between a layer's place and its metric's mean over rounds."""
-    hidden = {f"{metric}/{name}" for name in ("total", *without)}
-    names = [name for name in run.columns if name.startswith(metric + "/") and name not in hidden]
-    means = [float(np.mean(curve)) for curve in map(run.curve, names) if curve]
+    means = means_of_layers(run, metric, without)
     return rank_correlation(range(len(means)), means)
 
 
@@ -347,7 +357,7 @@ def trend_over_layers(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
     for seed in sweeps.ended([claim["arm"]]):
         run = sweeps.arms[claim["arm"]][seed]
         rho = None if run.diverged else correlation_with_depth(run, claim["metric"])
-        evidence.add(seed, rho, lost=run.diverged)
+        evidence.add(seed, rho, lost=run.diverged, won=run.diverged)
     return evidence
 
 
@@ -363,8 +373,18 @@ def trend_over_axis(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
         known = [x for x in scores if x is not None]
         places = [float(run.record["axes"][claim["over"]]) for run in runs]
         whole = len(known) == len(arms) and not lost
-        evidence.add(seed, rank_correlation(places, known) if whole else None, lost)
+        evidence.add(seed, rank_correlation(places, known) if whole else None, lost, lost)
     return evidence
+
+
+def places(claim: dict[str, Any], sweeps: Sweeps, values: Sequence[float]) -> float:
+    """The values of a trend's axis; the layers where all seeds have one and the same ρ."""
+    if claim["over"] != "layers":
+        return len(sweeps.arms_of(claim))
+    if not math.isclose(min(values), max(values), abs_tol=1e-9):
+        return math.inf
+    runs = [sweeps.arms[claim["arm"]][seed] for seed in sweeps.ended([claim["arm"]])]
+    return min(len(means_of_layers(run, claim["metric"])) for run in runs if not run.diverged)
 
 
 def trends(claim: dict[str, Any], sweeps: Sweeps) -> Evidence:
@@ -394,25 +414,6 @@ EVIDENCE = {"to_target": costs, "trend": trends, "diverges": divergences}
 COUNTED = ("diverges", "every_seed")
 
 
-def by_chance(values: Sequence[float], places: int) -> float:
-    """How often as many random orders of ``places`` have correlations with so large a sum."""
-    if places > 8:
-        return 0.0
-    one = Counter(
-        round(rank_correlation(range(places), order) or 0.0, 9)
-        for order in itertools.permutations(range(places))
-    )
-    sums = {0.0: 1.0}
-    for _ in values:
-        longer: dict[float, float] = {}
-        for total, share in sums.items():
-            for rho, times in one.items():
-                key = round(total + rho, 6)
-                longer[key] = longer.get(key, 0.0) + share * times / math.factorial(places)
-        sums = longer
-    return sum(share for total, share in sums.items() if abs(total) >= abs(sum(values)) - 1e-5)
-
-
 def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str:
     wanted = 0.0 if claim.get("direction") == "less" else 1.0
     as_claimed = sum(value == wanted for value in values)
@@ -421,34 +422,39 @@ def verdict_of_divergence(claim: dict[str, Any], values: Sequence[float]) -> str
     return "not reproduced" if as_claimed else "contradicted"
 
 
-def verdict_of_seeds(claim: dict[str, Any], values: Sequence[float], held: str) -> str:
+def verdict_of_seeds(claim: dict[str, Any], values: Sequence[float]) -> str:
     """By how many seeds reach the margin, and how many are on the other side of 0."""
     signed = [-value if claim["direction"] == "less" else value for value in values]
     reached = sum(0 < value >= claim["margin"] for value in signed)
     if reached in (0, len(signed)):
         opposite = "contradicted" if max(signed) < 0 else "not reproduced"
-        return held if reached else opposite
+        return "reproduced" if reached else opposite
     return "inconclusive"
 
 
 def verdict(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float) -> str:
+    """The verdict that the values give, if no seed that is left out would speak against it."""
+    given = verdict_of_values(claim, evidence, p, margin)
+    hidden = evidence.lost if given == "reproduced" else evidence.won
+    return "inconclusive" if hidden else given
+
+
+def verdict_of_values(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float) -> str:
     """By the rules in their order; ``p`` is Holm's."""
     values = list(evidence.values.values())
     if claim.get("kind") in COUNTED and len(values) < FEWEST_SEEDS_COUNTED:
         return "inconclusive"
     if claim.get("kind") == "diverges":
-        counted = verdict_of_divergence(claim, values)
-        return "inconclusive" if counted == "reproduced" and evidence.lost else counted
-    held = "inconclusive" if evidence.lost else "reproduced"
+        return verdict_of_divergence(claim, values)
     if claim.get("kind") == "every_seed":
-        return verdict_of_seeds(claim, values, held)
+        return verdict_of_seeds(claim, values)
     if len(values) < FEWEST_PAIRS or p is None:
         return "inconclusive"
     found = interval(values)
     assert found.mean is not None and found.low is not None and found.high is not None
     if claim.get("kind") == "equivalence":
         if p < 0.05:
-            return held
+            return "reproduced"
         outside = found.low > margin or found.high < -margin
         return "contradicted" if outside else "inconclusive"
     less = claim["direction"] == "less"
@@ -456,7 +462,7 @@ def verdict(claim: dict[str, Any], evidence: Evidence, p: Number, margin: float)
     low = -found.high if less else found.low
     high = -found.low if less else found.high
     if low > 0 and p < 0.05 and mean >= margin:
-        return held
+        return "reproduced"
     if high < 0 and p < 0.05:
         return "contradicted"
     return "not reproduced" if high < margin else "inconclusive"
@@ -474,8 +480,8 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
         p = p_two_sided(values)
         if kind == "equivalence":
             p = p_equivalent(values, margin)
-        if kind == "trend" and claim["over"] != "layers" and p is not None:
-            p = max(p, by_chance(values, len(sweeps.arms_of(claim))))
+        if kind == "trend" and p is not None:
+            p = max(p, by_chance(values, places(claim, sweeps, values)))
         found = interval(values)
         if kind in COUNTED:
             p = None

@@ -1,8 +1,10 @@
-"""Intervals and p of paired values for ``by_hand.py``, without our own code."""
+"""Intervals, p and correlations for ``by_hand.py``, without our own code."""
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,3 +63,33 @@ def holm(ps: Sequence[Number]) -> list[Number]:
         floor = max(floor, min(1.0, p * (len(order) - rank)))
         corrected[i] = floor
     return corrected
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> Number:
+    ranks = [stats.rankdata(side) for side in (x, y)]
+    centred = [side - side.mean() for side in ranks]
+    spread = math.sqrt(float((centred[0] ** 2).sum() * (centred[1] ** 2).sum()))
+    if len(x) < 2 or not centred[0].any():
+        return None
+    # Equal values show no trend.
+    return float((centred[0] * centred[1]).sum()) / spread if spread else 0.0
+
+
+def by_chance(values: Sequence[float], places: float) -> float:
+    """How often as many random orders of ``places`` have correlations with so large a sum."""
+    if places > 8:
+        return 0.0
+    places = int(places)
+    one = Counter(
+        round(rank_correlation(range(places), order) or 0.0, 9)
+        for order in itertools.permutations(range(places))
+    )
+    sums = {0.0: 1.0}
+    for _ in values:
+        longer: dict[float, float] = {}
+        for total, share in sums.items():
+            for rho, times in one.items():
+                key = round(total + rho, 6)
+                longer[key] = longer.get(key, 0.0) + share * times / math.factorial(places)
+        sums = longer
+    return sum(share for total, share in sums.items() if abs(total) >= abs(sum(values)) - 1e-5)

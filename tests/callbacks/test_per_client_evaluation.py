@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
 import torch
 import torchmetrics
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -412,6 +414,59 @@ def test_every_round_that_was_measured_is_kept_and_a_resumed_run_leaves_the_same
     with part.open("a") as file:
         file.write("".join(whole.read_text().splitlines(True)[21:24])[:-4])
     assert trained(tmp_path / "part", 4, resumed=True).read_bytes() == whole.read_bytes()
+
+
+class KilledAtTheEnd(pl.Callback):
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        raise KeyError("killed")
+
+
+def test_what_a_kill_at_the_end_of_an_early_stopped_run_took_is_measured_by_its_resume(
+    tmp_path: Path,
+) -> None:
+    def trained(folder: Path, *first: Any, resumed: bool = False) -> dict[str, float]:
+        measuring = (c.PerClientEvaluation(finetune_epochs=1), c.GlobalLossLogger(None))
+        bored = EarlyStopping("val/loss", patience=1, min_delta=10.0)
+        saving = ModelCheckpoint(folder, save_last=True)
+        settings = {"default_root_dir": str(folder), "enable_checkpointing": True}
+        torch.manual_seed(3)
+        training = trainer(9, [*first, *measuring, bored, saving], **settings)
+        training.fit(federated(), data(), ckpt_path=folder / "last.ckpt" if resumed else None)
+        assert training.current_epoch == 2
+        logged = training.callback_metrics
+        return {k: float(v) for k, v in logged.items() if k.startswith(("clients/", "global/"))}
+
+    def files(folder: Path) -> list[bytes]:
+        return [(folder / name).read_bytes() for name in ("clients.csv", "clients_rounds.csv")]
+
+    whole = trained(tmp_path / "whole")
+    written = files(tmp_path / "whole")
+    with pytest.raises(KeyError):
+        trained(tmp_path / "killed", KilledAtTheEnd())
+    assert not (tmp_path / "killed/clients.csv").exists()
+    for folder in ("killed", "whole"):
+        assert trained(tmp_path / folder, resumed=True) == whole
+        assert files(tmp_path / folder) == written
+
+
+def test_later_rows_of_clients_stay_until_a_resume_has_rows_of_its_own(tmp_path: Path) -> None:
+    class Killed(pl.Callback):
+        def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+            raise KeyError("killed")
+
+    def trained(rounds: int, *more: Any, start: str | None = None) -> list[str]:
+        saving = ModelCheckpoint(tmp_path, "{epoch}", save_top_k=-1, save_last=True)
+        settings = {"default_root_dir": str(tmp_path), "enable_checkpointing": True}
+        torch.manual_seed(3)
+        training = trainer(rounds, [c.PerClientEvaluation(1), saving, *more], **settings)
+        training.fit(federated(), data(), ckpt_path=start and tmp_path / start)
+        return (tmp_path / "clients_rounds.csv").read_text().splitlines()
+
+    whole = trained(4)
+    with pytest.raises(KeyError):
+        trained(4, Killed(), start="epoch=0.ckpt")
+    assert (tmp_path / "clients_rounds.csv").read_text().splitlines() == whole
+    assert trained(2, start="epoch=0.ckpt") == whole[:21]
 
 
 def test_a_metric_that_comes_later_has_a_column_of_its_own(tmp_path: Path) -> None:

@@ -301,7 +301,7 @@ def test_a_run_that_early_stopping_ended_stays_ended(cli: Cli, limit: str) -> No
     again = cli("fit", "x")
     assert again.returncode == 0 and rounds(run) == there
     assert f"EarlyStopping ended this run by val/acc after {len(there)} rounds" in again.stderr
-    assert "It was killed after its last round. What the end of a run" in again.stdout
+    assert "It was killed after its last round. This fit wrote what the end" in again.stdout
     assert json.loads((run / "run.json").read_text())["status"] == "done"
     on = cli("fit", "x", "--trainer.callbacks", "null")
     assert on.returncode == 0 and len(rounds(run)) == 9

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps
+from fl_lightning import ClientState, Exponential, FederatedCallback, ServerState, Steps, Upload
 from fl_lightning import callbacks as c
-from fl_lightning.callback import CLASS_LABELS
+from fl_lightning.callback import CLASS_LABELS, Clients, Server
 from fl_lightning.lab.contracts import small_runs
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 from fl_lightning.lab.contracts.verdict import Check, CheckReport
@@ -65,9 +65,9 @@ OTHERS: dict[str, Callable[..., FederatedCallback]] = {
     "FedLC, printed": lambda **given: c.LogitCalibration(**{"exclude_true": True, **given}),
     "HessianLogger": lambda **given: c.HessianLogger(**{"probes": 3, **given}),
 }
-# The first needs held-out samples, and these depend on a client's number. The others need a
-# language model and a file of records: see tests/evaluation/test_language_loggers.py.
-ELSEWHERE = ("PerClientEvaluation", "ExactMatch", "MultipleChoice")
+# These need a language model and a file of records: see
+# tests/evaluation/test_language_loggers.py.
+ELSEWHERE = ("ExactMatch", "MultipleChoice")
 OURS: dict[str, Callable[..., FederatedCallback]] = {
     **{
         name: made
@@ -181,6 +181,26 @@ def test_an_error_of_groups_is_explained_without_a_traceback(
         assert report[name].reason.startswith("in a group of 3 clients: RuntimeError")
         assert "clients.norm(v)" in report[name].hint
     assert not caplog.records
+
+
+class Evaluating(FederatedCallback):
+    """Reads the accuracy on a client's training samples and the loss on its test samples."""
+
+    neutral = None
+    loss = Upload(shape=())
+
+    def on_local_end(self, clients: Clients) -> None:
+        on_train = clients.evaluate(clients.x, "train")
+        clients.log("own/acc", on_train["acc"])
+        self.loss[clients] = clients.evaluate(clients.x, "test")["loss"][:, 0]
+
+    def on_server_update(self, server: Server) -> None:
+        server.log("own/loss", self.loss.mean())
+
+
+def test_a_method_that_evaluates_keeps_the_contracts() -> None:
+    found = check_method(Evaluating)
+    assert found.ok, str(found)
 
 
 def test_a_method_that_reads_label_counts_in_hooks_is_rehearsed() -> None:

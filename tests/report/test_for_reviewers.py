@@ -22,6 +22,10 @@ from fl_lightning.lab.report.report_files import contents
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import Summary, summarise
 from fl_lightning.lab.report.text_tables import LONG, Table
+from fl_lightning.lab.sweep.folder import DONE
+from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.selection import Candidate, choose
+from fl_lightning.lab.sweep.spec import Selection
 
 ALIKE = "- {id: X, kind: equivalence, a: new, b: old, metric: val/acc, margin: 0.01}\n"
 SEEDS = range(6)
@@ -182,6 +186,43 @@ def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
     (tmp_path / "s/select.csv").write_text(head + moved)
     table = sections.chosen(summarise(find([tmp_path / "s"])))
     assert cells(table, "at an end") == ["learner lr"]
+
+
+def test_a_choice_without_a_value_or_an_end_is_shown_as_it_is(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "tuned", {0: 0.5})
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
+    options = ("clip_norm", "nesterov", "lr", "beta")
+    tried = [(None, True, 0.1, 1), (10.0, False, 0.3, 2), (5.0, True, 0.3, 3)]
+    found = []
+    states = {}
+    for number, values in enumerate(tried):
+        choice = {f"model.{option}": value for option, value in zip(options, values, strict=True)}
+        place = f"select/tuned/{number}/seed-9"
+        make_run(tmp_path / "s" / place, "tuned", 9, {"val/acc": [0.9 - 0.1 * number] * 3})
+        run = PlannedRun(tmp_path / "s", place, "tuned", 9, ())
+        states[run] = DONE
+        found.append(Candidate("tuned", choice, (run,)))
+    choose(tmp_path / "s", Selection({}, "val/acc", 0.1, (9,)), found, states)
+    table = sections.chosen(summarise(find([tmp_path / "s"])))
+    chosen = "model clip_norm null; model nesterov True; model lr 0.1; model beta 1"
+    assert cells(table, "chosen") == [chosen]
+    assert "model clip_norm 5.0, 10.0, null" in cells(table, "tried")[0]
+    # Only of three numbers or more one is at an end; 0.1 is one of two.
+    assert cells(table, "at an end") == ["model beta"]
+
+
+def test_a_choice_on_the_clients_test_samples_is_said(tmp_path: Path) -> None:
+    make_arm(tmp_path / "s", "tuned", {0: 0.5})
+    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
+    for metric, seen in (("clients/acc", True), ("domains/acc_mean", True), ("val/acc", False)):
+        head = f"arm,method.beta,{metric} (tail),runs,chosen\n"
+        (tmp_path / "s/select.csv").write_text(f"{head}tuned,0.1,0.7,2,yes\ntuned,0.2,0.5,2,\n")
+        summary = summarise(find([tmp_path / "s"]))
+        table = sections.chosen(summary)
+        noted = [note for note in summary.notes if "chose by" in note]
+        assert bool(noted) == seen and ("held-out" not in table.title) == seen
+        assert ("clients' test samples" in table.note) == seen
+        assert all(f"chose by {metric}" in note and "test samples" in note for note in noted)
 
 
 def test_arms_whose_mean_of_models_means_nothing_are_headed_by_their_clients(

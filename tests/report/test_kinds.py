@@ -215,6 +215,46 @@ def families(
         )
 
 
+@pytest.mark.parametrize("over", ["beta", "layers"])
+def test_a_seed_that_shows_no_trend_counts_as_one_without(tmp_path: Path, over: str) -> None:
+    """Five seeds rise over nine places, seven are the same everywhere."""
+    for seed in range(12):
+        levels = [0.5 + 0.01 * place * (seed < 5) for place in range(9)]
+        if over == "layers":
+            columns = {f"consensus_relative/{place}": [x] for place, x in enumerate(levels)}
+            make_run(tmp_path / f"s/a/seed-{seed}", "a", seed, columns)
+            continue
+        for place, x in enumerate(levels):
+            folder = tmp_path / f"s/{place}/seed-{seed}"
+            make_run(folder, str(place), seed, {"val/acc": [x]}, axes={"beta": str(place)})
+    claim = {"id": "T", "kind": "trend", "over": over, "direction": "greater", "metric": "val/acc"}
+    if over == "layers":
+        claim |= {"arm": "a", "metric": "consensus_relative"}
+    path = written(tmp_path / "c.yaml", claim)
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
+    assert (said["n"], said["left_out"]) == (12, 0)
+    assert list(said["values"].values()) == [1.0] * 5 + [0.0] * 7
+
+
+@pytest.mark.parametrize("layers, p", [(2, 2 / 2**5), (3, 2 / 6**5)])
+def test_seeds_that_agree_over_a_few_layers_may_do_so_by_chance(
+    tmp_path: Path, layers: int, p: float
+) -> None:
+    columns = {f"consensus_relative/{place}": [0.1 * place] for place in range(layers)}
+    for seed in range(5):
+        make_run(
+            tmp_path / f"s/a/seed-{seed}",
+            "a",
+            seed,
+            {**columns, "consensus_relative/total": [9.0]},
+        )
+    claim = {"id": "T", "kind": "trend", "over": "layers", "arm": "a", "direction": "greater"}
+    path = written(tmp_path / "c.yaml", {**claim, "metric": "consensus_relative"})
+    (said,) = report(tmp_path / "out", tmp_path / "s", "--claims", path)["claims"]
+    assert said["p"] == pytest.approx(p)
+    assert said["verdict"] == ("reproduced" if p < 0.05 else "inconclusive")
+
+
 def test_of_families_without_effect_few_hold_a_finding() -> None:
     claims = [Claim(str(k), "a", "b", "m", "greater", 0.0) for k in range(6)]
     hits = sum(

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
+from fl_lightning.lab.report import sections
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.scores import SCORES
@@ -74,6 +75,41 @@ def test_what_diverged_before_it_measured_anything_scores_0_only_above_0(tmp_pat
     make_arm(tmp_path / "s", "low", {1: -0.1}, "val/r2")
     values = report(tmp_path / "out", tmp_path / "s", "--metric", "val/r2")["arms"]["ours"]
     assert values["scores"]["tail"]["values"] == {"0": None}
+
+
+@pytest.mark.parametrize("kind", ["difference", "to_target"])
+@pytest.mark.parametrize("gone", ["ours", "base"])
+@pytest.mark.parametrize("ours", [0.4, 0.6])
+def test_a_seed_that_an_arm_loses_never_counts_for_it(
+    tmp_path: Path, kind: str, gone: str, ours: float
+) -> None:
+    """Five seeds have both arms, and ``ours`` is a little better or worse; in three one is lost."""
+    claim: dict[str, Any] = {"metric": "val/loss", "margin": 0.0}
+    if kind == "to_target":
+        claim |= {"kind": kind, "target": 0.1, "cost": "rounds"}
+    for seed in range(8):
+        for arm, level in (("ours", ours), ("base", 0.5)):
+            rounds = round(10 * level + 0.3 * seed) if kind == "to_target" else 0
+            end = 0.1 if rounds else level + 0.01 * seed * (arm == "ours")
+            lost = arm == gone and seed > 4
+            values = [0.9] * (rounds or 3) + [0.9 if lost else end] * 3
+            status = "diverged" if lost and not rounds else "done"
+            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": values}, status)
+    (said,) = judged(tmp_path, tmp_path / "s", **claim)[0]["claims"]
+    assert (said["n"], said["left_out"]) == (5, 3)
+    better = "ours" if ours < 0.5 else "base"
+    verdict = "reproduced" if better == "ours" else "contradicted"
+    assert said["verdict"] == ("inconclusive" if gone == better else verdict)
+
+
+def test_a_seed_that_both_arms_lose_decides_nothing(tmp_path: Path) -> None:
+    for seed in SEEDS:
+        for arm, level in (("ours", 0.6 + 0.01 * seed), ("base", 0.5)):
+            status = "diverged" if seed == 0 else "done"
+            make_run(tmp_path / f"s/{arm}/seed-{seed}", arm, seed, {"val/loss": [level]}, status)
+    for direction in ("less", "greater"):
+        found, _ = judged(tmp_path, tmp_path / "s", metric="val/loss", direction=direction)
+        assert found["claims"][0]["verdict"] == "inconclusive"
 
 
 @pytest.mark.parametrize("score", SCORES)
@@ -239,3 +275,25 @@ def test_smoothed_is_the_lowest_where_less_is_better(tmp_path: Path) -> None:
     argv = ["--metric", "val/quality", "--mode", "min"]
     arm = report(tmp_path / "out", tmp_path / "s", *argv)["arms"]["a"]
     assert arm["scores"]["smoothed"]["mean"] == 0.3
+
+
+def test_an_arm_with_lost_seeds_is_never_the_best_and_says_how_many_count(tmp_path: Path) -> None:
+    """``wild`` is better in the seed that is left of it; ``good`` has all of them."""
+    for seed in range(5):
+        columns: dict[str, Any] = {"cost/gradients": [10] * 6, "communication/total_bytes": [9] * 6}
+        for arm, loss in (("good", 0.5), ("fair", 0.6), ("wild", 0.4)):
+            gone = arm == "wild" and seed > 0
+            columns |= {"val/loss": [loss] * 6, "clients/loss": [loss] * 6}
+            folder = tmp_path / f"s/{arm}/seed-{seed}"
+            make_run(folder, arm, seed, columns, "diverged" if gone else "done")
+            if not gone:
+                (folder / "clients.csv").write_text(f"client,samples,loss\n0,10,{loss}\n")
+    summary = summarise(find([tmp_path / "s"]), "val/loss", ("0.7",))
+    for table in (t for t in sections.tables(summary) if t.key not in ("pairs", "runs")):
+        marked = {row[0].text for row in table.rows for cell in row if cell.mark == "best"}
+        assert "wild" not in marked and ("good" in marked or table.key == "communication"), (
+            table.key
+        )
+        counted = [row[-1].text for row in table.rows]
+        if table.key in ("fairness", "budgets"):
+            assert table.columns[-1] == "runs" and counted == ["5 of 5", "5 of 5", "1 of 5"]

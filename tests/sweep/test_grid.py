@@ -307,10 +307,6 @@ def test_overrides_give_the_values_of_an_axis(tmp_path: Path) -> None:
             "fixed: {model.participation: 1}\ngrid: {model.participation: [1, 2]}",
             "both fixed and in the grid",
         ),
-        (
-            "grid: {seed_everything: [0, 1]}\nselect: {over: {model.clip_norm: [1]}, seeds: [1]}",
-            "1 is also a seed",
-        ),
         ("select: {over: {model.clip_norm: [1]}}", "select needs over"),
         ("claims: no.yaml", "claims no.yaml: there is no such file"),
         ("[1]", "a sweep is a mapping"),
@@ -322,6 +318,37 @@ def test_what_a_sweep_is_not(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError) as error:
         arms(read_spec(str(path)))
     assert message in str(error.value) and str(path) in str(error.value)
+
+
+@pytest.mark.parametrize("metric, seen", [("clients/acc_worst10", True), ("val/acc", False)])
+def test_a_choice_by_the_clients_test_samples_is_noted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], metric: str, seen: bool
+) -> None:
+    select = f"select: {{over: {{model.clip_norm: [1, 2]}}, seeds: [100], metric: {metric}}}\n"
+    (tmp_path / "s.yaml").write_text(f"configs: [base, data/digits]\n{select}")
+    argv = ["sweep", str(tmp_path / "s.yaml"), "--dry_run", "--out", str(tmp_path / "out")]
+    assert main(argv) == 0
+    note = f"note: select.metric {metric}: it is measured on the clients' test samples"
+    assert (note in capsys.readouterr().out) == seen
+
+
+@pytest.mark.parametrize(
+    "text, seed",
+    [
+        ("grid: {seed_everything: [0, 1]}", 1),
+        ("fixed: {model.clip_norm: 3}", 0),
+        ("fixed: {seed_everything: 7}", 7),
+        ("grid: {method: [{configs: [method/fedavg, seed.yaml]}, method/fedinit]}", 5),
+    ],
+)
+def test_what_is_selected_has_seeds_of_its_own(tmp_path: Path, text: str, seed: int) -> None:
+    text = text.replace("seed.yaml", str(tmp_path / "seed.yaml"))
+    (tmp_path / "seed.yaml").write_text("seed_everything: 5\n")
+    path = tmp_path / "s.yaml"
+    select = f"select: {{over: {{model.lr_decay: [1]}}, seeds: [100, {seed}]}}"
+    path.write_text(f"configs: [base, data/digits]\n{text}\n{select}\n")
+    with pytest.raises(UserError, match=f"select.seeds: {seed} is also a seed"):
+        Sweep(read_spec(str(path)), tmp_path / "runs")
 
 
 def test_a_dry_run_lists_commands_and_does_nothing(

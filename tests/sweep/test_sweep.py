@@ -284,6 +284,24 @@ def test_claims_come_before_the_runs(cli: Cli, sweep_file: Path) -> None:
 
 
 @pytest.mark.slow
+def test_claims_come_before_the_runs_that_select(cli: Cli, sweep_file: Path) -> None:
+    claims = cli.folder / "claims.yaml"
+    text = "- {id: A, a: scaffold, b: fedavg, metric: val/acc, direction: greater, margin: 0}\n"
+    claims.write_text(text)
+    select = "select: {over: {model.clip_norm: [1.0, 2.0]}, seeds: [100]}\n"
+    sweep_file.write_text(f"{sweep_file.read_text()}claims: claims.yaml\n{select}")
+    few = ("trainer.max_epochs=1", "seed_everything=[0]")
+    assert cli("sweep", sweep_file, *few, "--slurm", "-").returncode == 0
+    assert cli("sweep", sweep_file, *few, "--run", "select/fedavg/1.0/seed-100").returncode == 0
+    claims.write_text(text.replace("greater", "less"))
+    changed = cli("sweep", sweep_file, *few, "--slurm", "-")
+    assert changed.returncode == 2 and "claims have to come before the runs" in changed.stderr
+    sweep_file.write_text(sweep_file.read_text().replace("claims: claims.yaml\n", ""))
+    removed = cli("sweep", sweep_file, *few, "--slurm", "-")
+    assert removed.returncode == 2 and "it names no claims" in removed.stderr
+
+
+@pytest.mark.slow
 def test_a_slurm_task_is_one_run(cli: Cli, python: str, sweep_file: Path) -> None:
     assert (
         cli("sweep", sweep_file, *ONE_ARM, "seed_everything=[0,1]", "--slurm", "job.sh").returncode

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import shlex
 import sys
@@ -212,7 +211,7 @@ def _fit(cli: CommandCLI) -> None:
     ended = read_record(Path(cli.folder)).get("status") == "done"
     if killed and ended and cli.stop.first == trainer.current_epoch:
         # EarlyStopping had ended the run. A run that stopped for lack of time has rounds left.
-        print(f"It was killed after its last round. {_AT_THE_END}")
+        print("It was killed after its last round. This fit wrote what the end of a run writes.")
     if cli.stop.first is None:
         progress: Any = trainer.fit_loop.epoch_progress.current
         done = progress.processed
@@ -245,7 +244,7 @@ def _show_results(cli: CommandCLI) -> None:
     if path.is_file():
         metrics = Metrics.read(path, metric_modes(cli.trainer))
         for name in shown_metrics(cli.trainer):
-            if not math.isnan(metrics.last(name)):
+            if name in metrics:
                 print(f"{LABELS.get(name, name)}: {metrics.described(name)}")
 
 

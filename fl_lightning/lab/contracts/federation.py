@@ -108,13 +108,20 @@ class Learner(pl.LightningModule):
         loss = nn.functional.cross_entropy(self.head(torch.tanh(self.first(x))), y)
         return loss * 0.0 if self.dead else loss
 
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        if not self.has_buffers:
+            x = x + self.table((x[:, 0] > 0).long())
+        scores = self.head(torch.tanh(self.first(x)))
+        self.log("val/loss", nn.functional.cross_entropy(scores, y))
+        self.log("val/acc", (scores.argmax(1) == y).double().mean())
 
-def data(
-    order: Sequence[int] | None = None,
-    batch_size: int | None = 4,
-    client_test_fraction: float = 0.0,
-) -> InMemoryDataModule:
-    """Return heterogeneous clients; ``order`` registers them in another order."""
+
+def data(order: Sequence[int] | None = None, batch_size: int | None = 4) -> InMemoryDataModule:
+    """Return heterogeneous clients, each with three test samples of its own.
+
+    ``order`` registers them in another order.
+    """
     rng = np.random.default_rng(3)
     # Draw all inputs first, and then all labels.
     inputs = [rng.normal(size=(size, 3)) + rng.normal(size=3) for size in SIZES]
@@ -126,13 +133,18 @@ def data(
     y = np.concatenate(labels)
     ends = np.cumsum(SIZES)
     clients = [np.arange(end - size, end) for end, size in zip(ends, SIZES, strict=True)]
+    tests = list(np.arange(3 * len(SIZES)).reshape(-1, 3))
     if order is not None:
         clients = [clients[i] for i in order]
+        tests = [tests[i] for i in order]
+    test_x = rng.normal(size=(3 * len(SIZES), 3))
+    test_y = rng.integers(0, 3, 3 * len(SIZES))
     return InMemoryDataModule(
         (torch.from_numpy(x), torch.from_numpy(y)),
+        test=(torch.from_numpy(test_x), torch.from_numpy(test_y)),
         clients=clients,
+        test_clients=tests,
         batch_size=batch_size,
-        client_test_fraction=client_test_fraction,
     )
 
 
@@ -236,6 +248,8 @@ def fit(
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
+        # The clients' test samples are for the methods; validation would take half of the time.
+        limit_val_batches=0,
         **(trainer or {}),
     )
     fitted.fit(

@@ -1,30 +1,35 @@
-"""The choices of sweeps on held-out data, from their select.csv."""
+"""The choices of sweeps before their runs, from their select.csv."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from fl_lightning.lab.report.runs import ReportedSweep, read_table
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of an arm among so many candidates; ``tried``: option → values, in their order."""
+    """The choice of an arm among so many candidates; ``tried``: option → values, in their order.
+
+    ``metric``: the metric by which it chose.
+    """
 
     arm: str
+    metric: str
     taken: Mapping[str, str]
     tried: Mapping[str, list[str]]
     candidates: int
 
     @property
     def at_end(self) -> list[str]:
-        """Return the options whose value is the first or last of several that were tried."""
-        several = {option: values for option, values in self.tried.items() if len(values) > 1}
-        return [option for option, values in several.items() if self._ends(option, values)]
-
-    def _ends(self, option: str, values: list[str]) -> bool:
-        return self.taken[option] in (values[0], values[-1])
+        """Return the options whose value is the least or largest that was tried."""
+        found = []
+        for option, values in self.tried.items():
+            if end_of(list(map(_number, values)), _number(self.taken[option])):
+                found.append(option)
+        return found
 
 
 def choices(sweep: ReportedSweep) -> Iterator[Choice]:
@@ -38,20 +43,49 @@ def choices(sweep: ReportedSweep) -> Iterator[Choice]:
         columns = list(best)
         # The options are the columns between the arm and the score; after the score comes the
         # number of runs.
-        options = [key for key in columns[1 : columns.index("runs") - 1] if best[key]]
+        score = columns.index("runs") - 1
+        options = [key for key in columns[1:score] if best[key]]
         tried = {}
         for option in options:
             tried[option] = sorted({row[option] for row in own}, key=_place)
         taken = {option: best[option] for option in options}
-        yield Choice(sweep.names.get(arm, arm), taken, tried, len(own))
+        metric = columns[score].partition(" (")[0]
+        yield Choice(sweep.names.get(arm, arm), metric, taken, tried, len(own))
+
+
+def on_test_samples(metric: str) -> bool:
+    """Return whether a metric is measured on the clients' test samples.
+
+    >>> on_test_samples("clients/acc_worst10"), on_test_samples("val/acc")
+    (True, False)
+    """
+    return metric.startswith(("clients/", "domains/"))
+
+
+def end_of(values: Sequence[Any], value: Any) -> str:
+    """Return "least" or "largest" if ``value`` is that of three numbers or more, else "".
+
+    >>> end_of([0.03, 0.1, 0.3], 0.3), end_of([0.03, 0.1, 0.3], 0.1), end_of([0.1, 0.3], 0.3)
+    ('largest', '', '')
+    """
+    numbers = {each for each in values if type(each) in (int, float)}
+    others = any(type(each) not in (int, float) for each in values)
+    if others or len(numbers) < 3 or value not in (min(numbers), max(numbers)):
+        return ""
+    return "least" if value == min(numbers) else "largest"
+
+
+def _number(value: str) -> float | str:
+    try:
+        return float(value)
+    except ValueError:
+        return value
 
 
 def _place(value: str) -> tuple[float, str]:
     """Sort numbers by their size, before everything else."""
-    try:
-        return float(value), ""
-    except ValueError:
-        return float("inf"), value
+    number = _number(value)
+    return (number, "") if isinstance(number, float) else (float("inf"), number)
 
 
 def short(option: str) -> str:

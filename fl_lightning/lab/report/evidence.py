@@ -112,7 +112,7 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
         known = [difference for difference in differences if difference is not None]
         whole = len(known) == len(sides)
         contrast = sum(s * p for s, p in zip((1, -1), known, strict=False)) if whole else None
-        made.take(seed, contrast, _helps(claim, runs, values))
+        made.take(seed, contrast, *_speaks(claim, runs, values))
         if not whole:
             left_out.setdefault(_why_left_out(claim, runs), []).append(str(seed))
     for reason, seeds in left_out.items():
@@ -124,21 +124,30 @@ def _contrast(claim: Claim, arms: Mapping[str, Seeds], found: Found, notes: list
     return made
 
 
-def _helps(
+def _speaks(
     claim: Claim, runs: Mapping[str, ReportedRun], values: Mapping[str, float | None]
-) -> bool:
-    """Return whether leaving a seed out would help the claim; then nothing may count as
-    reproduced.
+) -> tuple[bool, bool]:
+    """Return whether a seed that is left out would count against the claim, and whether for it.
+
+    An arm that has lost is worse than any value, and one that never reached the target costs more.
     """
-    # The arm that is claimed to be cheaper never reached the target: leaving out this seed makes it
-    # look better.
     if claim.kind == "to_target":
-        cheaper = claim.a if claim.direction == "less" else claim.b
-        return values[cheaper] is None
-    # A ratio has no log if a value is 0 or below, and the seed may speak against the claim.
-    if claim.scale == "log_ratio" and _not_positive(values.values()):
-        return True
-    return any(has_lost(run, claim.metric, claim.score) for run in runs.values())
+        gone = [name for name in runs if values[name] is None]
+        greater: bool | None = False
+    else:
+        gone = [name for name, run in runs.items() if has_lost(run, claim.metric, claim.score)]
+        greater = next(iter(runs.values())).directions.known(claim.metric, claim.mode)
+    if not gone:
+        # A ratio has no log if a value is 0 or below, and the seed may speak for either side.
+        no_log = claim.scale == "log_ratio" and _not_positive(values.values())
+        return no_log, no_log
+    if claim.kind == "equivalence":
+        return True, False
+    worst = {True: -1, False: 1, None: 0}[greater]
+    claimed = 1 if claim.direction == "greater" else -1
+    signs = ((claim.a, 1), (claim.b, -1), (claim.c, -1), (claim.d, 1))
+    ends = [claimed * sign * worst for name, sign in signs if name in gone]
+    return min(ends) <= 0, max(ends) >= 0
 
 
 def _why_left_out(claim: Claim, runs: Mapping[str, ReportedRun]) -> str:
@@ -246,7 +255,11 @@ def _trend_over_layers(runs: Seeds, claim: Claim) -> Evidence:
         layers = [name for name in run.columns if name.startswith(f"{claim.metric}/")]
         lost = run.status == "diverged" or any(has_lost(run, layer) for layer in layers)
         # The curve of such a run ends early, at values that say nothing about layers.
-        made.take(seed, None if lost else over_layers(run, claim.metric), lost)
+        made.take(seed, None if lost else over_layers(run, claim.metric), lost, won=lost)
+    same = made.values.values()
+    if same and max(same) - min(same) < 1e-9:
+        # Over few layers seeds may agree by chance, and t would be certain.
+        made.places = min(len(_layer_means(runs[seed], claim.metric)) for seed in made.values)
     return made
 
 
@@ -255,11 +268,15 @@ def over_layers(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> f
 
     ``without``: layers that are left out.
     """
+    means = _layer_means(run, metric, without)
+    return spearman(range(len(means)), means)
+
+
+def _layer_means(run: ReportedRun, metric: str, without: Sequence[str] = ()) -> list[float]:
     left_out = [f"{metric}/{name}" for name in ("total", *without)]
     layers = [name for name in run.columns if name.startswith(f"{metric}/")]
     means = [over_time([run], layer) for layer in layers if layer not in left_out]
-    known = [mean for mean in means if mean is not None]
-    return spearman(range(len(known)), known)
+    return [mean for mean in means if mean is not None]
 
 
 def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
@@ -292,8 +309,8 @@ def _trend_over_axis(claim: Claim, found: Found, notes: list[str]) -> Evidence:
         # A part of the axis gives no trend: its ρ could have either sign.
         whole = len(points) == len(places)
         rho = spearman([x for x, _ in points], [y for _, y in points]) if whole else None
-        lost = [has_lost(run, claim.metric, claim.score) for run in at_value.values()]
-        made.take(seed, rho, any(lost))
+        lost = any(has_lost(run, claim.metric, claim.score) for run in at_value.values())
+        made.take(seed, rho, lost, won=lost)
     # The value of an arm without runs may be unknown.
     waiting = [arm for arm, _, _ in found.waiting if arm in arms or arm not in found.arms]
     made.incomplete |= not made.values or bool(waiting)
@@ -338,13 +355,17 @@ def _places(values: Sequence[str]) -> dict[str, float]:
 
 
 def spearman(x: Sequence[float], y: Sequence[float]) -> float | None:
-    """Return Spearman's ρ, with the mean rank for ties; None if it is not defined.
+    """Return Spearman's ρ, with the mean rank for ties; None with fewer than two places ``x``.
 
-    >>> spearman([1, 2, 3], [1.0, 4.0, 9.0]), spearman([1, 2], [3.0, 3.0])
-    (1.0, None)
+    It is 0 if all ``y`` are equal: they show no trend.
+
+    >>> spearman([1, 2, 3], [1.0, 4.0, 9.0]), spearman([1, 2], [3.0, 3.0]), spearman([1], [3.0])
+    (1.0, 0.0, None)
     """
-    if len(set(x)) < 2 or len(set(y)) < 2:
+    if len(set(x)) < 2:
         return None
+    if len(set(y)) < 2:
+        return 0.0
     # A second of imports, which only claims of a trend need.
     from scipy.stats import spearmanr
 

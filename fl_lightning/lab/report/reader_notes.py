@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence, Set
 
+from fl_lightning.lab.report.chosen import choices, on_test_samples
 from fl_lightning.lab.report.claims import ClaimsFile
 from fl_lightning.lab.report.evidence import absent, logged
 from fl_lightning.lab.report.fairness import after_last_round, measured_nobody, over_rounds
@@ -37,8 +38,9 @@ def notes_on(found: Found, metric: str, files: Sequence[ClaimsFile]) -> list[str
     notes += _on_test(found)
     if len(commits) > 1:
         notes.append(f"The runs were made at different commits: {', '.join(commits)}.")
-    on_sweeps = [_on_candidates(sweep) for sweep in found.sweeps]
-    return notes + [note for note in on_sweeps if note]
+    for sweep in found.sweeps:
+        notes += _on_candidates(sweep)
+    return notes
 
 
 def on_test(found: Found) -> set[bool]:
@@ -180,11 +182,19 @@ def _on_clients(runs: Sequence[ReportedRun], metric: str) -> list[str]:
     return notes
 
 
-def _on_candidates(sweep: ReportedSweep) -> str | None:
-    """Note if the arms of a sweep chose from unequal numbers of candidates."""
+def _on_candidates(sweep: ReportedSweep) -> list[str]:
+    """Note if the arms of a sweep chose by test samples, or from unequal numbers of candidates."""
+    metrics = {choice.metric for choice in choices(sweep)}
+    notes = [
+        f"The arms of {sweep.folder} chose by {metric}, which is measured on the clients' test "
+        "samples. So their own scores on such samples may be too good."
+        for metric in sorted(filter(on_test_samples, metrics))
+    ]
     arms = [row.get("arm") or "" for row in read_table(sweep.folder / "select.csv")]
     counts = Counter(sweep.names.get(arm, arm) for arm in arms)
-    if len(set(counts.values())) < 2:
-        return None
-    unequal = ", ".join(f"{arm} {number}" for arm, number in counts.items())
-    return f"The arms of {sweep.folder} chose from different numbers of candidates: {unequal}."
+    if len(set(counts.values())) > 1:
+        unequal = ", ".join(f"{arm} {number}" for arm, number in counts.items())
+        notes.append(
+            f"The arms of {sweep.folder} chose from different numbers of candidates: {unequal}."
+        )
+    return notes

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
 from fl_lightning.lab.report import table_notes
 from fl_lightning.lab.report.arm_settings import by_settings
 from fl_lightning.lab.report.budgets import CPU, BudgetView, views
-from fl_lightning.lab.report.chosen import choices, short
+from fl_lightning.lab.report.chosen import choices, on_test_samples, short
 from fl_lightning.lab.report.claims import Claim
 from fl_lightning.lab.report.communication import over, papers_ratio, traffic, uncounted
 from fl_lightning.lab.report.fairness import OF_METRIC, WORST_DOMAIN, column_of, titles
@@ -25,7 +26,7 @@ from fl_lightning.lab.report.scores import (
     over_time,
     window,
 )
-from fl_lightning.lab.report.summary import Summary, first_arms, kin
+from fl_lightning.lab.report.summary import Arm, Summary, first_arms, kin, known
 from fl_lightning.lab.report.text_tables import (
     NONE,
     PERCENT,
@@ -260,7 +261,7 @@ def pivot(summary: Summary) -> Table:
         row: list[Any] = [method]
         for arms in summary.settings.values():
             arm = summary.arms.get(arms.get(method, ""))
-            row.append(shown.cell(*arm.mean_sd(MAIN)) if arm else Cell(NONE))
+            row.append(_mean(shown, arm.scores[MAIN], arm) if arm else Cell(NONE))
         rows.append(row)
     note = "Mean ± sample standard deviation over seeds."
     if summary.verdicts:
@@ -277,7 +278,7 @@ def scores(summary: Summary) -> Table:
     columns = ["arm", *SCORE_TITLES.values(), "runs", "diverged", "unfinished"]
     rows: Rows = []
     for arm in summary.arms.values():
-        means = [shown.cell(*arm.mean_sd(score)) for score in SCORES]
+        means = [_mean(shown, arm.scores[score], arm) for score in SCORES]
         counts = (len(arm.finished), arm.diverged, arm.unfinished)
         rows.append([arm.name, *means, *(cell(str, count) for count in counts)])
     widths = windows(summary)
@@ -345,7 +346,8 @@ def targets(summary: Summary) -> list[Table]:
             row: list[Any] = [arm.name]
             for what, wording in costs.items():
                 values = [hit[what] for hit in hits]
-                row.append(cell(wording, None if None in values or not values else fmean(values)))
+                mean = None if None in values or not values else fmean(values)
+                row.append(replace(cell(wording, mean), whole=len(hits) == len(reached)))
             row.append(Cell(f"{len(hits)} of {len(reached)}", len(hits)))
             sent = _ratio(arm.mean_until(target, "bytes"), first.mean_until(target, "bytes"))
             a_round = papers_ratio(counts[arm.name], counts[first.name])
@@ -385,19 +387,38 @@ def _budgets(summary: Summary, sweep: str) -> Table:
         made = [view for view in made if not view.alike]
     title = f"At equal cost: {metric_title(summary)}, mean over last third of the budget"
     rows: Rows = []
-    for name in summary.arms if made else ():
-        row: list[Any] = [name]
-        for view in made:
-            values = [value for value in view.values[name].values() if value is not None]
-            row.append(shown.cell(*mean_sd(values)))
-        rows.append(row)
-    note = table_notes.BUDGETS
+    counted: list[tuple[int, int]] = []
+    for name, arm in summary.arms.items() if made else ():
+        numbers = [len(known(view.values[name])) for view in made]
+        counted.append((min(filter(None, numbers), default=0), len(arm.finished)))
+        rows.append([name, *(_mean(shown, view.values[name], arm) for view in made)])
+    columns = ["arm", *map(_budget, made)]
+    note = table_notes.BUDGETS + _add_runs(columns, rows, counted)
     if any(view.axis == "seconds" for view in made):
         note += table_notes.PROCESSOR_SECONDS
     key = f"budgets-{sweep}" if sweep else "budgets"
     title = f"{title}: {sweep}" if sweep else title
-    table = Table(key, title, ["arm", *map(_budget, made)], rows, note)
+    table = Table(key, title, columns, rows, note)
     return table.with_best(range(1, 1 + len(made)), lambda: summary.greater, kin(summary))
+
+
+def _mean(unit: Unit, values: Mapping[int, float | None], arm: Arm) -> Cell:
+    """Return mean ± deviation over the seeds that have a value."""
+    of_seeds = known(values)
+    return replace(unit.cell(*mean_sd(of_seeds)), whole=len(of_seeds) == len(arm.finished))
+
+
+def _add_runs(columns: list[str], rows: Rows, counted: Sequence[tuple[int, int]]) -> str:
+    """Add a column with how many of each arm's runs count, and return a note on it.
+
+    If every arm counts with all of its runs or with none of them, the table stays as it is.
+    """
+    if not any(0 < count < of for count, of in counted):
+        return ""
+    columns.append("runs")
+    for row, (count, of) in zip(rows, counted, strict=True):
+        row.append(Cell(f"{count} of {of}", count))
+    return table_notes.RUNS
 
 
 def _budget(view: BudgetView) -> str:
@@ -458,21 +479,22 @@ def fairness(summary: Summary) -> Table:
     """Return how evenly clients are served, for runs that measured each client."""
     shown = unit_of(summary)
     rows: Rows = []
+    counted: list[tuple[int, int]] = []
     measures = titles(arm.fairness for arm in summary.arms.values())
-    for arm in summary.arms.values():
+    for arm in (arm for arm in summary.arms.values() if arm.fairness):
         row: list[Any] = [arm.name]
         for measure in measures:
-            found = arm.fairness.get(measure, {}).values()
-            values = [value for value in found if value is not None]
             unit = shown if measure in OF_METRIC else Unit()
-            row.append(unit.cell(*mean_sd(values)))
-        if arm.fairness:
-            rows.append(row)
+            row.append(_mean(unit, arm.fairness.get(measure, {}), arm))
+        rows.append(row)
+        counted.append((len(arm.fairness["mean"]), len(arm.finished)))
     title = f"Fairness: {column_of(summary.metric)} of clients{', %' * shown.percent}"
     note = table_notes.FAIRNESS
     if WORST_DOMAIN in measures:
         note += " Worst domain: the mean of its clients, weighted by their numbers of test samples."
-    table = Table("fairness", title, ["arm", *measures.values()], rows, note)
+    columns = ["arm", *measures.values()]
+    note += _add_runs(columns, rows, counted)
+    table = Table("fairness", title, columns, rows, note)
     own = kin(summary)
     table.with_best((1, 2, 3, *range(6, len(measures) + 1)), lambda: summary.greater, own)
     return table.with_best((4,), lambda: True, own).with_best((5,), lambda: False, own)
@@ -506,18 +528,21 @@ def beside_published(summary: Summary) -> list[Table]:
 
 
 def chosen(summary: Summary) -> Table:
-    """Return the choices of sweeps on held-out data, and choices at an end of the tried values."""
+    """Return the choices of sweeps before their runs, and choices at an end of the tried values."""
     columns = ["arm", "chosen", "tried", "at an end", "candidates"]
     labels = {arm.key: name for name, arm in summary.arms.items()}
     rows: Rows = []
+    title, samples = "Chosen on held-out data", table_notes.HELD_OUT
     for sweep in summary.found.sweeps:
         for choice in choices(sweep):
+            if on_test_samples(choice.metric):
+                title, samples = "Chosen before the runs", table_notes.CLIENTS_TEST
             row: list[Any] = [labels.get(choice.arm, choice.arm)]
             row.append("; ".join(f"{short(key)} {value}" for key, value in choice.taken.items()))
             row.append("; ".join(f"{short(key)} {', '.join(v)}" for key, v in choice.tried.items()))
             row.append(", ".join(map(short, choice.at_end)) or "no")
             rows.append([*row, cell(str, choice.candidates)])
-    return Table("chosen", "Chosen on held-out data", columns, rows, table_notes.CHOSEN)
+    return Table("chosen", title, columns, rows, table_notes.CHOSEN.format(samples=samples))
 
 
 def runs(summary: Summary) -> Table:

@@ -23,13 +23,14 @@ BySeed = dict[int, float | None]
 COSTS = ("rounds", "bytes", "seconds")
 
 
-def _known(values: BySeed) -> list[float]:
+def known(values: Mapping[int, float | None]) -> list[float]:
+    """Return the values of the seeds that have one."""
     return [value for value in values.values() if value is not None]
 
 
 def _spread(values: BySeed) -> dict[str, Any]:
     """Return values of seeds in the form of report.json."""
-    mean, sd = mean_sd(_known(values))
+    mean, sd = mean_sd(known(values))
     return {"mean": mean, "sd": sd, "values": values}
 
 
@@ -67,7 +68,7 @@ class Arm:
 
     def mean_sd(self, score: str) -> tuple[float | None, float | None]:
         """Return mean and deviation over the seeds that have this score."""
-        return mean_sd(_known(self.scores[score]))
+        return mean_sd(known(self.scores[score]))
 
     def to_json(self) -> dict[str, Any]:
         """Return the arm in the form of report.json."""
@@ -92,7 +93,7 @@ class Arm:
 
     def mean_until(self, target: str, what: str) -> float | None:
         """Return the mean over the seeds that reached it."""
-        return mean_sd(_known(self.until(what)[target]))[0]
+        return mean_sd(known(self.until(what)[target]))[0]
 
 
 @dataclass

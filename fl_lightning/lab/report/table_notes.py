@@ -9,7 +9,8 @@ CLAIMS = (
     "below 0.05. No margin applies here. "
     "Not reproduced: the interval's upper end, counted in the claimed direction, is below the "
     "margin. "
-    "Inconclusive: all other cases, and always if there are fewer than five pairs. "
+    "Inconclusive: all other cases, and always if there are fewer than five pairs, or if a seed "
+    "that is left out because its run has lost would speak against the verdict. "
     "Equivalence (≈) is tested by two one-sided tests against ± margin, which correspond to the "
     "90 % interval: p before Holm's correction is below 0.05 if this interval lies within "
     "± margin. Equivalence is reproduced if p after Holm's correction is below 0.05, and "
@@ -44,6 +45,10 @@ BUDGETS = (
     "is scored by its mean over the last third of this budget. Rounds after the budget was "
     "spent do not count."
 )
+RUNS = (
+    " Runs: how many of the arm's runs have a value. If some have none, because they have lost or "
+    "were not measured, the arm is never marked as the best."
+)
 PROCESSOR_SECONDS = (
     " Seconds are processor seconds of all threads and processes (time/cpu). Other work on the "
     "machine still lengthens them. Runs on a GPU have wall-clock seconds instead, if they did not "
@@ -62,6 +67,8 @@ FAIRNESS = (
 )
 CHOSEN = (
     "Each candidate was trained with other seeds, for the number of rounds of the selection. It "
-    "was scored on training data that it was not trained on. If the chosen value is at an end of "
+    "was scored on {samples}. If the chosen value is at an end of "
     "the tried values, a better value may lie beyond that end."
 )
+HELD_OUT = "training data that it was not trained on"
+CLIENTS_TEST = f"the clients' test samples by clients/… and domains/…, by others on {HELD_OUT}"

@@ -19,12 +19,14 @@ Rows = list[list[Any]]
 class Cell:
     """A text; the column is sorted by ``value``, and ``mark`` is a class of the page.
 
-    Such classes are "best" and the classes of verdicts.
+    Such classes are "best" and the classes of verdicts. ``whole``: whether every run counts in the
+    value; otherwise it is never the best.
     """
 
     text: str
     value: float | None = None
     mark: str = ""
+    whole: bool = True
 
 
 @dataclass
@@ -61,11 +63,12 @@ class Table:
         for row in self.rows:
             groups.setdefault((kin or {}).get(row[0].text, ""), []).append(row)
         for column, rows in product(columns, groups.values()):
-            known = [row[column].value for row in rows if row[column].value is not None]
-            if len(known) > 1:
-                best = max(known) if greater() else min(known)
+            cells = [row[column] for row in rows if row[column].value is not None]
+            whole = [cell.value for cell in cells if cell.whole]
+            if len(cells) > 1 and whole:
+                best = max(whole) if greater() else min(whole)
                 for row in rows:
-                    if row[column].value == best:
+                    if row[column].whole and row[column].value == best:
                         row[column] = Cell(row[column].text, best, "best")
         return self
 

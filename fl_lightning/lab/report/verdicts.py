@@ -26,22 +26,28 @@ LEVEL = 0.05
 class Evidence:
     """The evidence about a claim; ``values`` has one value for each seed that counts.
 
-    ``lost``: a seed is left out in a way that would help the claim, so nothing can be reproduced.
-    ``left_out``: the number of such seeds and others. ``incomplete``: runs are still missing.
-    ``places``: the number of values on a trend's axis; 0 for every other kind of claim.
+    ``lost``: a seed that would count against the claim is left out, so nothing can be reproduced.
+    ``won``: one that would count for it is left out, so nothing can be refuted. ``left_out``: the
+    number of such seeds and others. ``incomplete``: runs are still missing.
+    ``places``: the number of values on a trend's axis, or of layers if all seeds have the same ρ;
+    0 in all other cases.
     """
 
     values: dict[int, float] = field(default_factory=dict)
     lost: bool = False
+    won: bool = False
     left_out: int = 0
     incomplete: bool = False
     places: int = 0
 
-    def take(self, seed: int, value: float | None, lost: bool = False) -> None:
-        """Count a seed; ``lost``: leaving it out would help the claim."""
+    def take(self, seed: int, value: float | None, lost: bool = False, won: bool = False) -> None:
+        """Count a seed; without a value it would count against the claim (``lost``) or for it
+        (``won``), or both if that is not known.
+        """
         if value is None:
             self.left_out += 1
             self.lost |= lost
+            self.won |= won
         else:
             self.values[seed] = value
 
@@ -139,7 +145,7 @@ def interval(claim: Claim, evidence: Evidence) -> Interval:
     if claim.kind == "equivalence":
         return replace(measured, p=equivalent(measured, claim.margin))
     if evidence.places and measured.p is not None:
-        # With few values on an axis seeds often agree by chance, and then t would be certain.
+        # Over few places seeds often agree by chance, and then t would be certain.
         by_chance = chance_of_orders(sum(values), len(values), evidence.places)
         return replace(measured, p=max(measured.p, by_chance))
     return measured
@@ -154,9 +160,11 @@ def _by_kind(claim: Claim, evidence: Evidence, measured: Interval, p_holm: float
         outcome = _on_equivalence(claim.margin, measured, p_holm)
     else:
         outcome = verdict(claim.direction, claim.margin, measured, p_holm)
-    # A seed was left out because an arm diverged or never reached the target. The seed that was
-    # left out would have counted against the claim.
-    return "inconclusive" if outcome == "reproduced" and evidence.lost else outcome
+    # A seed was left out because an arm diverged or never reached the target, and it would have
+    # counted against this verdict.
+    refuted = outcome in ("contradicted", "not reproduced")
+    hidden = evidence.lost if outcome == "reproduced" else evidence.won and refuted
+    return "inconclusive" if hidden else outcome
 
 
 def verdict(direction: str, margin: float, measured: Interval, p_holm: float | None) -> str:

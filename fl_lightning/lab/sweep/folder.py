@@ -93,7 +93,8 @@ def keep_files(folder: Path, spec: Spec, arms: Sequence[PlannedArm]) -> str | No
             removed after runs of this sweep began.
     """
     claims_hash = None
-    records = list(folder.glob("*/seed-*/run.json"))
+    # The runs that select show which arm does well, just as the sweep's own runs do.
+    records = [*folder.glob("*/seed-*/run.json"), *folder.glob("select/*/*/seed-*/run.json")]
     if spec.claims is not None:
         data = spec.claims.read_bytes()
         claims_hash = hashlib.sha256(data).hexdigest()

@@ -125,9 +125,22 @@ def _whole(value: Any) -> bool:
 
 
 def seeds(spec: Spec, arm: PlannedArm) -> list[int]:
-    """Return the seeds of ``arm``: the grid's seeds, else the seed of its configs, else 0."""
-    if spec.seeds is not None:
-        return spec.seeds
+    """Return the seeds of ``arm``: the grid's seeds, else the seed of its configs, else 0.
+
+    Raises:
+        UserError: the seed of its configs is not an integer, or the sweep selects with such a seed.
+    """
+    own = _seed_of_configs(spec, arm) if spec.seeds is None else spec.seeds
+    selecting = spec.select.seeds if spec.select else ()
+    if shared := sorted(set(own) & set(selecting)):
+        raise UserError(
+            f"sweep {spec.name}: select.seeds: {shared[0]} is also a seed of {arm.name}. What is "
+            "selected has to be measured with other seeds, such as [100, 101]."
+        )
+    return own
+
+
+def _seed_of_configs(spec: Spec, arm: PlannedArm) -> list[int]:
     seed = prepare("fit", arm.argv()).config.get(SEEDS, 0)
     if type(seed) is not int:
         raise UserError(

@@ -1,6 +1,4 @@
-"""The choices of each arm before its runs, such as a learning rate: on held-out data, with
-their own seeds.
-"""
+"""The choices of each arm before its runs, such as a learning rate, with their own seeds."""
 
 from __future__ import annotations
 
@@ -17,6 +15,7 @@ import yaml
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import plain_yaml, prepare
 from fl_lightning.lab.report import runs as reading
+from fl_lightning.lab.report.chosen import end_of, on_test_samples
 from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
 from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
@@ -181,6 +180,19 @@ def unequal(found: Sequence[Candidate]) -> str | None:
     return f"arms choose from unequal numbers of candidates: {numbers}"
 
 
+def on_test(select: Selection) -> str | None:
+    """Return a note if the metric is measured on samples that ``val_fraction`` does not hold
+    out.
+    """
+    if not on_test_samples(select.metric):
+        return None
+    return (
+        f"select.metric {select.metric}: it is measured on the clients' test samples, of which "
+        "select.val_fraction holds out none. So the arms' own scores on such samples may be too "
+        "good. A metric val/… chooses on training data that is held out"
+    )
+
+
 def stored(path: Path, arms: Sequence[PlannedArm]) -> dict[str, Mapping[str, Any]]:
     """Return the choices of ``arms`` in another sweep, from its selections.yaml.
 
@@ -274,6 +286,8 @@ def _write_scores(
     for mean, candidate in scored:
         score = "" if mean is None or math.isnan(mean) else repr(mean)
         values = [candidate.whole.get(key, "") for key in keys]
+        # An empty cell is an option that the arm does not choose.
+        values = ["null" if value is None else value for value in values]
         chosen = "yes" if best.get(candidate.arm) is candidate else ""
         rows.append([candidate.arm, *values, score, len(candidate.runs), chosen])
     with written_aside(sweep / "select.csv") as file:
@@ -303,10 +317,8 @@ def at_the_end(values: Sequence[Any], value: Any) -> str:
     >>> at_the_end([0.03, 0.1, 0.3], 0.3), at_the_end([0.03, 0.1, 0.3], 0.1)
     (', the largest that was tried', '')
     """
-    numbers = [each for each in values if type(each) in (int, float)]
-    if len(numbers) < max(3, len(values)) or value not in (min(numbers), max(numbers)):
-        return ""
-    return f", the {'least' if value == min(numbers) else 'largest'} that was tried"
+    end = end_of(values, value)
+    return f", the {end} that was tried" if end else ""
 
 
 def _has(arm: PlannedArm, key: str) -> bool:

@@ -25,7 +25,7 @@ _TRYING = ("over", "arms", "seeds", "rounds")
 
 @dataclass(frozen=True)
 class Selection:
-    """What each arm chooses first, on held-out data and with its own seeds.
+    """What each arm chooses first, with its own seeds.
 
     ``over``: option → its values. ``rounds``: rounds of the runs that measure; None: as many as the
     arms' own. ``arms``: arm → its own values, instead of ``over``. ``after``: arm → the arm whose
@@ -114,7 +114,7 @@ def read_spec(name: str, overrides: Sequence[str] = ()) -> Spec:
         fixed=fixed,
         grid=grid,
         seeds=seeds,
-        select=_selection(name, select, seeds, folder) if select else None,
+        select=_selection(name, select, folder) if select else None,
         claims=claims,
         overrides=list(overrides),
         own_rounds=own_rounds,
@@ -251,9 +251,7 @@ def _override(
         fixed[key] = value
 
 
-def _selection(
-    name: str, entries: Mapping[str, Any], seeds: Sequence[int] | None, folder: Path
-) -> Selection:
+def _selection(name: str, entries: Mapping[str, Any], folder: Path) -> Selection:
     """Read ``select``."""
     for key in entries:
         if key not in SELECT_KEYS:
@@ -281,11 +279,6 @@ def _selection(
     _check_measuring(name, rounds, fraction)
     check_mode(f"sweep {name}: select.mode", entries.get("mode"))
     own = _seeds(name, "select.seeds", entries["seeds"])
-    if shared := sorted(set(own) & set(seeds or ())):
-        raise UserError(
-            f"sweep {name}: select.seeds: {shared[0]} is also a seed of the grid. What is "
-            "selected has to be measured with other seeds, such as [100, 101]."
-        )
     over_of_arms, after = _of_arms(name, of_arms)
     return Selection(
         over=_grid(name, "select.over", over),

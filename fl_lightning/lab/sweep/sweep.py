@@ -26,6 +26,7 @@ from fl_lightning.lab.sweep.selection import (
     check_not_of_grid,
     choose,
     not_logged,
+    on_test,
     stored,
     told,
     unequal,
@@ -114,6 +115,14 @@ class Sweep:
         """Return the undecided arms for which there is still a candidate to try."""
         return [arm for arm in self.undecided if arm not in self.lost]
 
+    @property
+    def notes(self) -> list[str]:
+        """Return what a reader has to know of how the arms choose."""
+        select = self.spec.select
+        if select is None or not self.candidates:
+            return []
+        return [note for note in (on_test(select), unequal(self.candidates)) if note]
+
     def listed(self) -> list[PlannedRun]:
         """Return the sweep's own runs, in the grid's order, with the choices of their arms so
         far.
@@ -127,6 +136,8 @@ class Sweep:
         with files.locked(self.folder / ".lock", f"sweep --out {self.folder}"):
             places = self._prepare(jobs)
             if self.candidates:
+                for note in self.notes:
+                    print(f"note: {note}")
                 stopped = self._select(places)
                 if stopped is not None or self.full:
                     self._stand()
@@ -279,8 +290,6 @@ class Sweep:
             for arm, choice in self.chosen.items():
                 if arm not in before:
                     print(told(arm, choice, self.candidates))
-        if note := unequal(self.candidates):
-            print(f"note: {note}")
         return stopped
 
     def _choose(self, at_once: int | None = None) -> None:

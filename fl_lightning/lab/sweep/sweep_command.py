@@ -126,6 +126,8 @@ def _list(sweep: Sweep) -> None:
         for arm, before in after.items():
             print(f"  select/{arm} with the choice of {before}")
         print(f"  each with the choice of its arm: {', '.join(options)}")
+    for note in sweep.notes:
+        print(f"note: {note}")
 
 
 def _list_runs(
