@@ -96,7 +96,6 @@ def test_what_the_learner_shows_and_what_is_monitored(
         assert list(charts)[:5] == [*shown, "accuracy"] and charts["val_auc"] == ["val_auc$"]
 
 
-@pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
 class Failing(Showing):
     """Its measure is NaN after the first round."""
 
@@ -111,6 +110,7 @@ def test_a_nan_that_was_measured_last_is_shown(tmp_path: Path, folders: bool) ->
     assert "| val_auc | last nan, best 0.5 (round 1) |" in (tmp_path / "card.md").read_text()
 
 
+@pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
 def test_of_personal_models_their_own_accuracy_is_the_headline(
     tmp_path: Path, capsys: Any, method: Any
 ) -> None:
