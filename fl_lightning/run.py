@@ -25,7 +25,7 @@ from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.kinds import NOT_CAPTURED
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState
-from fl_lightning.engines.situation import situation_of, undeclared
+from fl_lightning.engines.situation import in_full_precision, situation_of, undeclared
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
@@ -538,7 +538,7 @@ class FederatedRun:
             return self.state.logged
         try:
             # The server computes in full precision without a graph; steps have their own contexts.
-            with torch.no_grad(), torch.autocast(self.model.w.device.type, enabled=False):
+            with in_full_precision(self.model.w.device.type):
                 return self.loop.run_round(t)
         except BaseException:
             # After an exception Lightning does not call teardown, but the threads must end.

@@ -250,6 +250,18 @@ def in_bfloat16(device: str) -> AbstractContextManager[Any]:
     return stack
 
 
+def in_full_precision(device: str) -> AbstractContextManager[Any]:
+    """No graph and no autocast, around a round.
+
+    A learner may use autocast itself, and its weights move between its steps. An outer context with
+    a cache would keep their first values in low precision until the round is over.
+    """
+    stack = ExitStack()
+    stack.enter_context(torch.no_grad())
+    stack.enter_context(torch.autocast(device, enabled=False, cache_enabled=False))
+    return stack
+
+
 def conversion(
     trainer: Any, learner: Any, data: Any, hook: str = batch_callbacks.START
 ) -> Convert | None:

@@ -13,7 +13,7 @@ from fl_lightning.aggregation.contributions import AT_SITES, FINISHED
 from fl_lightning.checkpoint import federated_part, held_in
 from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import random_state_kept
-from fl_lightning.engines.situation import LearnerCopies, situation_of
+from fl_lightning.engines.situation import LearnerCopies, in_full_precision, situation_of
 from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.averages import evaluated, in_learner
@@ -321,7 +321,7 @@ class FineTuning:
             rates=self.loop.client_rates.in_round(round.t, factor, [steps]),
         )
         device = weights.device.type
-        with torch.no_grad(), torch.autocast(device, enabled=False), random_state_kept(weights):
+        with in_full_precision(device), random_state_kept(weights):
             trained = self.worker.train(own_round, client)
         # The next client uses the same memory of the worker, so copy the model.
         tuned_buffers = {name: buffer.clone() for name, buffer in self.copy.buffers.items()}
