@@ -375,6 +375,8 @@ class FederatedModule(LearnerHooks):
             self.run.take_up(saved, self.trainer)
         else:
             checkpoint.load_buffers(self.learner, saved)
+            does: Any = self.trainer.state.fn
+            self.run.loaded = f"trainer.{does.value} loaded the weights of {self.trainer.ckpt_path}"
 
     def configure_optimizers(self) -> Optimizer:
         # Lightning has moved the parameters to their device before this.

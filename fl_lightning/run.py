@@ -83,6 +83,7 @@ class FederatedRun:
         self._drawn_seed: int | None = None
         # The Trainer's callback_metrics after the latest round, with which the next fit goes on.
         self.monitored: dict[str, torch.Tensor] = {}
+        self.loaded = ""  # the call that loaded weights since the last fit, in words
         # The following attributes belong to one fit.
         self.methods = Methods([])
         # Until this fit has begun: our part of the checkpoint that is resumed, its states of
@@ -266,12 +267,15 @@ class FederatedRun:
         """Set the state with which rounds continue: this run's, a checkpoint's, or a new one."""
         prepare_process(self.model.w.device)
         if self.continues(trainer):
+            if self.loaded and self.model.evaluated is self.model.w:
+                self.note(f"{self.loaded}. The next fit goes on from them, with the run's states")
             self._keep_initial_model()
             self.state.keep_rows_for(trainer.datamodule)
             # The loggers' step counter: after an exception it can be one ahead of the rounds.
             fit = trainer.fit_loop
             fit.epoch_loop._batches_that_stepped = fit.epoch_progress.current.processed
             return
+        self.loaded = ""
         rank = trainer.global_rank
         world = trainer.world_size
         held = self.resumed_from

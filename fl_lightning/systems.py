@@ -110,9 +110,11 @@ class SystemHeterogeneity(FederatedCallback):
             UserError: there are more or fewer probabilities than clients.
         """
         given = self.availability
-        if given is None or isinstance(given, float | int):
-            return Heterogeneity(seed, m, self.dropout, self.min_work, given)
+        if given is None:
+            return Heterogeneity(seed, m, self.dropout, self.min_work)
         each = np.asarray(given, dtype=float)
+        if each.ndim == 0:
+            return Heterogeneity(seed, m, self.dropout, self.min_work, float(each))
         if each.shape != (m,):
             raise UserError(
                 f"SystemHeterogeneity: availability has {each.size} probabilities, and the data "

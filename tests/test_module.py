@@ -269,6 +269,35 @@ def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_anoth
     assert torch.equal(whole.global_vector, fresh.global_vector)
 
 
+def test_a_fit_notes_that_it_goes_on_from_the_weights_of_a_validated_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """As in plain Lightning, weights that ``trainer.validate`` loads stay in the module."""
+    run, module, starts = trainer(1), federated(), list[Tensor]()
+
+    class Starting(FederatedCallback):
+        def on_round_start(self, server: Any) -> None:
+            starts.append(server.w.clone())
+
+    def fit(rounds: int) -> list[str]:
+        run.fit_loop.max_epochs = rounds
+        run.fit(module, blobs())
+        return [note for note in module.notes if "loaded the weights of" in note]
+
+    fit(1)
+    run.save_checkpoint(path := tmp_path / "one.ckpt")
+    assert fit(2) == []
+    run.validate(module, blobs(), ckpt_path=path, verbose=False)
+    run.callbacks.append(Starting())
+    with pytest.warns(UserWarning, match="trainer.validate loaded the weights of .*one.ckpt"):
+        assert len(fit(3)) == 1
+    (start,) = starts
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    assert torch.equal(start, torch.cat([saved[name].flatten() for name in module.layout]))
+    trainer(2).fit(module, blobs(), ckpt_path=path)
+    assert not any("loaded the weights of" in note for note in module.notes)
+
+
 def test_a_run_has_its_own_notes_and_not_those_of_the_module_s_earlier_run() -> None:
     def partly() -> pl.Trainer:
         return trainer(1, [PartialAveraging(period=2)])

@@ -102,6 +102,7 @@ def of_run(
     accounts = {"client_optimizer": account(clients), "server_optimizer": account(server)}
     if schedule is not None:
         accounts["client_scheduler"] = schedule.account
+        accounts["client_scheduler, inside"] = schedule.inside
         # Refuse a scheduler that ends before the last round now, and not in that round.
         if unit == "rounds" and rounds > 0:
             schedule.reach(min(rounds, 10_000))

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import BinaryAUROC, MulticlassAUROC, MultilabelAUROC
+from torchmetrics.classification import (
+    BinaryAUROC,
+    BinaryAveragePrecision,
+    MulticlassAUROC,
+    MultilabelAUROC,
+    MultilabelAveragePrecision,
+)
 from torchmetrics.utilities.data import dim_zero_cat
 
 from fl_lightning.aggregation.metric_states import value_of
@@ -32,6 +38,8 @@ BEFORE = ("on_validation_model_eval", "on_validation_start", "on_validation_epoc
 OF_BATCHES = ("on_validation_batch_start", "on_validation_batch_end")
 AFTER = ("on_validation_epoch_end", "on_validation_end", "on_validation_model_train")
 AUROCS = (BinaryAUROC, MulticlassAUROC, MultilabelAUROC)
+# Of several classes, at least one has positives.
+AVERAGE_PRECISIONS = (BinaryAveragePrecision, MultilabelAveragePrecision)
 Batches = Iterable[tuple[Any, int]]  # each batch with its number of samples
 
 
@@ -45,7 +53,8 @@ class ValidationEpoch:
 
     Args:
         learner: a copy whose parameters and buffers are set. The ``log`` and ``log_dict`` of this
-            copy are replaced permanently, and an AUROC of samples of one class is NaN there.
+            copy are replaced permanently. There an AUROC of samples of one class is NaN, and so is
+            an average precision without positives.
         context: context manager around each call of the learner.
         convert: ``(learner, batch) -> batch``; None: batches stay as they are.
         seed: called with the number of each batch before the batch.
@@ -68,7 +77,7 @@ class ValidationEpoch:
             object.__setattr__(part, "log", self.logs.log)
             object.__setattr__(part, "log_dict", self.logs.log_dict)
         for metric in learner.modules():
-            if isinstance(metric, AUROCS):
+            if isinstance(metric, (*AUROCS, *AVERAGE_PRECISIONS)):
                 metric.compute = NanOfOneClass(metric)  # type: ignore[method-assign]
 
     def begin(self) -> None:
@@ -201,7 +210,8 @@ class EpochLogs:
 
 
 class NanOfOneClass:
-    """The ``compute`` of an AUROC, which returns NaN if all samples are of one class.
+    """The ``compute`` of an AUROC, which returns NaN if all samples are of one class, or of an
+    average precision, which returns NaN if no sample is positive.
 
     torchmetrics returns 0, which would count as the worst ranking. It warns only in the first
     process, and not with ``thresholds``, so the states decide.
@@ -216,7 +226,10 @@ class NanOfOneClass:
     def __call__(self) -> Any:
         value = self.compute()
         positives, negatives = self._counts()
-        if bool(((positives > 0) & (negatives > 0)).any()):
+        defined = positives > 0
+        if isinstance(self.metric, AUROCS):
+            defined &= negatives > 0
+        if bool(defined.any()):
             return value
         return torch.full_like(value, torch.nan)
 

@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from fl_lightning.errors import UserError
 
 MOVED = ("lr", "momentum", "betas", "weight_decay")  # options that a scheduler may set
+KINDS = (bool, int, float, str, list, tuple)  # of settings as text
+# settings that torch keeps under private names
+PRIVATE = ("_milestones", "_schedule_phases", "_anneal_func_type", "_anneal_strategy")
 Groups = list[dict[str, Any]]
 
 
@@ -31,7 +35,8 @@ class ClientSchedule:
         another: function that returns the schedule of a client with so many local steps; None: all
             clients have this one.
 
-    ``account``: unit, classes and arguments as text, to compare with a checkpoint's.
+    ``account``: unit, classes and arguments as text, to compare with a checkpoint's; ``inside``:
+    what :func:`inside` gives, which checkpoints of earlier versions do not have.
     """
 
     def __init__(
@@ -51,6 +56,7 @@ class ClientSchedule:
         self._groups = optimizer.param_groups
         steps = [(type(s).__name__, written(s), every) for s, every in schedulers]
         self.account = f"{unit}: {steps}"
+        self.inside = repr([inside(scheduler) for scheduler, _ in schedulers])
         self._table = [self._now()]
         # A scheduler may set more than the rate when it is built, such as a cycle's momentum. Such
         # a setting holds from the first step on; the rates come from the table.
@@ -177,15 +183,28 @@ def plain(value: Any) -> Any:
 def written(scheduler: Any) -> dict[str, Any]:
     """Return a scheduler's settings: its numbers that steps do not change."""
     changing = ("last_epoch", "last_batch_iteration")
-    kinds = (bool, int, float, str, list, tuple)
     return {
-        k: v
-        for k, v in vars(scheduler).items()
-        if k[0] != "_" and k not in changing and plainly(v, kinds)
+        k: v for k, v in vars(scheduler).items() if k[0] != "_" and k not in changing and plainly(v)
     }
 
 
-def plainly(value: Any, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and (
-        not isinstance(value, (list, tuple)) or all(plainly(v, kinds) for v in value)
+def inside(scheduler: Any) -> dict[str, Any]:
+    """Return the settings that are not in :func:`written`: tables such as milestones, and the
+    schedulers that this one steps, with theirs.
+    """
+    found: dict[str, Any] = {}
+    for name, value in vars(scheduler).items():
+        parts = value if isinstance(value, (list, tuple)) else [value]
+        if parts and all(isinstance(part, LRScheduler) for part in parts):
+            found[name] = [(type(p).__name__, written(p), inside(p)) for p in parts]
+        elif isinstance(value, Mapping) and name[0] != "_" and plainly(list(value.items())):
+            found[name] = sorted(value.items(), key=repr)
+        elif name in PRIVATE:
+            found[name] = value
+    return found
+
+
+def plainly(value: Any) -> bool:
+    return isinstance(value, KINDS) and (
+        not isinstance(value, (list, tuple)) or all(map(plainly, value))
     )

@@ -579,3 +579,32 @@ def test_an_auroc_of_one_class_is_no_value(by_hand: bool, task: str, thresholds:
     assert 1 < len(both) < 9
     assert seen.table["auroc"].keys() == both
     assert len(seen.table["acc"]) == 9
+
+
+@pytest.mark.parametrize("thresholds", [None, 50])
+@pytest.mark.parametrize("task", ["binary", "multilabel"])
+@pytest.mark.filterwarnings("ignore:No positive samples")
+def test_an_average_precision_without_positives_is_no_value(task: Any, thresholds: Any) -> None:
+    """torchmetrics returns 0 for it; without negatives it is 1, which is a value."""
+
+    class Precise(Lit):
+        def __init__(self) -> None:
+            super().__init__()
+            self.ap = torchmetrics.AveragePrecision(task, thresholds, num_labels=2)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            scores, y = self.net(batch[0])[:, 0].sigmoid(), (batch[1] == 0).long()
+            both = (torch.stack([scores, scores], 1), torch.stack([y, torch.zeros_like(y)], 1))
+            self.ap.update(*((scores, y) if task == "binary" else both))
+            self.log("val/ap", self.ap)
+
+    with pytest.warns(UserWarning, match="clients have no value of ap"):
+        module = run(seen := c.PerClientEvaluation(1), learner=Precise, rounds=1)
+    y = module.trainer.datamodule._given_sets["train"][1]
+    positive = set()
+    for i in range(10):
+        own = module.trainer.datamodule.client_test_indices(i)
+        if (y[own] == 0).any():
+            positive.add(i)
+    assert 1 < len(positive) < 9
+    assert seen.table["ap"].keys() == positive

@@ -195,6 +195,60 @@ def test_a_run_with_a_scheduler_resumes_to_the_same_bits_and_as_it_was(
         rounds_of(made("ignore"), 4, [ControlVariates()], tmp_path / "half.ckpt")
 
 
+def in_sequence(inner: float, milestone: int = 3) -> Any:
+    def made(optimizer: Any) -> Any:
+        parts = [
+            lr_scheduler.LinearLR(optimizer, 0.1, total_iters=2),
+            lr_scheduler.StepLR(optimizer, 1, inner),
+        ]
+        return lr_scheduler.SequentialLR(optimizer, parts, [milestone])
+
+    return made
+
+
+def chained(inner: float) -> Any:
+    def made(optimizer: Any) -> Any:
+        sequence = in_sequence(inner)(optimizer)
+        return lr_scheduler.ChainedScheduler([sequence, lr_scheduler.ConstantLR(optimizer, 0.1)])
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "words"),
+    [
+        (in_sequence(0.5), in_sequence(0.25), r"'gamma': 0\.5.* then, .*'gamma': 0\.25.* now"),
+        (in_sequence(0.5), in_sequence(0.5, 4), r"\[3\].* then, .*\[4\].* now"),
+        (chained(0.5), chained(0.25), r"'gamma': 0\.5.* then, .*'gamma': 0\.25.* now"),
+        (
+            lambda o: lr_scheduler.MultiStepLR(o, [4, 3]),
+            lambda o: lr_scheduler.MultiStepLR(o, [5, 3]),
+            r"3.*4.* then, .*3.*5.* now",
+        ),
+        (
+            lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
+            lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20, pct_start=0.5),
+            r"5\.0.* then, .*9\.0.* now",
+        ),
+    ],
+)
+def test_another_scheduler_is_refused_whatever_differs_in_it(
+    then: Any, now: Any, words: str, tmp_path: Path
+) -> None:
+    def made(schedule: Any) -> Any:
+        return federated(Scheduled(schedule), client_scheduler="rounds")
+
+    rounds_of(made(then), 1).save_checkpoint(path := tmp_path / "one.ckpt")
+    rounds_of(made(then), 2, start=path)
+    with pytest.raises(UserError, match=words):
+        rounds_of(made(now), 2, start=path)
+    # A checkpoint of an earlier version does not say it.
+    old = torch.load(path, weights_only=True)
+    del old["federated"]["arguments"]["client_scheduler, inside"]
+    torch.save(old, path)
+    rounds_of(made(now), 2, start=path)
+
+
 def test_the_mean_gradient_counts_steps_by_their_rates() -> None:
     found = {}
 

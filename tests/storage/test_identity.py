@@ -20,6 +20,7 @@ from fl_lightning.callbacks import (
     SharpnessAwareMinimization,
 )
 from fl_lightning.lab.contracts.federation import fit
+from fl_lightning.schedules import arguments
 from fl_lightning.systems import Buffered, Devices
 from fl_lightning.virtual.devices import Distribution
 from tests.helpers.compositions import Function
@@ -97,6 +98,18 @@ def test_a_method_that_comes_later_starts_from_the_model_that_it_met(tmp_path: P
 def test_what_only_looks_may_come_and_go_and_so_may_objects_without_a_text(tmp_path: Path) -> None:
     fit([Scaled(object()), ProximalTerm(0.1), Looking()], rounds=1, folder=str(tmp_path))
     fit([ProximalTerm(0.1), Scaled(object())], rounds=2, folder=str(tmp_path), resume=True)
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor])
+def test_other_values_in_a_long_array_are_refused(tmp_path: Path, kind: Any) -> None:
+    values = [0.5] * 2000
+    fit([Scaled(kind(values))], rounds=1, folder=str(tmp_path))
+    fit([Scaled(kind(values))], rounds=2, folder=str(tmp_path), resume=True)
+    values[1000] = 0.25
+    with pytest.raises(UserError, match=r"Scaled\(by=\w+ \w{16}\) then, Scaled\(by=\w+ \w{16}\)"):
+        fit([Scaled(kind(values))], rounds=3, folder=str(tmp_path), resume=True)
+    # The text of a short one is that of earlier checkpoints.
+    assert arguments(Scaled(kind(values[999:1001]))) == f"by={kind([0.5, 0.25])!r}"
 
 
 class Alike(Distribution):

@@ -390,6 +390,15 @@ def test_clusters_are_sent_without_w() -> None:
     assert logged["time/virtual"] == pytest.approx(each / 10, abs=1e-3)
 
 
+@pytest.mark.parametrize("one", [np.float32(0.5), np.array(0.5), torch.tensor(0.5)])
+def test_one_availability_for_all_may_be_any_number(one: Any) -> None:
+    def moved(availability: Any) -> Tensor:
+        system = SystemHeterogeneity(availability=availability)
+        return fit([system], rounds=2).global_vector
+
+    assert torch.equal(moved(one), moved(0.5))
+
+
 def test_another_system_is_another_run(tmp_path: Path) -> None:
     folder = str(tmp_path)
     with quiet():
