@@ -11,6 +11,7 @@ from typing import Any
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
 from fl_lightning.deploy.progress import ServerProgress
+from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.site_hooks import check_hooks
 from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
@@ -95,7 +96,8 @@ class AtServer(pl.Callback):
             loop.cohort.data = Told(loop.cohort.data)
             for client, numbers in self.told.items():
                 loop.cohort.data.tell(client, *numbers)
-        self.sites = sites = Sites(self.transport, loop, self.progress, run, self.timeout)
+        facts = run, self.timeout, config_of(pl_module.run)
+        self.sites = sites = Sites(self.transport, loop, self.progress, *facts)
         sites.counts_tests = any(isinstance(c, PerClientEvaluation) for c in trainer.callbacks)
         sites.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):
