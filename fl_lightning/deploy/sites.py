@@ -280,7 +280,12 @@ class Sites:
             # The round's weights were computed from the sizes that were known when it began.
             return sizes([client])[client] == round.sizes[client]
 
-        ask = partial(self.message, round)
+        asked: set[int] = set()
+
+        def ask(site: str, mine: list[int]) -> Message:
+            asked.update(mine)
+            return self.message(round, site, mine)
+
         for answer, clients in self.answers("trained", leaf_of, ask, fits):
             for client in clients:
                 home = self._brought(answer, client, round)
@@ -298,7 +303,10 @@ class Sites:
                 "when the round began"
             )
         for client, leaf in leaf_of.items():
-            collect(leaf, Brought(client, None))
+            counts = None
+            if client in asked:
+                counts = traffic.sent_down(round, client, self.loop.methods)
+            collect(leaf, Brought(client, counts, answered=False))
             tell()
 
     def answers(
