@@ -12,7 +12,7 @@ from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
-from fl_lightning.deploy.site_hooks import check_hooks
+from fl_lightning.deploy.site_hooks import check_hooks, check_learner
 from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Transport
@@ -89,6 +89,7 @@ class AtServer(pl.Callback):
         loop = pl_module.run.loop
         assert loop is not None
         refuse(loop, trainer.callbacks)
+        check_learner(pl_module.learner, pl_module.note)
         run = self.run
         if run is None:
             run = number_in(Path(trainer.default_root_dir), trainer.current_epoch)

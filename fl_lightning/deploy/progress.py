@@ -84,7 +84,7 @@ class ServerProgress:
                 if self._is_of_class(full):
                     self._note_left(full, "It belongs to the class")
                 continue
-            if _of_framework(modules[part], name):
+            if of_framework(modules[part], name):
                 continue
             value = getattr(modules[part], name, None)
             if isinstance(value, bool):
@@ -166,7 +166,7 @@ class SiteProgress:
         self.set |= dict.fromkeys(came)
 
 
-def _of_framework(module: nn.Module, name: str) -> bool:
+def of_framework(module: nn.Module, name: str) -> bool:
     """Return whether Lightning or PyTorch keeps this attribute in its modules."""
     return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
