@@ -11,21 +11,22 @@ from fl_lightning.errors import UserError
 
 # A learner's schedule may depend on the number of local steps, which a site's own data decide.
 SCHEDULER = "client_scheduler"
+# Options of an optimizer that choose a kernel of the device.
+KERNELS = ("foreach", "fused", "capturable")
 
 
 def config_of(run: Any) -> dict[str, dict[str, Any]]:
     """Return what a run and a site compare, by kind and name, of numbers and texts.
 
-    Left out are data, precision and devices, callbacks that only measure, and frozen weights that
-    the run changes, because a site is sent these.
+    Left out are data, precision and devices, and frozen weights that the run changes, because a
+    site is sent these.
     """
     methods = run.methods
-    measuring = methods.measuring
     changed = () if run.state.base is None else run.state.base.values
     arguments = {**run.settings.compared(), **run.optimizers.accounts}
     return {
         "arguments": {**arguments, "methods without state": methods.stateless()},
-        "methods": {k: v for k, v in methods.fingerprint().items() if k not in measuring},
+        "methods": methods.fingerprint(),
         "frozen": checksums(run.model.learner, {*changed, *run.model.as_buffers}),
     }
 
@@ -42,7 +43,7 @@ def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], ow
         UserError: they differ; the error names the site and the settings, or the frozen weights.
     """
     server, there = (Identity(0, each["arguments"], each["methods"], "") for each in (ours, theirs))
-    differing = [each for each in server.differing(there) if not own or each[0] != SCHEDULER]
+    differing = [each for each in server.differing(there) if not _may_differ(each[0], own)]
     if differing:
         shown = "; ".join(
             f"{name}: {one} there, {other} here" for name, one, other in differing[:4]
@@ -60,3 +61,8 @@ def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], ow
             "server's. Frozen parameters are not sent: server and site need the same file of "
             "pretrained weights."
         )
+
+
+def _may_differ(name: str, own: bool) -> bool:
+    """Return whether a setting may have another value at a site; ``own``: with its own data."""
+    return name.rpartition(".")[2] in KERNELS or (own and name == SCHEDULER)
