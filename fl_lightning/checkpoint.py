@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,7 @@ from fl_lightning.storage.segments import Index
 
 VERSION = 1  # version of the run's part of a checkpoint
 NO_COSTS = torch.zeros(0, dtype=torch.int64)
+Difference = tuple[str, Any, Any]  # name of a setting, its value then, its value now
 VALUE = that(lambda value: isinstance(value, Tensor) and value.numel() == 1)
 
 
@@ -95,28 +96,28 @@ class Identity:
         Raises:
             UserError: it names the settings that differ.
         """
-        # A checkpoint has these entries only if the run used them.
-        unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
-        now = {**unsaid, **self.arguments}
-        then = {**unsaid, **held.arguments}
-        differing = []
-        for key in filter(then.__contains__, now):
-            if key in ("client_optimizer", "server_optimizer"):
-                differing += configured_optimizer.differing(key, then[key], now[key])
-            elif then[key] != now[key]:
-                differing.append(f"{key}: {then[key]} then, {now[key]} now")
-        methods_then = held.methods
-        for name in sorted(set(self.methods) | set(methods_then)):
-            method_then = methods_then.get(name, "absent")
-            method_now = self.methods.get(name, "absent")
-            if method_then != method_now:
-                differing.append(f"method {name}: {method_then} then, {method_now} now")
-        if held.seed != self.seed:
-            differing.append(f"seed={held.seed} then, {self.seed} now")
+        differing = self.differing(held)
+        differing += [("seed", held.seed, self.seed)] * (held.seed != self.seed)
         if held.partition and held.partition != self.partition:
-            differing.append(f"data's partition: {held.partition} then, {self.partition} now")
+            differing.append(("data's partition", held.partition, self.partition))
         if differing:
             raise other_settings(differing)
+
+    def differing(self, then: Held | Identity) -> list[Difference]:
+        """Return the arguments and methods that differ."""
+        # A checkpoint has these entries only if the run used them.
+        unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
+        one, other = {**unsaid, **then.arguments}, {**unsaid, **self.arguments}
+        found: list[Difference] = []
+        for key in filter(one.__contains__, other):
+            if key in ("client_optimizer", "server_optimizer"):
+                found += configured_optimizer.differing(key, one[key], other[key])
+            else:
+                found.append((key, one[key], other[key]))
+        for name in sorted({*self.methods, *then.methods}):
+            before, now = (each.methods.get(name, "absent") for each in (then, self))
+            found.append((f"method {name}", before, now))
+        return [each for each in found if each[1] != each[2]]
 
 
 def single_numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -130,9 +131,9 @@ def single_numbers(metrics: Mapping[str, Any]) -> dict[str, Tensor]:
     return numbers
 
 
-def other_settings(differing: Iterable[str]) -> UserError:
-    """Return the error about other settings in a resume; ``differing``: old and new values."""
-    shown = "; ".join(list(differing)[:4])
+def other_settings(differing: Sequence[Difference]) -> UserError:
+    """Return the error about other settings in a resume."""
+    shown = "; ".join(f"{name}: {then} then, {now} now" for name, then, now in differing[:4])
     return UserError(
         f"the checkpoint is of a run with other settings ({shown}), so resuming would mix "
         "two runs. To begin another run with the new settings, add --trainer.default_root_dir "
@@ -537,9 +538,8 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
     """Put the learner's hyper-parameters into a checkpoint, and plain ones of the data."""
     saved.update(model.hyper_parameters())
     of_data = dict(saved.get("datamodule_hyper_parameters", {}))
-    saved["datamodule_hyper_parameters"] = {
-        name: value for name, value in of_data.items() if is_plain(value)
-    }
+    plain = {name: value for name, value in of_data.items() if is_plain(value)}
+    saved["datamodule_hyper_parameters"] = plain
 
 
 def federated_part(checkpoint: dict[str, Any]) -> Held:

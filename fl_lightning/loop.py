@@ -144,7 +144,7 @@ class FederatedLoop:
             return []
         # A client has what it was sent, whether or not its update is used.
         others = () if ledger.planned is None else ledger.planned.others
-        return [*ledger.round.ids, *others]
+        return [*(i for i in ledger.round.ids if i not in ledger.unsent), *others]
 
     def begin(self, t: int) -> Ledger:
         """Return the ledger of round t, with its facts and its participants, sampled or chosen."""

@@ -13,6 +13,11 @@ from typing import Any
 
 # What hooks assign at `clients` and `server`.
 OF_THE_RUN = ("x", "update", "updates")
+# Methods that change a list, a dict, a set or a deque.
+CHANGING = (
+    *("append", "appendleft", "extend", "insert", "pop", "popleft", "remove"),
+    *("add", "discard", "update", "setdefault", "popitem"),
+)
 
 
 def of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
@@ -118,8 +123,45 @@ def _name(node: ast.Attribute) -> str:
     return node.value.id if isinstance(node.value, ast.Name) else ""
 
 
+def moved_by(of: object, hook: Callable[..., Any]) -> set[str]:
+    """Return the attributes of ``self`` that a hook assigns, or whose content it changes, as in
+    ``self.outs.append(…)`` and ``self.sums["loss"] += …``, also in methods that it calls.
+    """
+    moved = set(set_of_self(of, hook))
+    for tree, own in _sources(of, hook):
+        for node in ast.walk(tree):
+            stored = isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load)
+            called = isinstance(node, ast.Attribute) and node.attr in CHANGING
+            inner: Any = getattr(node, "value", None) if stored or called else None
+            while isinstance(inner, ast.Subscript):
+                inner = inner.value
+            if isinstance(inner, ast.Attribute) and _name(inner) == own:
+                moved.add(inner.attr)
+    return moved
+
+
+def read_first(hook: Callable[..., Any]) -> set[str]:
+    """Return the attributes of ``self`` that a hook itself reads before it assigns them."""
+    tree, own = _parsed(hook)
+    nodes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _name(n) == own]
+    first: dict[str, ast.Attribute] = {}
+    for node in sorted(nodes, key=lambda n: (n.lineno, n.col_offset)):
+        first.setdefault(node.attr, node)
+    return {name for name, node in first.items() if isinstance(node.ctx, ast.Load)}
+
+
 def _attributes(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[ast.Attribute, str]]:
     """Return the attributes in a hook and the methods that it calls, each with the name of
+    ``self``.
+    """
+    for tree, own in _sources(callback, hook):
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute):
+                yield node, own
+
+
+def _sources(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[ast.AST, str]]:
+    """Return the source of a hook and of the methods that it calls, each with the name of
     ``self``.
     """
     # A method may choose its hook when it is built, so inspect the hook that it has.
@@ -127,10 +169,10 @@ def _attributes(callback: object, hook: Callable[..., Any]) -> Iterator[tuple[as
     seen = set[str]()
     while waiting:
         tree, own = _parsed(waiting.pop())
+        yield tree, own
         for node in ast.walk(tree):
             if not isinstance(node, ast.Attribute):
                 continue
-            yield node, own
             called = getattr(type(callback), node.attr, None)
             if _name(node) == own and inspect.isfunction(called) and node.attr not in seen:
                 seen.add(node.attr)

@@ -365,7 +365,7 @@ def test_a_run_that_drew_its_seed_resumes_with_it(
         resumed = fitted(4, start=tmp_path / "half.ckpt")
     assert sum("no seed was given" in note for note in resumed.notes) == 1
     assert torch.equal(fitted(4, seed=half.run_seed).global_vector, resumed.global_vector)
-    with pytest.raises(UserError, match=rf"seed={half.run_seed} then, 7 now"):
+    with pytest.raises(UserError, match=rf"seed: {half.run_seed} then, 7 now"):
         fitted(4, seed=7, start=tmp_path / "half.ckpt")
 
 

@@ -36,7 +36,8 @@ class Brought:
     """The results of one client in a round.
 
     Args:
-        counts: counts of its traffic; None: it never answered, and counts as dropped.
+        counts: counts of its traffic; None: it was not sent anything.
+        answered: whether it sent its results; if not, it counts as dropped.
         finished: whether all its results are finite; if not, only its counts are set.
         update: ``(D,)``, as transmitted; ``shared``: a method may still hold and change it.
         trained: ``(D,)``, the update before it was transmitted, if parts are not averaged; else
@@ -50,6 +51,7 @@ class Brought:
 
     client: int
     counts: list[int] | None
+    answered: bool = True
     finished: bool = False
     update: Tensor | None = None
     shared: bool = False
@@ -107,6 +109,8 @@ class Contributions:
         # So far only this client's tensors were used. From here on threads share the ledger.
         with self._lock:
             if home.counts is None:
+                self.ledger.unsent.append(client)
+            if not home.answered:
                 self.ledger.dropped.append(client)
             elif not home.finished:
                 self.diverged.append(client)

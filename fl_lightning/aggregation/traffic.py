@@ -32,10 +32,14 @@ def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Method
     count_down(counts, group.round, group.ids[0], methods)
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
     counts[FORWARDS] = sum(map(group.passes, group.ids))
-    for name, buffer in buffers.items():
-        if name not in group.round.own_buffers:
-            counts[BUFFER_BYTES] += buffer.numel() * buffer.element_size()
+    counts[BUFFER_BYTES] = 2 * _bytes_of(buffers, group.round)  # sent down, and sent up again
     return counts
+
+
+def _bytes_of(buffers: Mapping[str, Tensor], round: Round) -> int:
+    """Return the bytes of the buffers that clients do not keep, in one direction."""
+    own = round.own_buffers
+    return sum(v.numel() * v.element_size() for name, v in buffers.items() if name not in own)
 
 
 def count_down(counts: list[int], round: Round, client: int | None, methods: Methods) -> None:
@@ -124,7 +128,7 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
         return dict.fromkeys(names, 0)
     count = [0] * COUNTS if counts is None else [int(c) for c in counts]
     size = ledger.round.w.element_size()
-    buffers_bytes = 2 * count[BUFFER_BYTES]  # sent down, and sent up again
+    buffers_bytes = count[BUFFER_BYTES]
     if ledger.planned is not None:
         buffers_bytes = _as_planned(count, ledger, ledger.planned, methods)
     down = count[DOWN_PARAMETERS]
@@ -169,17 +173,13 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned, methods: Met
     # Clients whose updates were not used sent and received the same amount on average. If no update
     # was used, full vectors are counted.
     each = [round.layout.size, round.layout.size * round.w.element_size()]
-    buffers = sum(
-        value.numel() * value.element_size()
-        for name, value in round.buffers.items()
-        if name not in round.own_buffers
-    )
+    buffers = _bytes_of(round.buffers, round)
     for client in planned.others:
-        for place, number in enumerate(_sent_down(round, client, methods)):
+        for place, number in enumerate(sent_down(round, client, methods)):
             count[place] += number
     # Of asynchronous rounds it is not known who is sent the model.
     unknown = planned.downloads - trained - len(planned.others)
-    count[DOWN_PARAMETERS] += unknown * _sent_down(round, None, methods)[DOWN_PARAMETERS]
+    count[DOWN_PARAMETERS] += unknown * sent_down(round, None, methods)[DOWN_PARAMETERS]
     count[CLIENTS] = planned.downloads
     for place, way in enumerate((UP_PARAMETERS, UP_BYTES)):
         share = count[way] / trained if trained else each[place]
@@ -187,12 +187,14 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned, methods: Met
     return buffers * (planned.downloads + planned.uploads)
 
 
-def _sent_down(round: Round, client: int | None, methods: Methods) -> list[int]:
-    """Return the counts of what a client without a result is sent; ``client`` as in
-    :func:`count_down`.
+def sent_down(round: Round, client: int | None, methods: Methods) -> list[int]:
+    """Return the counts of a client that is sent the model, and sends nothing back; ``client`` as
+    in :func:`count_down`.
     """
     counts = [0] * COUNTS
     counts[DOWN_PARAMETERS] = round.layout.size
+    counts[CLIENTS] = 1
+    counts[BUFFER_BYTES] = _bytes_of(round.buffers, round)
     count_down(counts, round, client, methods)
     return counts
 

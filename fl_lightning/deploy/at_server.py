@@ -11,7 +11,8 @@ from typing import Any
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.evaluation import Values
 from fl_lightning.deploy.progress import ServerProgress
-from fl_lightning.deploy.site_hooks import check_hooks
+from fl_lightning.deploy.same_config import config_of
+from fl_lightning.deploy.site_hooks import check_hooks, check_learner
 from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
 from fl_lightning.deploy.transport import Transport
@@ -88,6 +89,7 @@ class AtServer(pl.Callback):
         loop = pl_module.run.loop
         assert loop is not None
         refuse(loop, trainer.callbacks)
+        check_learner(pl_module.learner, pl_module.note)
         run = self.run
         if run is None:
             run = number_in(Path(trainer.default_root_dir), trainer.current_epoch)
@@ -95,7 +97,8 @@ class AtServer(pl.Callback):
             loop.cohort.data = Told(loop.cohort.data)
             for client, numbers in self.told.items():
                 loop.cohort.data.tell(client, *numbers)
-        self.sites = sites = Sites(self.transport, loop, self.progress, run, self.timeout)
+        facts = run, self.timeout, config_of(pl_module.run)
+        self.sites = sites = Sites(self.transport, loop, self.progress, *facts)
         sites.counts_tests = any(isinstance(c, PerClientEvaluation) for c in trainer.callbacks)
         sites.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):

@@ -8,7 +8,7 @@ attributes that cannot be sent.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -84,7 +84,7 @@ class ServerProgress:
                 if self._is_of_class(full):
                     self._note_left(full, "It belongs to the class")
                 continue
-            if _of_framework(modules[part], name):
+            if of_framework(modules[part], name):
                 continue
             value = getattr(modules[part], name, None)
             if isinstance(value, bool):
@@ -166,7 +166,7 @@ class SiteProgress:
         self.set |= dict.fromkeys(came)
 
 
-def _of_framework(module: nn.Module, name: str) -> bool:
+def of_framework(module: nn.Module, name: str) -> bool:
     """Return whether Lightning or PyTorch keeps this attribute in its modules."""
     return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
@@ -174,9 +174,20 @@ def _of_framework(module: nn.Module, name: str) -> bool:
 def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:
     """Return a number of each frozen parameter, by name, that differs after a change."""
     # A learner that declares frozen_stay may be large. Then only in-place changes are found.
-    mark = (lambda p: p._version) if keeps_frozen(learner) else _checksum
-    frozen = [(name, p) for name, p in learner.named_parameters() if not p.requires_grad]
-    return {name: mark(p) for name, p in frozen if name not in without}
+    if not keeps_frozen(learner):
+        return checksums(learner, without)
+    return {name: p._version for name, p in _frozen(learner, without)}
+
+
+def checksums(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:
+    """Return a number of the bits of each frozen parameter, by name; ``without``: of all others."""
+    return {name: _checksum(p) for name, p in _frozen(learner, without)}
+
+
+def _frozen(learner: nn.Module, without: Collection[str]) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, parameter in learner.named_parameters():
+        if not parameter.requires_grad and name not in without:
+            yield name, parameter
 
 
 def _checksum(values: Tensor) -> int:

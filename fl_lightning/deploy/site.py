@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.resent import completed
+from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import Array, Message, Post, words
@@ -109,6 +111,7 @@ class Site(FederatedLoop):
             self.engine = self.engine.one_after_the_other()
         self.trainer = trainer
         self.module = trainer.lightning_module
+        self.config = config_of(self.module.run)  # before hooks of rounds change the learner
         self.of_server = progress
         self.post = post
         self.clients = clients
@@ -164,7 +167,7 @@ class Site(FederatedLoop):
             return failed
 
     def here(self, message: Message) -> Message:
-        """Return the site's clients, with their samples and the batches of an epoch."""
+        """Return the site's clients and config, with their samples and the batches of an epoch."""
         self.greeted = True
         m = int(message.numbers["m"])
         if m != self.cohort.m:
@@ -183,6 +186,7 @@ class Site(FederatedLoop):
                 [self.cohort.data.batches_per_epoch(i) for i in self.clients], np.int64
             ),
             "version": words(version_of("fl-lightning") or "not installed"),
+            "config": words(json.dumps(self.config)),
             "parameters": np.asarray([self.model.layout.size], np.int64),
             "shape": np.asarray(travel.shape_of(self.cohort.data, self.clients[0]), np.int64),
             "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),

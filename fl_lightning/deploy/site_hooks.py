@@ -7,13 +7,18 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from functools import partial
 from itertools import product
 from typing import Any
 
+from torch import nn
+
 from fl_lightning import reading
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.deploy.progress import of_framework
 from fl_lightning.errors import UserError
+from fl_lightning.learner.modules import lightning_modules, overrides
 
 AT_SITES = (
     "steps",
@@ -67,6 +72,40 @@ def check_hooks(callbacks: Collection[Any]) -> None:
     for callback in callbacks:
         if isinstance(callback, FederatedCallback):
             _check(callback)
+
+
+def check_learner(learner: nn.Module, note: Callable[[str], None]) -> None:
+    """Refuse a learner whose ``on_train_epoch_…`` reads values that its training steps collect.
+
+    The steps run at sites, and the hook at the server. If only a hook of validation reads such a
+    value, ``note`` gets a text: validation may have changed the value, too.
+
+    Raises:
+        UserError: it names the learner, the attribute and the hook.
+    """
+    for part in lightning_modules(learner):
+        name = type(part).__name__
+        moved = {each for each in reading.moved_by(part, part.training_step) if _stays(part, each)}
+        for hook in filter(partial(overrides, part), OF_ROUNDS if moved else ()):
+            if hook in ("on_train_batch_start", "on_train_batch_end"):
+                continue
+            for attribute in sorted(moved & reading.read_first(getattr(part, hook))):
+                text = (
+                    f"learner {name}: training_step changes self.{attribute} at the sites, and "
+                    f"{hook}, which only the server runs, reads it there, without these changes. "
+                    "In training_step, log the value (self.log gives the mean over steps and "
+                    "clients), or update a metric of torchmetrics"
+                )
+                if hook.startswith("on_train"):
+                    raise UserError(f"{text}; or simulate with `fl-lightning fit`.")
+                note(text)
+
+
+def _stays(learner: Any, name: str) -> bool:
+    """Return whether this is an attribute that is not sent to the server."""
+    if name in {*learner._modules, *learner._parameters, *learner._buffers}:
+        return False
+    return not of_framework(learner, name)
 
 
 def reads_of_clients(attribute: str, callbacks: Collection[Any]) -> bool:

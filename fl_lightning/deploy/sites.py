@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -20,6 +21,7 @@ from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.resent import SentModel
+from fl_lightning.deploy.same_config import check_same
 from fl_lightning.deploy.sent_base import SentBase
 from fl_lightning.deploy.site_hooks import reads_of_clients
 from fl_lightning.deploy.told import Told
@@ -41,6 +43,7 @@ OTHERS = 30.0  # seconds to wait for other sites' reports of an error
 class Sites:
     """An engine whose clients train at sites.
 
+    ``config``: settings, methods and frozen weights, which sites need to have alike.
     ``counts_tests``: whether to ask sites how many test samples their clients have; ``tests``:
     their answers. ``modes``: whether greater or less is better, by metric, from learners.
     ``progress``: the values that learners read of the run's progress. ``reads_evaluated``: whether
@@ -54,6 +57,7 @@ class Sites:
         progress: ServerProgress,
         run: int,
         timeout: float,
+        config: Mapping[str, Any],
     ) -> None:
         self.transport = transport
         self.loop = loop
@@ -61,6 +65,7 @@ class Sites:
         self.facts: dict[str, Number] = {}  # the present round's numbers of `progress`
         self.run = run
         self.timeout = timeout
+        self.config = config
         self.counts_tests = False
         self.tests: dict[int, int] = {}
         self.modes: dict[str, str] = {}
@@ -191,6 +196,9 @@ class Sites:
                 "the server's config says."
             )
         self._check_shapes(site, answer)
+        if "config" in answer.arrays:  # an older site does not send it
+            config = json.loads(said(answer.arrays["config"]))
+            check_same(site, self.config, config, bool(answer.numbers["own"]))
         clients = [int(i) for i in answer.arrays["clients"]]
         # A restarted site may come back under another name while the server still lists the old
         # one.
@@ -272,7 +280,12 @@ class Sites:
             # The round's weights were computed from the sizes that were known when it began.
             return sizes([client])[client] == round.sizes[client]
 
-        ask = partial(self.message, round)
+        asked: set[int] = set()
+
+        def ask(site: str, mine: list[int]) -> Message:
+            asked.update(mine)
+            return self.message(round, site, mine)
+
         for answer, clients in self.answers("trained", leaf_of, ask, fits):
             for client in clients:
                 home = self._brought(answer, client, round)
@@ -290,7 +303,10 @@ class Sites:
                 "when the round began"
             )
         for client, leaf in leaf_of.items():
-            collect(leaf, Brought(client, None))
+            counts = None
+            if client in asked:
+                counts = traffic.sent_down(round, client, self.loop.methods)
+            collect(leaf, Brought(client, counts, answered=False))
             tell()
 
     def answers(

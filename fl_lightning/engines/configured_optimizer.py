@@ -137,24 +137,22 @@ def account(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__name__} {groups}"
 
 
-def differing(key: str, then: str, now: str) -> list[str]:
-    """Return the difference between two accounts of an optimizer, such as ``key.lr: 0.1 then, 0.2
-    now``.
+def differing(key: str, then: str, now: str) -> list[tuple[str, Any, Any]]:
+    """Return the difference between two accounts of an optimizer, such as ``("key.lr", 0.1, 0.2)``.
 
     0 equals 0.0, and an option that is off may be absent, because another version of torch has
     other options.
     """
     of_class_then, of_class_now = class_of(then), class_of(now)
     if of_class_then != of_class_now:
-        return [f"{key}: {of_class_then} then, {of_class_now} now"]
+        return [(key, of_class_then, of_class_now)]
     groups = _options_that_differ(then, now)
     if groups is None:
-        return [] if then == now else [f"{key}: {then} then, {now} now"]
-    found = []
+        return [] if then == now else [(key, then, now)]
+    found: list[tuple[str, Any, Any]] = []
     for place, options in enumerate(groups):
         where = key if len(groups) == 1 else f"{key}, parameter group {place}"
-        for name, (a, b) in options.items():
-            found.append(f"{where}.{name}: {a} then, {b} now")
+        found += [(f"{where}.{name}", a, b) for name, (a, b) in options.items()]
     return found
 
 

@@ -28,7 +28,8 @@ class Ledger:
 
     - ``rows``, ``server``: clients' rows and server states, if hooks wrote them.
     - ``total``: the sums over clients.
-    - ``finished``, ``dropped``: the clients that count, and those that sent nothing.
+    - ``finished``, ``dropped``: the clients that count, and those that sent nothing; ``unsent``:
+      those of the latter that were not sent the model.
     - ``metrics``: by client, the states that its steps left in the learner's metrics.
     - ``logs``, ``notes``: logs and notes of server hooks.
     - ``gathered``: all updates ``(n, D)``; None: no method asks for them.
@@ -55,6 +56,7 @@ class Ledger:
         self.base: Tensor | None = None
         self.finished: list[int] = []
         self.dropped: list[int] = []
+        self.unsent: list[int] = []
         self.kept: dict[int, int] = {}
         self.rows_elsewhere = False
         self.measuring: Collection[str] = ()

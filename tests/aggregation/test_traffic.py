@@ -34,7 +34,7 @@ def counts(
 
 
 def test_a_client_is_sent_the_model_and_buffers_and_sends_its_update() -> None:
-    assert counts() == [D, 1, D, 8 * D, 3 * 8 + 8, 2]
+    assert counts() == [D, 1, D, 8 * D, 2 * (3 * 8 + 8), 2]
 
 
 def test_uploads_that_are_counted_add_to_it() -> None:
@@ -43,12 +43,12 @@ def test_uploads_that_are_counted_add_to_it() -> None:
         "M.two": torch.ones(1, 2),
         "M.derived": torch.ones(1, 3),
     }
-    assert counts(given) == [D, 1, D + D + 2, 8 * (D + D + 2), 32, 2]
+    assert counts(given) == [D, 1, D + D + 2, 8 * (D + D + 2), 64, 2]
 
 
 def test_a_method_says_how_much_it_sends_in_place_of_its_update() -> None:
-    assert counts(sent=(1.5, None)) == [D, 1, 2, 12, 32, 2]
-    assert counts(sent=(3, 5.4)) == [D, 1, 3, 5, 32, 2]
+    assert counts(sent=(1.5, None)) == [D, 1, 2, 12, 64, 2]
+    assert counts(sent=(3, 5.4)) == [D, 1, 3, 5, 64, 2]
 
 
 def test_a_part_that_is_kept_is_neither_sent_nor_received() -> None:
@@ -87,7 +87,7 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
         "down_bytes": 8 * 2 * D + 8 * 2 * D + 4 * 2 * 2,
         "up_parameters": 11,
         "up_bytes": 90,
-        "buffers_bytes": 128,
+        "buffers_bytes": 64,
     }
 
 

@@ -12,12 +12,18 @@ import numpy as np
 import pytest
 
 from fl_lightning import FederatedModule, UserError
-from fl_lightning.callbacks import PerClientEvaluation, ProximalPersonalModel
+from fl_lightning.callbacks import (
+    CommunicationLogger,
+    PerClientEvaluation,
+    ProximalPersonalModel,
+    SystemHeterogeneity,
+)
 from fl_lightning.deploy import evaluation
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
+from tests.deploy import test_adapters as adapters
 from tests.deploy.test_evaluation import CASES, OPTIONS, Methods, measured_by, same_files
-from tests.deploy.test_in_memory import Restarted, check_same, over_sites, site, trained
+from tests.deploy.test_in_memory import SHARES, Restarted, check_same, over_sites, site, trained
 
 pytestmark = pytest.mark.slow
 
@@ -158,3 +164,77 @@ def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
 def test_a_deadline_that_is_just_over_brings_no_answer() -> None:
     """As where a neighbour held the processor between the look at the clock and the wait."""
     assert InMemoryTransport({}).receive(-1e-5) == []
+
+
+class Losing(InMemoryTransport):
+    """Site south is silent in round 1: what it is sent or what it answers is lost, or it is away
+    from then on.
+    """
+
+    lost = ""
+    trained = 0
+
+    def sites(self) -> list[str]:
+        away = self.lost == "away" and self.trained >= len(SHARES)
+        return [site for site in super().sites() if not (away and site == "south")]
+
+    def send(self, messages: list[Message]) -> None:
+        super().send([m for m in messages if not (self.lost == "down" and self._silent(m))])
+
+    def receive(self, timeout: float) -> list[Message]:
+        came = super().receive(timeout)
+        self.trained += sum(message.what == "trained" for message in came)
+        return [m for m in came if not (self.lost == "up" and self._silent(m))]
+
+    def _silent(self, message: Message) -> bool:
+        return message.site == "south" and message.numbers.get("round") == 1
+
+
+class Flaky(SystemHeterogeneity):
+    """In the simulation the clients of site south drop out of round 1."""
+
+    def __init__(self, clients: list[int]) -> None:
+        super().__init__(dropout=0.5)
+        self.clients = clients
+
+    def conditions(self, seed: int, m: int) -> Any:
+        found = super().conditions(seed, m)
+        vars(found)["drops"] = lambda version, client: version == 1 and client in self.clients
+        return found
+
+
+def losing(where: str) -> type[Losing]:
+    return type("Lost", (Losing,), {"lost": where})
+
+
+@pytest.mark.parametrize("lost", ["down", "up"])
+@pytest.mark.parametrize("name", ["fedavg", "flora"])
+def test_a_client_that_does_not_answer_was_sent_the_model_and_that_is_counted(
+    name: str, lost: str, tmp_path: Path
+) -> None:
+    shares, options = SHARES, {"participation": "all"}
+    if name == "flora":
+        shares, options = adapters.SHARES, {**adapters.OPTIONS, **options}
+
+    def methods() -> list[Any]:
+        return [*(adapters.METHODS[name]() if name == "flora" else ()), CommunicationLogger()]
+
+    simulated: list[dict[str, float]] = []
+    trained([*methods(), Flaky(shares["south"])], 3, simulated, **options)
+    given: dict[str, Any] = {"shares": shares, "carrier": losing(lost), "timeout": 1.5, **options}
+    _, over, _ = over_sites(methods, tmp_path, rounds=3, **given)
+    assert [bytes_in(metrics) for metrics in over] == [bytes_in(metrics) for metrics in simulated]
+
+
+def bytes_in(metrics: dict[str, float]) -> dict[str, float]:
+    return {k: v for k, v in metrics.items() if k.startswith("communication/")}
+
+
+def test_a_client_whose_site_is_away_is_sent_nothing(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"carrier": losing("away"), "timeout": 1.5, "participation": "all"}
+    over, metrics, _ = over_sites(lambda: [CommunicationLogger()], tmp_path, rounds=2, **given)
+    assert any("round 1: clients [1, 2, 7] dropped" in note for note in over.notes)
+    before, then = (bytes_in(each) for each in metrics)
+    for name in ("down_bytes", "up_bytes", "buffers_bytes"):  # sums over the rounds
+        one, both = (each[f"communication/{name}"] for each in (before, then))
+        assert both == one + one * 6 / 9

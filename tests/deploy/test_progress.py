@@ -265,3 +265,82 @@ def test_a_site_refuses_another_client_optimizer_unless_it_is_told(tmp_path: Pat
     over_sites(list, sites, rounds=1, **MOMENTUM)
     with pytest.raises(UserError, match=r"site\.json.* client_optimizer,.*--model\.strict_resume"):
         over_sites(list, sites, rounds=1, **ADAM)
+
+
+class Collects(Learner):
+    """It collects its losses by hand for a hook of the round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[Tensor] = []
+        self.sums = {"loss": 0.0}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.keep(loss.detach())
+        return loss
+
+    def keep(self, loss: Tensor) -> None:
+        self.outs.append(loss)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/mean", torch.stack(self.outs).mean())
+        self.outs.clear()
+
+
+class Sums(Collects):
+    def keep(self, loss: Tensor) -> None:
+        self.sums["loss"] += float(loss)
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/sum", self.sums["loss"])
+
+
+class Last(Collects):
+    def keep(self, loss: Tensor) -> None:
+        self.last = loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("train/last", self.last)
+
+
+@pytest.mark.parametrize("learner, name", [(Collects, "outs"), (Sums, "sums"), (Last, "last")])
+def test_values_that_steps_collect_for_a_hook_of_the_round_are_refused(
+    learner: type[Learner], name: str, tmp_path: Path
+) -> None:
+    told = rf"learner {learner.__name__}: training_step changes self\.{name} at the sites, and on_t"
+    with pytest.raises(UserError, match=told):
+        over_sites(list, tmp_path, rounds=1, learner=learner)
+
+
+class InValidation(Collects):
+    def on_train_epoch_end(self) -> None:
+        """It computes nothing."""
+
+    def on_validation_epoch_end(self) -> None:
+        self.log("val/number", float(len(self.outs)))
+
+
+class Allowed(Learner):
+    """The server gets a metric's state, and the hook sets what the step changes anew."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.fresh = False
+        return super().training_step(batch, batch_idx)
+
+    def on_train_epoch_start(self) -> None:
+        self.fresh = True
+
+    def on_train_epoch_end(self) -> None:
+        self.fresh = True
+        self.log("train/fresh", float(self.fresh))
+        self.log("train/again", self.seen.compute())
+
+
+@pytest.mark.parametrize("learner, notes", [(InValidation, 1), (Allowed, 0)])
+def test_values_that_validation_reads_are_noted_and_metrics_are_allowed(
+    learner: type[Learner], notes: int, tmp_path: Path
+) -> None:
+    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=learner)
+    told = [n for n in over.notes if "self.outs at the sites, and on_validation_epoch_end" in n]
+    assert len(told) == notes and not [note for note in over.notes if "self.seen" in note]

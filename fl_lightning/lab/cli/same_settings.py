@@ -52,7 +52,7 @@ def check_same_settings(checkpoint: Path, config: Mapping[str, Any], strict: boo
     differing = [*_differing(_learner(before), _learner(config), "model.learner")]
     differing += _differing(_data(before), _data(config), "data")
     if differing:
-        raise other_settings(f"{key}: {then} then, {now} now" for key, then, now in differing)
+        raise other_settings(differing)
 
 
 def _learner(config: Mapping[str, Any]) -> Any:

@@ -1,0 +1,68 @@
+"""What has to be the same at the server and at each site: settings, methods and frozen weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fl_lightning.checkpoint import Identity
+from fl_lightning.deploy.progress import checksums
+from fl_lightning.errors import UserError
+
+# A learner's schedule may depend on the number of local steps, which a site's own data decide.
+SCHEDULER = "client_scheduler"
+# Options of an optimizer that choose a kernel of the device.
+KERNELS = ("foreach", "fused", "capturable")
+
+
+def config_of(run: Any) -> dict[str, dict[str, Any]]:
+    """Return what a run and a site compare, by kind and name, of numbers and texts.
+
+    Left out are data, precision and devices, and frozen weights that the run changes, because a
+    site is sent these.
+    """
+    methods = run.methods
+    changed = () if run.state.base is None else run.state.base.values
+    arguments = {**run.settings.compared(), **run.optimizers.accounts}
+    return {
+        "arguments": {**arguments, "methods without state": methods.stateless()},
+        "methods": methods.fingerprint(),
+        "frozen": checksums(run.model.learner, {*changed, *run.model.as_buffers}),
+    }
+
+
+def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], own: bool) -> None:
+    """Compare the server's config with a site's.
+
+    Args:
+        site: the site's name.
+        ours, theirs: as :func:`config_of` returns them, at the server and at the site.
+        own: whether the site has its own data.
+
+    Raises:
+        UserError: they differ; the error names the site and the settings, or the frozen weights.
+    """
+    server, there = (Identity(0, each["arguments"], each["methods"], "") for each in (ours, theirs))
+    differing = [each for each in server.differing(there) if not _may_differ(each[0], own)]
+    if differing:
+        shown = "; ".join(
+            f"{name}: {one} there, {other} here" for name, one, other in differing[:4]
+        )
+        raise UserError(
+            f"site {site}: its settings differ from the server's ({shown}). Server and site need "
+            "the same config."
+        )
+    frozen = theirs["frozen"]
+    other = [name for name, mark in ours["frozen"].items() if frozen.get(name, mark) != mark]
+    if other:
+        more = f" and {len(other) - 1} more" * (len(other) > 1)
+        raise UserError(
+            f"site {site}: its frozen parameter {other[0]}{more} has other values than the "
+            "server's. Frozen parameters are not sent: server and site need the same file of "
+            "pretrained weights."
+        )
+
+
+def _may_differ(name: str, own: bool) -> bool:
+    """Return whether a setting may have another value at a site; ``own``: with its own data."""
+    return name.rpartition(".")[2] in KERNELS or (own and name == SCHEDULER)
