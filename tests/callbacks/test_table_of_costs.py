@@ -137,7 +137,7 @@ def test_kept_runs_fill_a_row_and_the_others_are_named_below(cli: Cli) -> None:
         cells = {row.split(" | ")[0].strip("|* "): row.strip("| ").split(" | ") for row in rows}
         assert "±" in cells["scaffold"][1] and "[" in cells["scaffold"][2]
         assert cells["scaffold"][3] == "lr 0.1↓" and cells["scaffold"][4:6] == ["2", "1"]
-        assert cells["fedavg"][2] == "" and cells["fedavg"][4:] == ["1", "1", "1"]
+        assert cells["fedavg"][2] == "–" and cells["fedavg"][4:] == ["1", "1", "1"]
         best_first = [float(row.split(" | ")[1].split(" ±")[0]) for row in rows]
         assert best_first == sorted(best_first, reverse=True)
         waiting = " ".join(made.split())
