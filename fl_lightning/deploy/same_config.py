@@ -9,7 +9,8 @@ from fl_lightning.checkpoint import Identity
 from fl_lightning.deploy.progress import checksums
 from fl_lightning.errors import UserError
 
-# A learner's schedule may depend on the number of local steps, which a site's own data decide.
+# A learner's schedule, and what is inside it, may depend on the number of local steps, which a
+# site's own data decide.
 SCHEDULER = "client_scheduler"
 # Options of an optimizer that choose a kernel of the device.
 KERNELS = ("foreach", "fused", "capturable")
@@ -65,4 +66,4 @@ def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], ow
 
 def _may_differ(name: str, own: bool) -> bool:
     """Return whether a setting may have another value at a site; ``own``: with its own data."""
-    return name.rpartition(".")[2] in KERNELS or (own and name == SCHEDULER)
+    return name.rpartition(".")[2] in KERNELS or (own and name.startswith(SCHEDULER))
