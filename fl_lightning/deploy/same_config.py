@@ -19,15 +19,17 @@ KERNELS = ("foreach", "fused", "capturable")
 def config_of(run: Any) -> dict[str, dict[str, Any]]:
     """Return what a run and a site compare, by kind and name, of numbers and texts.
 
-    Left out are data, precision and devices, and frozen weights that the run changes, because a
-    site is sent these.
+    Left out are data, precision and devices; frozen weights that the run changes, because a site is
+    sent these; and callbacks that only measure, and only at the server.
     """
     methods = run.methods
+    apart = {type(each).__name__ for each in methods.callbacks if _only_at_server(each)}
+    stateful = {name: own for name, own in methods.fingerprint().items() if name not in apart}
     changed = () if run.state.base is None else run.state.base.values
     arguments = {**run.settings.compared(), **run.optimizers.accounts}
     return {
         "arguments": {**arguments, "methods without state": methods.stateless()},
-        "methods": methods.fingerprint(),
+        "methods": stateful,
         "frozen": checksums(run.model.learner, {*changed, *run.model.as_buffers}),
     }
 
@@ -62,6 +64,12 @@ def check_same(site: str, ours: Mapping[str, Any], theirs: Mapping[str, Any], ow
             "server's. Frozen parameters are not sent: server and site need the same file of "
             "pretrained weights."
         )
+
+
+def _only_at_server(callback: Any) -> bool:
+    """Return whether a callback measures, and has no state at clients."""
+    measures = callback.role == "measurement"
+    return measures and all(each.at_server for each in callback.declarations().values())
 
 
 def _may_differ(name: str, own: bool) -> bool:

@@ -12,7 +12,12 @@ import torch
 from torch import nn
 
 from fl_lightning import UserError
-from fl_lightning.callbacks import ControlVariates, DivergenceLogger, ProximalTerm
+from fl_lightning.callbacks import (
+    CommunicationLogger,
+    ControlVariates,
+    DivergenceLogger,
+    ProximalTerm,
+)
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.told import Everything
@@ -76,7 +81,7 @@ def test_a_site_with_another_config_is_refused(
         transport.close()
 
 
-def test_what_depends_on_the_machine_may_differ(tmp_path: Path) -> None:
+def test_the_machine_and_what_only_the_server_measures_may_differ(tmp_path: Path) -> None:
     def serve(name: str, post: Post) -> None:
         by_one = partial(torch.optim.SGD, lr=0.1, weight_decay=0.01, foreach=True)
         given = {"on_nonfinite": "skip", "engine": "concurrent", "client_optimizer": by_one}
@@ -85,7 +90,8 @@ def test_what_depends_on_the_machine_may_differ(tmp_path: Path) -> None:
     transport = InMemoryTransport({"south": partial(serve, "south")})
     metrics: list[dict[str, float]] = []
     try:
-        module = trained([AtServer(transport, run=7, timeout=60)], 1, metrics)
+        at = [CommunicationLogger(), AtServer(transport, run=7, timeout=60)]
+        module = trained(at, 1, metrics)
     finally:
         transport.close()
     assert len(metrics) == 1 and not [note for note in module.notes if "dropped" in note]
