@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class ImageDataModule(FederatedDataModule):
             for train in (True, False):
                 self._open(train, download=True)
         except Exception as error:  # the network and torchvision may raise anything
-            reason = " ".join(str(error).split())[:200]
+            reason = shorten(str(error), 300, placeholder=" …")
             raise UserError(
                 f"data.download is true, but {type(self).__name__} could not be downloaded to "
                 f"{str(self.root)!r}: {reason}. Put the files there by hand, or try again."

@@ -280,6 +280,13 @@ class Nothing(Anchor):
         return gradient + self.nothing  # type: ignore[attr-defined]
 
 
+class NoReturn(Anchor):
+    """Its hook computes another gradient, and does not return it."""
+
+    def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Any:
+        gradient + self.mu * (clients.x - clients.w)
+
+
 class Unassigned(FederatedCallback):
     """Its server reads a sum that none of its clients sends."""
 
@@ -319,6 +326,7 @@ WRONG: list[tuple[type[FederatedCallback], str, str]] = [
     (OwnSum, "two processes", "through Upload"),
     (OfOneThread, "engines agree", "no attribute of self"),
     (NotNeutral, "neutral setting is FedAvg", "with mu=0.0 it is not FedAvg"),
+    (NoReturn, "neutral setting is FedAvg", "does one lack its return?"),
     (ByNumber, "order of clients", "no client's number"),
     (DividesByRate, "rounds with learning rate 0", "with learning rate 0 in round"),
     (DividesByNorm, "finite at zero gradients", "torch.where(norm > 0"),

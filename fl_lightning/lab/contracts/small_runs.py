@@ -156,6 +156,29 @@ def neutral(method: Method) -> None:
             "every term of the method has to vanish there; where it has no such setting, say "
             "neutral = None",
         )
+    if method.factory().is_method() and not _is_neutral(method.factory(), arguments):
+        _require_effect(method, named)
+
+
+def _is_neutral(callback: FederatedCallback, arguments: dict[str, Any]) -> bool:
+    """Return whether a method has its neutral arguments."""
+    try:
+        return all(getattr(callback, name, None) == value for name, value in arguments.items())
+    except RuntimeError:
+        return False  # a schedule, which has a value only in a round
+
+
+def _require_effect(method: Method, neutral: str) -> None:
+    """Require that a run at other arguments than the neutral ones is not FedAvg's."""
+    average = method.average
+    same = all(value.equal(method.plain[name]) for name, value in average.items())
+    if same and not method.factory().has("personal"):
+        raise Failed(
+            f"not only with {neutral}, also with the arguments of this check it is FedAvg to the "
+            "last bit: in three rounds it changes nothing",
+            "a hook that returns nothing has changed its values in place: does one lack its "
+            "return?",
+        )
 
 
 def _neutral(method: Method, arguments: dict[str, Any]) -> FederatedCallback:
