@@ -568,7 +568,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     @property
     def validates_on_test(self) -> bool:
-        """Return whether validation is on the test set, because there are no other data."""
+        """Return whether validation uses the test set, as the only samples for it."""
         held_out = self._who.held_out
         return held_out is None and self.val_set is None and self.test_set is not None
 

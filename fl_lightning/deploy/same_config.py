@@ -1,4 +1,4 @@
-"""What has to be the same at the server and at each site: settings, methods and frozen weights."""
+"""Settings, methods and frozen weights, which the server and each site need alike."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -37,6 +38,15 @@ def test_what_the_training_step_puts_into_a_shared_metric_is_not_measured() -> N
     assert set(measured.table["seen_loss"].values()) == {1.0}
 
 
+def clients_with(module: Any, fits: Callable[[Tensor], Any]) -> set[int]:
+    """The clients whose test samples fit; the samples of class 0 are the positives."""
+    data = module.trainer.datamodule
+    y = data._given_sets["train"][1]
+    found = {i for i in range(10) if fits(y[data.client_test_indices(i)] == 0)}
+    assert 1 < len(found) < 9
+    return found
+
+
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize(
     ("task", "thresholds"), [("binary", None), ("binary", 50), ("multi", None)]
@@ -69,13 +79,7 @@ def test_an_auroc_of_one_class_is_no_value(by_hand: bool, task: str, thresholds:
 
     with pytest.warns(UserWarning, match="clients have no value of auroc"):
         module = run(seen := c.PerClientEvaluation(1), learner=Binary, rounds=1)
-    y = module.trainer.datamodule._given_sets["train"][1]
-    both = set()
-    for i in range(10):
-        own = module.trainer.datamodule.client_test_indices(i)
-        if len((y[own] == 0).unique()) == 2:
-            both.add(i)
-    assert 1 < len(both) < 9
+    both = clients_with(module, lambda positive: len(positive.unique()) == 2)
     assert seen.table["auroc"].keys() == both
     assert len(seen.table["acc"]) == 9
 
@@ -99,11 +103,5 @@ def test_an_average_precision_without_positives_is_no_value(task: Any, threshold
 
     with pytest.warns(UserWarning, match="clients have no value of ap"):
         module = run(seen := c.PerClientEvaluation(1), learner=Precise, rounds=1)
-    y = module.trainer.datamodule._given_sets["train"][1]
-    positive = set()
-    for i in range(10):
-        own = module.trainer.datamodule.client_test_indices(i)
-        if (y[own] == 0).any():
-            positive.add(i)
-    assert 1 < len(positive) < 9
+    positive = clients_with(module, torch.any)
     assert seen.table["ap"].keys() == positive

@@ -25,7 +25,7 @@ class Scaled(Learner):
     """Its loss is scaled by a number that differs from round to round."""
 
     def scale(self) -> float:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each learner scales in another way
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch

@@ -106,17 +106,17 @@ class ReportedRun:
 class ReportedSweep:
     """A folder of runs with the files that belong to all of them.
 
-    ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``kin``: the same text for sweeps
-    that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not begun.
-    ``names`` maps an arm to its name in the report, if that differs from the sweep's. ``arms``
-    maps the folders of listed runs to their arms.
+    ``claims`` and ``spec`` are its claims.yaml and sweep.yaml. ``group``: a text, the same for
+    sweeps that are reported as one. ``waiting`` lists (arm, seed, status) of the runs that have not
+    begun. ``names`` maps an arm to its name in the report, if that differs from the sweep's.
+    ``arms`` maps the folders of listed runs to their arms.
     """
 
     folder: Path
     claims: Path | None
     spec: Mapping[str, Any]
     runs: tuple[Path, ...]
-    kin: str
+    group: str
     waiting: tuple[tuple[str, str, str], ...]
     names: Mapping[str, str] = field(default_factory=dict)
     arms: Mapping[Path, str] = field(default_factory=dict)
@@ -210,29 +210,29 @@ def _keep_apart(found: Found) -> None:
     Sweeps with the same claims are reported as one: their arms of one name are one arm. A sweep's
     name is its folder's name, with its parent's if several have the same name.
     """
-    kin_of_run: dict[Path, str] = {}
+    group_of_run: dict[Path, str] = {}
     folders: dict[str, Path] = {}
     # In reverse order, so that of several sweeps the first named one gives the folder's name.
     for sweep in reversed(found.sweeps):
-        folders[sweep.kin] = sweep.folder.resolve()
-        kin_of_run |= dict.fromkeys(sweep.runs, sweep.kin)
-    kins_of_arm: dict[str, set[str]] = {}
+        folders[sweep.group] = sweep.folder.resolve()
+        group_of_run |= dict.fromkeys(sweep.runs, sweep.group)
+    groups_of_arm: dict[str, set[str]] = {}
     for run in found.runs:
-        kins_of_arm.setdefault(run.arm, set()).add(kin_of_run.get(run.folder, ""))
-    shared = {arm for arm, kins in kins_of_arm.items() if len(kins) > 1}
-    parted = set[str]().union(*(kins_of_arm[arm] for arm in shared)) - {""}
+        groups_of_arm.setdefault(run.arm, set()).add(group_of_run.get(run.folder, ""))
+    shared = {arm for arm, groups in groups_of_arm.items() if len(groups) > 1}
+    parted = set[str]().union(*(groups_of_arm[arm] for arm in shared)) - {""}
     names = Counter(folder.name for folder in folders.values())
     labels: dict[str, str] = {}
-    for kin in parted:
-        folder = folders[kin]
+    for group in parted:
+        folder = folders[group]
         above = f"{folder.parent.name}/" if names[folder.name] > 1 else ""
-        labels[kin] = above + folder.name
+        labels[group] = above + folder.name
     for place, sweep in enumerate(found.sweeps):
-        if label := labels.get(sweep.kin):
+        if label := labels.get(sweep.group):
             apart = {arm: f"{label}/{arm}" for arm in shared}
             found.sweeps[place] = replace(sweep, names=apart)
     for place, run in enumerate(found.runs):
-        if label := labels.get(kin_of_run.get(run.folder, "")):
+        if label := labels.get(group_of_run.get(run.folder, "")):
             arm = f"{label}/{run.arm}" if run.arm in shared else run.arm
             found.runs[place] = replace(run, arm=arm, group=label)
 
@@ -384,15 +384,15 @@ def _sweep(folder: Path) -> ReportedSweep:
             waiting.append((arm, seed, status))
     claims: Path | None = folder / "claims.yaml"
     # Sweeps with the same claims belong together, and so do folders of runs without a sweep.
-    kin = str(folder.resolve()) if (folder / "sweep.yaml").is_file() else ""
+    group = str(folder.resolve()) if (folder / "sweep.yaml").is_file() else ""
     if claims is not None and claims.is_file():
-        kin = hashlib.sha256(claims.read_bytes()).hexdigest()
+        group = hashlib.sha256(claims.read_bytes()).hexdigest()
     else:
         claims = None
     runs = tuple(paths[place] for place in places)
     of_runs = {paths[place]: place.rpartition("/")[0] for place in places if place in order}
     spec = _mapping(folder / "sweep.yaml")
-    return ReportedSweep(folder, claims, spec, runs, kin, tuple(waiting), arms=of_runs)
+    return ReportedSweep(folder, claims, spec, runs, group, tuple(waiting), arms=of_runs)
 
 
 def _natural(place: str) -> tuple[str, str, int, str]:

@@ -26,7 +26,7 @@ from fl_lightning.lab.report.scores import (
     over_time,
     window,
 )
-from fl_lightning.lab.report.summary import Arm, Summary, first_arms, kin, known
+from fl_lightning.lab.report.summary import Arm, Summary, first_arms, group_of_arms, known
 from fl_lightning.lab.report.text_tables import (
     NONE,
     PERCENT,
@@ -288,7 +288,7 @@ def scores(summary: Summary) -> Table:
     few = ""
     if any(length < 10 for length in lengths(summary)):
         few = "Mean of last 10: of all values if a run has fewer than ten. "
-    several = len(set(kin(summary).values())) > 1
+    several = len(set(group_of_arms(summary).values())) > 1
     end = "lowest" if summary.found.directions.known(summary.metric) is False else "highest"
     note = (
         f"Mean ± sample standard deviation over seeds. Smoothed: the {end} of the last 50 values "
@@ -296,7 +296,9 @@ def scores(summary: Summary) -> Table:
         f"{' Bold marks the best arm of each sweep.' * several}"
     )
     table = Table("scores", f"Scores: {metric_title(summary)}", columns, rows, note)
-    return table.with_best(range(1, 1 + len(SCORES)), lambda: summary.greater, kin(summary))
+    return table.with_best(
+        range(1, 1 + len(SCORES)), lambda: summary.greater, group_of_arms(summary)
+    )
 
 
 def lengths(summary: Summary) -> list[int]:
@@ -359,7 +361,9 @@ def targets(summary: Summary) -> list[Table]:
         told = note.format(sign=sign, target=target)
         table = Table(f"target-{target}", title, columns.split("|"), rows, told)
         # For any metric, reaching the target at lower cost is better.
-        made.append(table.with_best(range(1, 1 + len(costs)), lambda: False, kin(summary)))
+        made.append(
+            table.with_best(range(1, 1 + len(costs)), lambda: False, group_of_arms(summary))
+        )
     return made
 
 
@@ -399,7 +403,7 @@ def _budgets(summary: Summary, sweep: str) -> Table:
     key = f"budgets-{sweep}" if sweep else "budgets"
     title = f"{title}: {sweep}" if sweep else title
     table = Table(key, title, columns, rows, note)
-    return table.with_best(range(1, 1 + len(made)), lambda: summary.greater, kin(summary))
+    return table.with_best(range(1, 1 + len(made)), lambda: summary.greater, group_of_arms(summary))
 
 
 def _mean(unit: Unit, values: Mapping[int, float | None], arm: Arm) -> Cell:
@@ -495,7 +499,7 @@ def fairness(summary: Summary) -> Table:
     columns = ["arm", *measures.values()]
     note += _add_runs(columns, rows, counted)
     table = Table("fairness", title, columns, rows, note)
-    own = kin(summary)
+    own = group_of_arms(summary)
     table.with_best((1, 2, 3, *range(6, len(measures) + 1)), lambda: summary.greater, own)
     return table.with_best((4,), lambda: True, own).with_best((5,), lambda: False, own)
 

@@ -136,10 +136,10 @@ class Summary:
         """Return the name of each sweep → the summary of its arms; one entry if there is one
         sweep.
         """
-        kins = list(dict.fromkeys(sweep.kin for sweep in self.found.sweeps))
+        groups = list(dict.fromkeys(sweep.group for sweep in self.found.sweeps))
         parts: dict[str, Summary] = {}
-        for kin in kins:
-            sweeps = [sweep for sweep in self.found.sweeps if sweep.kin == kin]
+        for group in groups:
+            sweeps = [sweep for sweep in self.found.sweeps if sweep.group == group]
             folders = set[Path]()
             for sweep in sweeps:
                 folders.update(path.resolve() for path in sweep.runs)
@@ -149,7 +149,7 @@ class Summary:
             parts[sweeps[0].folder.name] = replace(self, arms=arms, found=found)
         # Runs outside of all sweeps, or of two sweeps with one name, are drawn together.
         whole = sum(len(part.found.runs) for part in parts.values()) == len(self.found.runs)
-        return parts if whole and len(parts) == len(kins) else {"": self}
+        return parts if whole and len(parts) == len(groups) else {"": self}
 
     @property
     def scored(self) -> bool:
@@ -285,16 +285,16 @@ def _arm(
     return Arm(name, runs, scores, costs, name, measured)
 
 
-def kin(summary: Summary) -> dict[str, str]:
+def group_of_arms(summary: Summary) -> dict[str, str]:
     """Return arm → the sweep's common setting, because arms of other sweeps have other settings."""
     of_run: dict[Path, str] = {}
     for sweep in summary.found.sweeps:
-        of_run |= dict.fromkeys(sweep.runs, sweep.kin)
+        of_run |= dict.fromkeys(sweep.runs, sweep.group)
     return {name: of_run.get(arm.runs[0].folder, "") for name, arm in summary.arms.items()}
 
 
 def first_arms(summary: Summary) -> dict[str, str]:
     """Return arm → the first one of its sweep, relative to which its costs are measured."""
-    groups = kin(summary)
+    groups = group_of_arms(summary)
     first: dict[str, str] = {}
     return {name: first.setdefault(groups.get(name, ""), name) for name in summary.arms}

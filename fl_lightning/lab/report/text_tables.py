@@ -53,15 +53,15 @@ class Table:
         self,
         columns: Iterable[int],
         greater: Callable[[], bool],
-        kin: Mapping[str, str] | None = None,
+        group_of: Mapping[str, str] | None = None,
     ) -> Table:
         """Mark the best of each of these columns; ``greater`` is called if there are several.
 
-        ``kin``: first cell → group; rows are compared with rows of their own group.
+        ``group_of``: first cell → group; rows are compared with rows of their own group.
         """
         groups: dict[str, Rows] = {}
         for row in self.rows:
-            groups.setdefault((kin or {}).get(row[0].text, ""), []).append(row)
+            groups.setdefault((group_of or {}).get(row[0].text, ""), []).append(row)
         for column, rows in product(columns, groups.values()):
             cells = [row[column] for row in rows if row[column].value is not None]
             whole = [cell.value for cell in cells if cell.whole]

@@ -25,7 +25,7 @@ _TRYING = ("over", "arms", "seeds", "rounds")
 
 @dataclass(frozen=True)
 class Selection:
-    """What each arm chooses first, with its own seeds.
+    """The options that an arm chooses before its runs, by runs with seeds of their own.
 
     ``over``: option → its values. ``rounds``: rounds of the runs that measure; None: as many as the
     arms' own. ``arms``: arm → its own values, instead of ``over``. ``after``: arm → the arm whose
