@@ -89,6 +89,8 @@ class Forked:
         self._fork_seconds = 0.0  # the shortest time that a fork took
         self._client_seconds = 0.0  # mean seconds over the latest clients
         self._told = False  # whether a client has failed in a worker but not in the run itself
+        self._waiting: deque[Leaf] = deque()  # clients that no worker has yet
+        self._again: set[int] = set()  # places of clients that the run itself trained instead
 
     def train(
         self,
@@ -109,25 +111,24 @@ class Forked:
             return
         # `collect` also gives a client's results, without adding them to the sum.
         assert isinstance(collect, Contributions)
-        waiting = deque(largest_first(round, leaves))
+        self._waiting = deque(largest_first(round, leaves))
+        self._again = set()
         try:
             for _ in range(self._worth(len(leaves))):
                 child = self._forked(round, collect)
                 self._children.append(child)
                 # The worker begins while the next one is forked.
-                self._give(child, waiting)
-            self._hand_out(waiting)
+                self._give(child)
+            self._hand_out()
             while busy := [child for child in self._children if child.tasks]:
                 for child in self._ready(busy):
                     self._take(child, round, collect)
                     if self._alone:
                         break
-                    self._hand_out(waiting)
+                    self._hand_out()
                     tell()
                 if self._alone:
-                    left = list(waiting)
-                    for child in self._children:
-                        left.extend(child.tasks)
+                    left = self._left()
                     self.close()
                     self.one_after_the_other().train(round, left, collect, tell)
             for child in self._children:
@@ -138,6 +139,13 @@ class Forked:
             self._children = []
         finally:
             self.close()
+
+    def _left(self) -> list[Leaf]:
+        """The clients whose results have not been received."""
+        left = list(self._waiting)
+        for child in self._children:
+            left.extend(task for task in child.tasks if task[0] not in self._again)
+        return left
 
     def close(self) -> None:
         """End the workers that still run."""
@@ -212,16 +220,16 @@ class Forked:
                 seconds = time.perf_counter() - began
                 send(connection, (answer, texts, collect.changed, seconds))
 
-    def _hand_out(self, waiting: deque[Leaf]) -> None:
+    def _hand_out(self) -> None:
         """Give each idle worker a client, and a second one while there are many."""
         for tasks in range(AHEAD):
             for child in self._children:
-                if len(child.tasks) > tasks or len(waiting) <= tasks * self.number:
+                if len(child.tasks) > tasks or len(self._waiting) <= tasks * self.number:
                     continue
-                self._give(child, waiting)
+                self._give(child)
 
-    def _give(self, child: Child, waiting: deque[Leaf]) -> None:
-        leaf = waiting.popleft()
+    def _give(self, child: Child) -> None:
+        leaf = self._waiting.popleft()
         child.tasks.append(leaf)
         # the worker has ended; reading from its pipe will report that
         with suppress(BrokenPipeError, ConnectionResetError):
@@ -288,9 +296,15 @@ class Forked:
         for text, category, file, line in told:
             registry = sys.modules[__name__].__dict__.setdefault("__warningregistry__", {})
             warnings.warn_explicit(text, category, file, line, registry=registry)
+        if leaf in self._again:
+            return
         if isinstance(answer, WorkerFailed):
-            # If the learner itself is at fault, its error is met here, whole.
-            self.one_after_the_other().train(round, [(leaf, client)], collect, lambda: None)
+            # If the learner itself is at fault, its error is met here, whole. Clients before this
+            # one may fail, too, so they come first: the error does not depend on who is quicker.
+            first = sorted([(leaf, client), *(t for t in self._left() if t[0] < leaf)])
+            self._again.update(place for place, _ in first)
+            self._waiting = deque(task for task in self._waiting if task not in first)
+            self.one_after_the_other().train(round, first, collect, lambda: None)
             # The client trained well in this process, so the learner or the data hold something
             # that cannot be used after a fork.
             if not self._told:

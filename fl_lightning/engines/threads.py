@@ -7,6 +7,7 @@ so does the sequential engine on one thread.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -19,7 +20,7 @@ import torch
 
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.random_state import RandomState
-from fl_lightning.engines.worker import Worker
+from fl_lightning.engines.worker import Stopped, Worker
 from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.round.context import Round
 
@@ -72,13 +73,22 @@ class Threads:
         leaves = largest_first(round, leaves)
         replay = sum(round.steps[client] for _, client in leaves) >= WORTH * len(self.workers)
         before = RandomState()
-        stop = threading.Event()
+        failure = FirstFailure()
 
         def train(leaf: int, client: int) -> None:
+            if failure.is_before(leaf):
+                return
             worker = self._free.popleft()
             try:
                 with torch.no_grad():
-                    collect(leaf, worker.train(round, client, stop, replay))
+                    collect(
+                        leaf,
+                        worker.train(round, client, lambda: failure.is_before(leaf), replay),
+                    )
+            except Stopped:
+                pass
+            except Exception as error:
+                failure.add(leaf, error)
             finally:
                 self._free.append(worker)
 
@@ -88,10 +98,12 @@ class Threads:
                 done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
                 for job in done:
                     job.result()
-                    tell()
+                    if failure.error is None:
+                        tell()
+            failure.raise_it()
         except BaseException:
             # Threads end at their next step; the error is raised when all have ended.
-            stop.set()
+            failure.stop_all()
             self.close()
             raise
         finally:
@@ -116,6 +128,41 @@ class Threads:
         while any(map(_exists, self._thread_ids)) and time.monotonic() < deadline:
             time.sleep(0.0005)
         self._thread_ids.clear()
+
+
+class FirstFailure:
+    """The error of the first client, in the cohort's order, that failed in a round.
+
+    Clients before it go on, because one of them may fail, too. Clients after it stop. So the error
+    does not depend on which client failed first.
+    """
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self._leaf = math.inf
+        self._lock = threading.Lock()
+
+    def add(self, leaf: int, error: Exception) -> None:
+        with self._lock:
+            if leaf < self._leaf:
+                self._leaf = leaf
+                self.error = error
+
+    def is_before(self, leaf: int) -> bool:
+        return self._leaf < leaf
+
+    def stop_all(self) -> None:
+        self._leaf = -math.inf
+
+    def raise_it(self) -> None:
+        """Raise the error, if there is one, and drop it: its traceback holds the workers."""
+        error = self.error
+        self.error = None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error
 
 
 def _begin(thread_ids: list[int]) -> None:

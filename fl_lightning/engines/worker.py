@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
@@ -72,12 +71,16 @@ class Worker:
             copy.looks = Looks(work.methods, copy, work.draws)
 
     def train(
-        self, round: Round, client: int, stop: threading.Event | None = None, replay: bool = True
+        self,
+        round: Round,
+        client: int,
+        stopped: Callable[[], bool] | None = None,
+        replay: bool = True,
     ) -> ClientGroup:
         """Train one client, up to ``on_local_end``; the result is valid until the next one begins.
 
         Raises:
-            Stopped: ``stop`` was set meanwhile.
+            Stopped: ``stopped()`` was true before a step.
             Exception: from the learner, the data or a method, with a note that names round, client
                 and step.
         """
@@ -87,7 +90,9 @@ class Worker:
         group = work.group(round, [client], copy.x, self.full_gradient)
         clients = Clients(group)
         steps = round.steps[client]
-        batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)
+        batches = NumberedBatches(
+            work.client_batches(client, round.t, steps, copy.x.device), stopped
+        )
         try:
             copy.load(round, client)
             if copy.looks is not None:
@@ -217,23 +222,23 @@ def begin(work: Work, group: ClientGroup) -> None:
 
 
 class Stopped(Exception):
-    """Another client of the round failed, or the run was interrupted."""
+    """An earlier client of the cohort failed, or the run was interrupted."""
 
 
 class NumberedBatches:
     """An iterable of batches; ``step`` is the index of the current batch, from 0.
 
-    Iterating raises :class:`Stopped` once ``stop`` is set.
+    Iterating raises :class:`Stopped` once ``stopped()`` is true.
     """
 
-    def __init__(self, batches: Iterator[Any], stop: threading.Event | None) -> None:
+    def __init__(self, batches: Iterator[Any], stopped: Callable[[], bool] | None) -> None:
         self.batches = batches
-        self.stop = stop
+        self.stopped = stopped
         self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
         for self.step, batch in enumerate(self.batches):  # noqa: B020
-            if self.stop is not None and self.stop.is_set():
+            if self.stopped is not None and self.stopped():
                 raise Stopped
             yield batch
 

@@ -139,14 +139,16 @@ def test_both_factors_are_fedavg(how: Training) -> None:
     agree(other, Rule(NET), how)
 
 
-def test_ffa_has_the_bits_of_a_learner_that_freezes_a_itself(how: Training) -> None:
+def test_ffa_is_a_learner_that_freezes_a_itself(how: Training) -> None:
+    """To rounding: kernels treat the end of a vector otherwise, and the vectors' lengths differ."""
     frozen = Adapted()
     frozen.first.lora_A.requires_grad_(False)
     frozen.head.lora_A.requires_grad_(False)
     one, other = ours([c.FactorSchedule(["B"])], how), ours([], how, learner=frozen)
     trained = one.module.layout
     for name, (where, _) in other.module.layout.items():
-        assert np.array_equal(one.record.w[-1][trained[name][0]], other.record.w[-1][where]), name
+        away = one.record.w[-1][trained[name][0]] - other.record.w[-1][where]
+        assert np.abs(away).max() < 1e-12, name
     for adapter in trained.adapters:
         where = trained[adapter.a][0]
         assert np.array_equal(one.record.w[-1][where], one.start[where])

@@ -264,10 +264,10 @@ def test_a_loop_by_hand_around_a_plain_network_agrees(
 ) -> None:
     x, y, _ = samples()
     data = InMemoryDataModule(
-        (x.float(), y), clients=[range(12, 31), range(35, 61)], batch_size=8, seed=1
+        (x.double(), y), clients=[range(12, 31), range(35, 61)], batch_size=8, seed=1
     )
     torch.manual_seed(4)
-    start = Plain()
+    start = Plain().double()
     module = FederatedModule(
         Wrapped(copy.deepcopy(start)),
         seed=1,
@@ -293,7 +293,7 @@ def test_a_loop_by_hand_around_a_plain_network_agrees(
     )
     trainer(rounds).fit(plain, data)
     for name, value in theirs.items():
-        assert torch.allclose(ours[name].double(), value.double(), rtol=0, atol=1e-6), name
+        assert torch.allclose(ours[name].double(), value.double(), rtol=0, atol=1e-12), name
     matters = rounds > 1 or isinstance(method(), c.NotTrueDistillation)
     away = (plain.global_vector - module.global_vector).abs().max()
     assert bool(away > 1e-4) == matters, "MOON's first round is FedAvg's"

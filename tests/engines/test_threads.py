@@ -142,6 +142,25 @@ def test_an_error_names_round_client_and_step_and_ends_the_round(engine: str) ->
         )
 
 
+class BreakingClients(FederatedCallback):
+    """Breaks two clients in round 1; the first one, in the cohort's order, breaks later."""
+
+    def on_local_end(self, clients: Any) -> None:
+        (client,) = clients.client_ids
+        if clients.round == 1 and client in (1, 3):
+            time.sleep(0.5 if client == 1 else 0)
+            raise ValueError(f"client {client} is broken")
+
+
+@pytest.mark.parametrize("learner", [Lit, Dropping], ids=["threads", "processes"])
+def test_the_error_of_the_first_client_of_the_cohort_is_raised(learner: type[Lit]) -> None:
+    if learner is Dropping and sys.platform != "linux":
+        pytest.skip("only Linux forks worker processes")
+    module = seeded(learner, engine="concurrent", workers=2, participation="all")
+    with pytest.raises(ValueError, match="client 1 is broken"):
+        trainer(3, [BreakingClients()]).fit(module, blobs())
+
+
 def test_interrupting_a_round_stops_its_threads() -> None:
     class Interrupt(pl.Callback):
         def on_client_end(self, trainer: Any, pl_module: Any, done: int, total: int) -> None:
