@@ -78,7 +78,10 @@ def choose(
             note(more_threads(max(held.threads, held.server_threads), situation.usable_cores))
     else:
         decision = decided(copies, () if held is None else held.as_buffers)
-    plan = replace(decision.plan, server_threads=torch.get_num_threads())
+    kernels = kernels_of(situation.w.device)
+    if held is not None and held.kernels not in ("", kernels):
+        note(other_kernels(held.kernels, kernels))
+    plan = replace(decision.plan, server_threads=torch.get_num_threads(), kernels=kernels)
     for text in decision.notes:
         note(text)
     copies.treat_as_buffers(plan.as_buffers)
@@ -97,6 +100,23 @@ def more_threads(threads: int, cores: int) -> str:
         f"this run began with {threads} threads within an operation, and this process has {cores} "
         f"{'core' if cores == 1 else 'cores'} for itself. It keeps {threads}, because another "
         "number gives other bits; rounds take longer than with as many threads as cores"
+    )
+
+
+def kernels_of(device: torch.device) -> str:
+    """What torch chooses its kernels by: the processor's instructions, and the GPU's name."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if device.type == "cpu":
+        return f"a processor with {capability}"
+    return f"{torch.cuda.get_device_name(device)} beside a processor with {capability}"
+
+
+def other_kernels(before: str, now: str) -> str:
+    """The note about a run that is resumed on other hardware."""
+    return (
+        f"the rounds up to this checkpoint ran on {before}, and this is {now}. torch computes with "
+        "other kernels here, so the resumed run agrees to rounding, and not bit for bit, with one "
+        "that was never interrupted"
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from fl_lightning.round.settings import CONCURRENT, PLANNED, STACKED
-from fl_lightning.storage.schema import COUNT, entry, record, texts, that, written
+from fl_lightning.storage.schema import COUNT, TEXT, entry, record, texts, that, written
 
 AS_BEFORE = "as when the run began"
 
@@ -38,6 +38,7 @@ class EnginePlan:
         channels_last: whether images lie in channels-last memory.
         fused: whether Adam or AdamW steps by torch's fused kernel.
         as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
+        kernels: what torch chooses its kernels by: the processor's instructions, or the GPU's name.
     """
 
     # A resumed run keeps the entries that have a kind. Whether steps are captured is tried again,
@@ -56,6 +57,7 @@ class EnginePlan:
     as_buffers: tuple[str, ...] = entry(
         lambda value, place: tuple(texts(value or (), place)), (), name="written"
     )
+    kernels: str = entry(TEXT, "")
 
     def as_dict(self) -> dict[str, Any]:
         """As plain data, for a checkpoint."""

@@ -90,7 +90,8 @@ def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
     )
     engine, plan, notes = chosen("auto", held)
     assert isinstance(engine, Sequential) and notes == []
-    assert torch.get_num_threads() == 2 and plan == held and images_of(engine.worker)
+    assert torch.get_num_threads() == 2 and images_of(engine.worker)
+    assert plan == replace(held, kernels=plan.kernels) and "processor" in plan.kernels
     assert "centre" in engine.worker.copy.buffers
     engine, plan, _ = chosen(
         "sequential", replace(held, server_threads=0, channels_last=False, as_buffers=())
@@ -99,6 +100,13 @@ def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
         torch.get_num_threads() == 2 and plan.server_threads == 2 and not images_of(engine.worker)
     )
     assert "centre" not in engine.worker.copy.buffers
+
+
+def test_a_run_that_began_on_another_processor_says_so(chosen: Any) -> None:
+    held = EnginePlan("sequential", kernels="a processor with AVX1024")
+    _, plan, notes = chosen("auto", held)
+    assert len(notes) == 1 and held.kernels in notes[0] and plan.kernels in notes[0]
+    assert chosen("auto", plan)[2] == []
 
 
 def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: Any) -> None:

@@ -390,7 +390,7 @@ class Threads(FederatedCallback):
 def test_a_run_of_a_sweep_has_the_bits_of_the_command_that_it_lists(
     python: str, tmp_path: Path
 ) -> None:
-    """Whatever the number of threads, which is the environment's.
+    """Whatever the number of threads, which is the environment's, but for what validation logs.
 
     And nothing is printed of what a binding leaves.
     """
@@ -438,6 +438,13 @@ grid: {seed_everything: [0]}
     assert [row.pop("threads") for row in swept] == ["1.0", "1.0"]
     assert len(os.sched_getaffinity(0)) == 1 or [row["threads"] for row in alone] == ["2.0", "2.0"]
     alone = [{k: v for k, v in row.items() if k != "threads"} for row in alone]
+    for one, other in zip(alone, swept, strict=True):
+        assert one.keys() == other.keys()
+        # Validation runs on all threads, and sums in their order.
+        measured = [name for name in one if name.startswith("val/") and one[name]]
+        assert [float(one.pop(name)) for name in measured] == pytest.approx(
+            [float(other.pop(name)) for name in measured], rel=1e-5
+        )
     assert alone == swept
 
 
