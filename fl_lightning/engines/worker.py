@@ -23,6 +23,8 @@ from fl_lightning.round.context import Round
 from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.resting import mask_of
 
+Stop = Callable[[], bool]  # whether a client is to stop before its next step
+
 
 class Recorder(Protocol):
     """Takes all local steps of a client, some of them as repetitions of a recorded one."""
@@ -71,16 +73,12 @@ class Worker:
             copy.looks = Looks(work.methods, copy, work.draws)
 
     def train(
-        self,
-        round: Round,
-        client: int,
-        stopped: Callable[[], bool] | None = None,
-        replay: bool = True,
+        self, round: Round, client: int, stop: Stop | None = None, replay: bool = True
     ) -> ClientGroup:
         """Train one client, up to ``on_local_end``; the result is valid until the next one begins.
 
         Raises:
-            Stopped: ``stopped()`` was true before a step.
+            Stopped: ``stop()`` was true before a step.
             Exception: from the learner, the data or a method, with a note that names round, client
                 and step.
         """
@@ -90,9 +88,7 @@ class Worker:
         group = work.group(round, [client], copy.x, self.full_gradient)
         clients = Clients(group)
         steps = round.steps[client]
-        batches = NumberedBatches(
-            work.client_batches(client, round.t, steps, copy.x.device), stopped
-        )
+        batches = NumberedBatches(work.client_batches(client, round.t, steps, copy.x.device), stop)
         try:
             copy.load(round, client)
             if copy.looks is not None:
@@ -228,17 +224,17 @@ class Stopped(Exception):
 class NumberedBatches:
     """An iterable of batches; ``step`` is the index of the current batch, from 0.
 
-    Iterating raises :class:`Stopped` once ``stopped()`` is true.
+    Iterating raises :class:`Stopped` once ``stop()`` is true.
     """
 
-    def __init__(self, batches: Iterator[Any], stopped: Callable[[], bool] | None) -> None:
+    def __init__(self, batches: Iterator[Any], stop: Stop | None) -> None:
         self.batches = batches
-        self.stopped = stopped
+        self.stop = stop
         self.step = 0
 
     def __iter__(self) -> Iterator[Any]:
         for self.step, batch in enumerate(self.batches):  # noqa: B020
-            if self.stopped is not None and self.stopped():
+            if self.stop is not None and self.stop():
                 raise Stopped
             yield batch
 
