@@ -33,6 +33,19 @@ def refused(out: Path, *argv: object) -> str:
     return str(error.value)
 
 
+def test_the_last_bits_of_the_metrics_are_not_in_the_report(tmp_path: Path) -> None:
+    """Another processor sums in another order: the files of a repository stay the same."""
+    documents = []
+    for name, toward in (("one", 0.0), ("other", 1.0)):
+        for arm, raised in (("a", 0.0), ("b", 0.013)):
+            levels = {s: float(np.nextafter(v + raised, toward)) for s, v in LEVELS.items()}
+            make_arm(tmp_path / name, arm, levels)
+        report(tmp_path / "out" / name, tmp_path / name)
+        document = (tmp_path / "out" / name / "report.json").read_text()
+        documents.append(document.replace(str(tmp_path / name), ""))
+    assert documents[0] == documents[1] and "0.013" in documents[0]
+
+
 def test_pairs_of_three_arms(tmp_path: Path) -> None:
     """Noisy curves, four seeds of two arms and three of the last.
 

@@ -111,7 +111,8 @@ def _contents(
         texts[f"report.{kind}"] = _templates(kind).get_template(f"report.{kind}").render(shown)
     texts["report.csv"] = comma_separated(rows(original))
     texts["curves.csv"] = comma_separated(list(points(original)))
-    document = json.dumps(original.to_json(), indent=1, ensure_ascii=False, allow_nan=False)
+    numbers = stable(original.to_json())
+    document = json.dumps(numbers, indent=1, ensure_ascii=False, allow_nan=False)
     texts["report.json"] = document + "\n"
     # Spreadsheets get the table of methods by settings as a separate file.
     if len(summary.settings) > 1:
@@ -127,6 +128,15 @@ def _contents(
         for ending in formats:
             written[f"figures/{drawing.key}.{ending}"] = saved(drawing.figure, ending)
     return written
+
+
+def stable(value: Any) -> Any:
+    """Return plain data with numbers of 12 digits: further digits depend on the processor."""
+    if isinstance(value, Mapping):
+        return {name: stable(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [stable(each) for each in value]
+    return float(f"{value:.12g}") if isinstance(value, float) else value
 
 
 def leftovers(out: Path, written: Collection[str]) -> list[Path]:
