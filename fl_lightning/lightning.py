@@ -22,6 +22,7 @@ _HOMES = {
     "AttributeDict": "utilities.parsing",
     "Checkpoint": "callbacks",
     "DDPStrategy": "strategies",
+    "DummyLogger": "loggers.logger",
     "LightningArgumentParser": "cli",
     "LightningCLI": "cli",
     "LightningOptimizer": "core.optimizer",

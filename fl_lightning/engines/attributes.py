@@ -11,6 +11,8 @@ import math
 import pickle
 import sys
 import warnings
+from collections import deque
+from collections.abc import Iterable
 from hashlib import blake2b
 from types import CellType, FunctionType, ModuleType
 from typing import Any
@@ -28,6 +30,8 @@ SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STE
 OF_THE_RUN = {"fl_lightning", "lightning", "lightning_fabric", "pytorch_lightning"}
 # Classes and functions of these packages hold nothing that belongs to a learner.
 LIBRARIES = {*OF_THE_RUN, *sys.stdlib_module_names, "numpy", "torch", "torchmetrics", "torchvision"}
+
+Facts = tuple[int, int, Any]  # of an attribute: its id, its version or length, its content
 
 
 class Contents:
@@ -198,3 +202,29 @@ def of_function(function: FunctionType) -> Any:
     names = [name for name in function.__code__.co_names if name in function.__globals__]
     named = [function.__globals__[name] for name in names]
     return function.__closure__, function.__defaults__, vars(function), named
+
+
+def facts_of(
+    objects: Iterable[object], contents: Contents, before: dict[str, Facts]
+) -> dict[str, Facts]:
+    """Facts that differ if an attribute of an object was replaced, grew or changed.
+
+    ``before``: the earlier facts.
+    """
+    facts = {}
+    for each in objects:
+        for name, value in vars(each).items():
+            full = f"{type(each).__name__}.{name}"
+            size = 0
+            content: Any = None
+            if isinstance(value, Tensor):
+                size = value._version
+            elif full in before and isinstance(before[full][2], int):
+                # Its content was too large to be compared for every client.
+                content = before[full][2]
+            else:
+                content = contents.written(value)
+            if isinstance(value, (list, dict, set, deque)):
+                size = len(value)
+            facts[full] = (id(value), size, content)
+    return facts

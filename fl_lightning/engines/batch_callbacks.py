@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from fl_lightning.engines.client_trainer import View
+from fl_lightning.engines.view import View
 from fl_lightning.lightning import OWN, is_foreign
 
 # Users derive their own callbacks from these classes of Lightning and of this package.

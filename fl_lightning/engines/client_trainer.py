@@ -12,41 +12,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
+from fl_lightning.engines.lent import Lent, SilentLogger, users
+from fl_lightning.engines.view import View
 from fl_lightning.errors import UserError
 
 VALIDATING = "validate"  # a value of Lightning's RunningStage
-
-
-class View:
-    """An object, except for some attributes, each of which a function computes.
-
-    Assigning to an attribute assigns to the object's.
-    """
-
-    def __init__(self, of: Any, **own: Callable[[], Any]) -> None:
-        vars(self).update(_of=of, _own=own)
-
-    # `isinstance` reads this, so a view counts as an instance of its object's class.
-    @property
-    def __class__(self) -> Any:
-        return type(self._of)
-
-    @__class__.setter
-    def __class__(self, kind: Any) -> NoReturn:
-        raise TypeError("a view's class is that of its object")
-
-    def __getattr__(self, name: str) -> Any:
-        # copy and pickle read such names before the view has any attribute.
-        if name.startswith("__") or "_own" not in vars(self):
-            raise AttributeError(name)
-        own = self._own.get(name)
-        return getattr(self._of, name) if own is None else own()
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._of, name, value)
-
-    def __repr__(self) -> str:
-        return repr(self._of)
 
 
 def nobody() -> NoReturn:
@@ -68,6 +38,9 @@ class Present:
         index: index of the step, which ``training_step`` gets as ``batch_idx``.
         validated: the number of batches on which ``model`` is validated; None: it is in a training
             step.
+        silent: whether the run's loggers write nothing, because this is not the run's own round.
+        measures: whether the learner is measured, so that it is not in the training stage.
+        lent: notices what the learner writes at its Trainer; None: nobody asks.
     """
 
     data: Any = None
@@ -77,6 +50,9 @@ class Present:
     validated: int | None = None
     model: Any = None
     view: View | None = None
+    silent: bool = False
+    measures: bool = False
+    lent: Lent | None = None
 
     def begin(self, data: Any, who: Callable[[], int] = nobody, steps: int | None = None) -> None:
         self.data = data
@@ -108,16 +84,38 @@ class Present:
     def stage(self, trainer: Any) -> Any:
         """Return Lightning's RunningStage of the learner, whatever ``trainer`` does."""
         stage = trainer.state.stage
-        return stage if self.validated is None or stage is None else type(stage)(VALIDATING)
+        return type(stage)(VALIDATING) if self._validates and stage is not None else stage
 
     def in_stage(self, trainer: Any, word: str) -> bool:
         """Return ``trainer.training``, ``trainer.validating`` or ``trainer.evaluating``."""
-        if self.validated is None:
-            return bool(getattr(trainer, word))
-        return word != "training"
+        return word != "training" if self._validates else bool(getattr(trainer, word))
+
+    @property
+    def _validates(self) -> bool:
+        return self.measures or self.validated is not None
 
     def validation_batches(self, trainer: Any) -> Any:
         return trainer.num_val_batches if self.validated is None else [self.validated]
+
+    def logger(self, logger: Any) -> Any:
+        """Return a logger of the run, or one that writes nothing."""
+        if not self.silent or logger is None:
+            return logger
+        return SilentLogger(logger, self._wrote)
+
+    def _wrote(self) -> None:
+        if self.lent is not None:
+            self.lent.write_logs()
+
+    def callbacks(self, trainer: Any) -> Any:
+        if self.lent is not None:
+            self.lent.reach(*users(trainer.callbacks))
+        return trainer.callbacks
+
+    def datamodule(self, trainer: Any, shown: View) -> View:
+        if self.lent is not None:
+            self.lent.reach(trainer.datamodule)
+        return shown
 
     def trainer(self, trainer: Any) -> Any:
         """Return a view of ``trainer`` that shows the current client's numbers.
@@ -152,7 +150,10 @@ class Present:
         own["model"] = lambda: trainer.model if self.validated is None else self.model
         if trainer.datamodule is not None:
             data = View(trainer.datamodule, train_dataloader=lambda: self.loader)
-            own["datamodule"] = lambda: data
+            own["datamodule"] = lambda: self.datamodule(trainer, data)
+        own["callbacks"] = partial(self.callbacks, trainer)
+        own["logger"] = lambda: self.logger(trainer.logger)
+        own["loggers"] = lambda: [self.logger(each) for each in trainer.loggers]
         self.view = View(trainer, **own)
         return self.view
 

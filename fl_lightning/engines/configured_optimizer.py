@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from fl_lightning.checks import check_held, check_optimizer
 from fl_lightning.engines.client_optimizer import is_plain_sgd, of_server, rates
-from fl_lightning.engines.client_trainer import View
 from fl_lightning.engines.optimizer_copy import Shown, check_alone, shallow
+from fl_lightning.engines.view import View
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import trainable
 from fl_lightning.learner.modules import lightning_modules, overrides

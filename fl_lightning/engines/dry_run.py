@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.engines.engine import intra_op_threads
+from fl_lightning.engines.lent import Lent
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.worker import Recorder, Worker
@@ -49,6 +51,7 @@ class DryRun:
         # Trials find out which frozen parameters the steps write.
         self.worker.checks_frozen = False
         self.buffers = buffer_values(self.situation.learner, copies.as_buffers)
+        self.wrote = ""  # an object of the run that the steps wrote, through the Trainer
 
     def run(self, client: int, steps: int) -> list[Tensor]:
         """Take ``steps`` steps of a client from the server's model.
@@ -56,12 +59,23 @@ class DryRun:
         Returns:
             The client's model, its buffers and its logs, in a fixed order.
         """
-        with torch.no_grad(), self.worker:
+        with torch.no_grad(), self.worker, self._lending():
             round = self.situation.round({client: steps}, self.buffers)
             clients = self.worker.train(round, client)
             logs = [value for _, value in sorted(clients.logs.items())]
             buffers = [buffer.clone() for buffer in clients.buffers.values()]
             return [self.copy.x.clone(), *buffers, *logs]
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Within this context, what the steps write at the Trainer is noticed, and undone."""
+        lent = self.copy.present.lent = Lent(self.copy.learner)
+        try:
+            yield
+        finally:
+            self.copy.present.lent = None
+            self.wrote = self.wrote or lent.changed()
+            lent.undo()
 
 
 def step_seconds(copies: LearnerCopies) -> float:

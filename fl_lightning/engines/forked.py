@@ -21,7 +21,7 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from io import BytesIO
@@ -33,9 +33,10 @@ import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Contributions
-from fl_lightning.engines.attributes import Contents
+from fl_lightning.engines.attributes import Contents, facts_of
 from fl_lightning.engines.engine import Collect
 from fl_lightning.engines.following import LARGE_BYTES
+from fl_lightning.engines.lent import Lent
 from fl_lightning.engines.sequential import Sequential
 from fl_lightning.engines.situation import Situation
 from fl_lightning.engines.threads import largest_first
@@ -53,7 +54,6 @@ LOOK = 5.0  # seconds between two checks of the workers' processor time
 AHEAD = 2
 
 Leaf = tuple[int, int]  # position in the sum, client
-Facts = tuple[int, int, Any]  # of an attribute: its id, its version or length, its content
 
 
 class WorkerEnded(UserError, RuntimeError):
@@ -200,20 +200,27 @@ class Forked:
         torch.set_num_threads(1)
         methods = self.worker.work.methods.callbacks
         contents = Contents(self.worker.copy.learner, versions=True, most=LARGE_BYTES)
-        before = attributes_of(methods, contents, {})
+        before = facts_of(methods, contents, {})
+        present = self.worker.copy.present
+        present.silent = True
         with torch.no_grad(), self.worker.copy.tied(round.evaluated):
             while (client := connection.recv()) is not None:
                 answer: Any
+                present.lent = lent = Lent(self.worker.copy.learner)
                 began = time.perf_counter()
                 with warnings.catch_warnings(record=True) as told:
                     try:
                         answer = collect.brought(self.worker.train(round, client))
                     except Exception as error:
                         answer = WorkerFailed(f"{type(error).__name__}: {error}")
-                after = attributes_of(methods, contents, before)
+                after = facts_of(methods, contents, before)
                 changed = [name for name in after if after[name] != before.get(name)]
-                if changed and not isinstance(answer, WorkerFailed):
+                if isinstance(answer, WorkerFailed):
+                    pass
+                elif changed:
                     answer = Keeps(changed[0])
+                elif written := lent.changed():
+                    answer = Keeps(written, in_step=True)
                 texts = [(str(w.message), w.category, w.filename, w.lineno) for w in told]
                 sys.stdout.flush()
                 sys.stderr.flush()
@@ -285,11 +292,16 @@ class Forked:
         self._client_seconds = 0.9 * known + 0.1 * seconds
         if isinstance(answer, Keeps):
             self._alone = True
+            where = "training_step" if answer.in_step else "a hook that takes clients"
+            way_out = (
+                "Use self.log"
+                if answer.in_step
+                else ("Declare such a value (ClientState, Upload, clients.log)")
+            )
             self._note(
-                f"{answer.name} is changed in a hook that takes clients, and a worker process "
-                "would lose the change. So clients train one after the other in the run's own "
-                "process, to the same bits. Declare such a value (ClientState, Upload, "
-                "clients.log) to train in processes"
+                f"{answer.name} is changed in {where}, and a worker process would lose the change. "
+                "So clients train one after the other in the run's own process, to the same bits. "
+                f"{way_out} to train in processes"
             )
             return
         child.tasks.popleft()
@@ -382,35 +394,15 @@ def _of_a_program(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Keeps:
-    """A method's attribute that a hook of clients changed, by its name."""
+    """What a client's round changed outside of its results, and a worker process would lose.
+
+    Args:
+        name: a method's attribute, or an object that the learner reached through its Trainer.
+        in_step: whether the learner's steps changed it, and not a hook of a method.
+    """
 
     name: str
-
-
-def attributes_of(
-    methods: Iterable[object], contents: Contents, before: dict[str, Facts]
-) -> dict[str, Facts]:
-    """Facts that differ if an attribute of a method was replaced, grew or changed.
-
-    ``before``: the earlier facts.
-    """
-    facts = {}
-    for method in methods:
-        for name, value in vars(method).items():
-            full = f"{type(method).__name__}.{name}"
-            size = 0
-            content: Any = None
-            if isinstance(value, Tensor):
-                size = value._version
-            elif full in before and isinstance(before[full][2], int):
-                # Its content was too large to be compared for every client.
-                content = before[full][2]
-            else:
-                content = contents.written(value)
-            if isinstance(value, (list, dict, set, deque)):
-                size = len(value)
-            facts[full] = (id(value), size, content)
-    return facts
+    in_step: bool = False
 
 
 @dataclass(frozen=True)

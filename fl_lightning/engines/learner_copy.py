@@ -171,6 +171,8 @@ class LearnerCopy:
         another.treat_as_buffers(self._as_buffers)
         another.keeps_loss = self.keeps_loss
         another.unheld = self.unheld
+        another.present.silent = self.present.silent
+        another.present.measures = self.present.measures
         another.attach()
         another._objects = Objects(learner)
         if aliased:

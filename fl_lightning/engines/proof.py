@@ -169,6 +169,8 @@ def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Rea
     if not drawn and before.drawn_since():
         before.restore()
         return what_first_steps_keep(trial, before, DRAWS)
+    if trial.wrote:
+        return writes(trial.wrote)
     kept = after_one.changed(Attributes(trial.copy.learner))
     kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
     if kept:
@@ -211,6 +213,8 @@ def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
         if not drawn and before.drawn_since():
             before.restore()
             return compare_two_copies(copies, DRAWS)
+        if wrote := one.wrote or two.wrote:
+            return writes(wrote)
         kept = set(after_one.changed(Attributes(two.copy.learner))) & set(changed)
         kept.update(read_between_rounds(one.copy.learner, changed))
         if kept:
@@ -228,6 +232,16 @@ def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
 def carried_over(name: str) -> Reason:
     text = f"its training_step changes {name}, which goes on from client to client"
     return Reason(text, keeps=True)
+
+
+def writes(place: str) -> Reason:
+    """The reason of a step that writes to an object of the run, which its Trainer shows it."""
+    text = f"its training_step writes to {place}"
+    return Reason(
+        text,
+        note=f"{text}, so clients train one after the other in the run's own process. If the run "
+        "has several processes, each writes only of its own clients",
+    )
 
 
 def same(one: list[Tensor], other: list[Tensor]) -> bool:

@@ -351,6 +351,7 @@ class LearnerCopies:
         while len(self._tried) < number:
             # A step that writes frozen parameters would write the learner's own.
             copy = self.original.another(bool(self._tried) or keeps_frozen(self.original.learner))
+            copy.present.silent = True
             self._tried.append((copy, self.optimizer_of(copy)))
         return self._tried[:number]
 

@@ -127,6 +127,7 @@ class Evaluator:
         copy = LearnerCopy(learner, layout, x, context, convert)
         copy.treat_as_buffers(as_buffers)
         self.copy = copy.another(aliased=keeps_frozen(learner))
+        self.copy.present.silent = self.copy.present.measures = True
         self.copy.begin(data)
         self._modes = [training for _, training in modes(self.copy.learner)]
         self.copy.learner.eval()

@@ -279,8 +279,8 @@ class FineTuning:
     """Trains a client's model for some more local epochs, on a copy of the learner.
 
     The fine-tuned model is not kept. The client optimizer trains all parameters at the rate of the
-    last committed round, without methods and clipping. Batches and random draws of a step are
-    functions of (seed, round, client), and differ from the round's.
+    last committed round, with the run's ``accumulate``, and without methods and clipping. Batches
+    and random draws of a step are functions of (seed, round, client), and differ from the round's.
     """
 
     def __init__(self, run: Any, trainer: Any, epochs: float) -> None:
@@ -290,7 +290,7 @@ class FineTuning:
         self.cohort = run.cohort(trainer)
         data = OtherBatches(trainer.datamodule)
         seed = int(generator(self.cohort.seed, "finetune").integers(2**63))
-        work = Work(data, Methods([]), seed)
+        work = Work(data, Methods([]), seed, accumulate=run.settings.accumulate)
         situation = situation_of(
             trainer, run.settings, run.model, run.optimizers, work, self.cohort
         )

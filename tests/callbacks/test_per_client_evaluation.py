@@ -203,6 +203,31 @@ def test_fine_tuning_is_local_training_from_the_personal_model() -> None:
     assert measured(module)["loss_finetuned"] < measured(module)["loss"]
 
 
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_fine_tuning_accumulates_the_batches_of_a_step(accumulate: int) -> None:
+    module = run(
+        seen := c.PerClientEvaluation(finetune_epochs=1),
+        federation=data(batch_size=4),
+        accumulate=accumulate,
+    )
+    federation = module.trainer.datamodule
+    models = {}
+    for i in range(10):
+        learner = copy.deepcopy(module.export())
+        optimizer = torch.optim.SGD(learner.parameters(), lr=0.1, weight_decay=1e-3)
+        number = federation.batches_per_epoch(i)
+        batches = list(federation.client_batches(i, 2, number, purpose="finetune"))
+        for first in range(0, number, accumulate):
+            step = batches[first : first + accumulate]
+            samples = sum(len(y) for _, y in step)
+            optimizer.zero_grad()
+            for x, y in step:
+                (cross_entropy(learner.net(x), y, reduction="sum") / samples).backward()
+            optimizer.step()
+        models[i] = _flat(learner)
+    agree(measured(module), by_hand(module, models), seen.samples, "_finetuned")
+
+
 @pytest.mark.parametrize("learner", [Normed, Dropping])
 def test_no_bit_of_the_training_changes(learner: Any) -> None:
     plain = run(Last(), learner=learner, federation=data(batch_size=5, last=9))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from fl_lightning import FederatedCallback, FederatedModule, UserError
 from fl_lightning.callbacks import PerClientEvaluation, SharpnessAwareMinimization
-from fl_lightning.engines.client_trainer import View
+from fl_lightning.engines.view import View
 from tests.helpers.learners import Lit, as_batches, blobs, federated, trainer
 
 
