@@ -55,10 +55,11 @@ class PerClientEvaluation(Measurement):
 
     Logged for each metric, over the k clients with test samples and a value: the mean,
     ``_weighted`` by their numbers of test samples, the standard deviation ``_std`` (k - 1), and the
-    mean ``_worst10`` of the ⌈k/10⌉ worst. A client whose value is NaN is left out. An AUROC of
-    samples of one class is NaN here, although torchmetrics returns 0. ``modes`` says which
-    direction is better, else the learner's torchmetrics, else the name; if none of them does, an
-    error before round 0 asks you for ``modes``.
+    mean ``_worst10`` of the ⌈k/10⌉ worst. A client whose value is NaN is left out. AUROC,
+    average precision and similar metrics leave out the classes that a client's samples lack, and
+    are NaN without any other class, although torchmetrics counts 0 for a class that is absent.
+    ``modes`` says which direction is better, else the learner's torchmetrics, else the name; if
+    none of them does, an error before round 0 asks you for ``modes``.
     With fine-tuning it logs the same for ``clients/acc_finetuned``, ….
 
     If clients belong to domains (``client_domains``, as with ``FromFolders``), it also logs

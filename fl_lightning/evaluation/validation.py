@@ -13,18 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
-from torchmetrics.classification import (
-    BinaryAUROC,
-    BinaryAveragePrecision,
-    MulticlassAUROC,
-    MultilabelAUROC,
-    MultilabelAveragePrecision,
-)
-from torchmetrics.utilities.data import dim_zero_cat
 
 from fl_lightning.aggregation.metric_states import value_of
 from fl_lightning.engines.learner_copy import Convert
 from fl_lightning.engines.step_logs import START, reduce_into, reduction
+from fl_lightning.evaluation.absent_classes import leave_out_absent_classes
 from fl_lightning.learner.modules import (
     called_with,
     check_loggable,
@@ -37,9 +30,6 @@ from fl_lightning.lightning import MisconfigurationException, extract_batch_size
 BEFORE = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
 OF_BATCHES = ("on_validation_batch_start", "on_validation_batch_end")
 AFTER = ("on_validation_epoch_end", "on_validation_end", "on_validation_model_train")
-AUROCS = (BinaryAUROC, MulticlassAUROC, MultilabelAUROC)
-# Of several classes, at least one has positives.
-AVERAGE_PRECISIONS = (BinaryAveragePrecision, MultilabelAveragePrecision)
 Batches = Iterable[tuple[Any, int]]  # each batch with its number of samples
 
 
@@ -53,8 +43,8 @@ class ValidationEpoch:
 
     Args:
         learner: a copy whose parameters and buffers are set. The ``log`` and ``log_dict`` of this
-            copy are replaced permanently. There an AUROC of samples of one class is NaN, and so is
-            an average precision without positives.
+            copy are replaced permanently. Its ranking metrics (AUROC, average precision) leave out
+            classes that the samples lack.
         context: context manager around each call of the learner.
         convert: ``(learner, batch) -> batch``; None: batches stay as they are.
         seed: called with the number of each batch before the batch.
@@ -76,9 +66,7 @@ class ValidationEpoch:
         for part in lightning_modules(learner):
             object.__setattr__(part, "log", self.logs.log)
             object.__setattr__(part, "log_dict", self.logs.log_dict)
-        for metric in learner.modules():
-            if isinstance(metric, (*AUROCS, *AVERAGE_PRECISIONS)):
-                metric.compute = NanOfOneClass(metric)  # type: ignore[method-assign]
+        leave_out_absent_classes(learner.modules())
 
     def begin(self) -> None:
         """Call the hooks before the first batch."""
@@ -207,40 +195,3 @@ class EpochLogs:
                 if self._batch is not None:
                     self._size = extract_batch_size(self._batch)
         return self._size
-
-
-class NanOfOneClass:
-    """The ``compute`` of an AUROC, which returns NaN if all samples are of one class, or of an
-    average precision, which returns NaN if no sample is positive.
-
-    torchmetrics returns 0, which would count as the worst ranking. It warns only in the first
-    process, and not with ``thresholds``, so the states decide.
-    """
-
-    def __init__(self, metric: Any) -> None:
-        found = metric.compute
-        self.metric = metric
-        self.compute: Callable[[], Any]
-        self.compute = found.compute if isinstance(found, NanOfOneClass) else found
-
-    def __call__(self) -> Any:
-        value = self.compute()
-        positives, negatives = self._counts()
-        defined = positives > 0
-        if isinstance(self.metric, AUROCS):
-            defined &= negatives > 0
-        if bool(defined.any()):
-            return value
-        return torch.full_like(value, torch.nan)
-
-    def _counts(self) -> tuple[Tensor, Tensor]:
-        """Return the numbers of samples in each class, and outside it."""
-        metric = self.metric
-        if metric.thresholds is not None:
-            counts = metric.confmat[0].sum(-1)
-            return counts[..., 1], counts[..., 0]
-        target = dim_zero_cat(metric.target)
-        if isinstance(metric, MulticlassAUROC):
-            counts = torch.bincount(target.flatten(), minlength=metric.num_classes)
-            return counts, counts.sum() - counts
-        return (target == 1).sum(0), (target == 0).sum(0)
