@@ -49,7 +49,7 @@ class OfDefinedClasses:
         self._name = "average2" if hasattr(metric, "average2") else "average"
 
     def __call__(self) -> Any:
-        average = getattr(self.metric, self._name, "micro")  # a binary metric has no average
+        average = "micro" if isinstance(self.metric, _BINARY) else self._average()
         positives, negatives = self._counts(average)
         if average == "micro":
             positives, negatives = positives.sum(), negatives.sum()
@@ -66,18 +66,25 @@ class OfDefinedClasses:
             return torch.full_like(
                 positives.sum() if one_number else positives, torch.nan, dtype=torch.float32
             )
-        values = torch.where(defined, self._of_each_class(average), torch.nan)
+        values = torch.where(defined, self._of_each_class(), torch.nan)
         if average not in ("macro", "weighted"):
             return values
         weights = torch.ones_like(values) if average == "macro" else positives.to(values)
         return (values * weights)[defined].sum() / weights[defined].sum()
 
-    def _of_each_class(self, average: str | None) -> Tensor:
+    def _average(self) -> str | None:
+        return getattr(self.metric, self._name, None)
+
+    def _of_each_class(self) -> Tensor:
         metric = self.metric
+        average = self._average()
+        if average in (None, "none"):
+            values: Tensor = self.compute()
+            return values
         setattr(metric, self._name, None)
         metric._computed = None
         try:
-            values: Tensor = self.compute()
+            values = self.compute()
         finally:
             setattr(metric, self._name, average)
             metric._computed = None
@@ -96,4 +103,5 @@ class OfDefinedClasses:
         return (target == 1).sum(0), (target == 0).sum(0)
 
 
+_BINARY = tuple(kind for kind in RANKINGS if kind.__name__.startswith("Binary"))
 _MULTICLASS = tuple(kind for kind in RANKINGS if kind.__name__.startswith("Multiclass"))
