@@ -18,7 +18,7 @@ from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, ch
 from fl_lightning.engines import batch_callbacks
 from fl_lightning.engines.random_state import seed_round
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import averages, personal
+from fl_lightning.evaluation import averages, monitors, personal
 from fl_lightning.evaluation.averages import evaluated
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner import saved_network
@@ -325,6 +325,7 @@ class FederatedModule(LearnerHooks):
     def configure_callbacks(self) -> Any:
         # A fit that ended with an exception did not call teardown.
         batch_callbacks.give_back(self.trainer)
+        monitors.put_back(self.trainer)
         averages.put_back(self.trainer, self)
         self.run.put_modes_back()
         self.run.put_back()
@@ -346,6 +347,7 @@ class FederatedModule(LearnerHooks):
             # The one batch of an epoch is a round, and is logged whatever the interval is.
             message = r"The number of training batches \(1\) is smaller than the logging interval"
             warnings.filterwarnings("ignore", message)
+            monitors.follow(self.trainer)
             batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
             averages.check_averages(self.trainer, self.run.methods.callbacks)
@@ -471,6 +473,7 @@ class FederatedModule(LearnerHooks):
 
     def teardown(self, stage: str) -> None:
         batch_callbacks.give_back(self.trainer)
+        monitors.put_back(self.trainer)
         self.learner.teardown(stage)
         self.release_learner()
         self.run.close()

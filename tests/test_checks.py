@@ -73,6 +73,12 @@ def test_checkpoints_by_time_are_refused_because_lightning_would_save_none() -> 
         trainer(1, [timed], enable_checkpointing=True).fit(federated(), blobs())
 
 
+def test_checkpoints_within_a_round_are_refused() -> None:
+    each = ModelCheckpoint(every_n_train_steps=1, monitor="val/acc", mode="max")
+    with pytest.raises(UserError, match=r"every_n_train_steps saves within.*every_n_epochs"):
+        trainer(1, [each], enable_checkpointing=True).fit(federated(), blobs())
+
+
 @pytest.mark.parametrize("option", ["default_root_dir", "dirpath"])
 def test_a_folder_that_is_not_on_a_disk_is_refused(
     option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

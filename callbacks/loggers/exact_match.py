@@ -48,6 +48,8 @@ class ExactMatch(LanguageMeasurement):
 
     asks = "generate"
 
+    prefixes = ("generation/",)
+
     def __init__(
         self,
         path: str | Path,

@@ -52,6 +52,8 @@ class GlobalLossLogger(Measurement):
 
     not_over_sites = "the clients' samples"
 
+    prefixes = ("global/",)
+
     def __init__(self, every_n_rounds: int | None = 10, samples: PositiveInt | None = None) -> None:
         super().__init__(every_n_rounds)
         self.samples = None if samples is None else int(samples)

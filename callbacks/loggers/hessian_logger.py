@@ -53,6 +53,8 @@ class HessianLogger(Measurement):
 
     not_over_sites = "the clients' samples"
 
+    prefixes = ("hessian/",)
+
     def __init__(
         self,
         every_n_rounds: int | None = 10,

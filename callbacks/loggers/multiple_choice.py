@@ -48,6 +48,8 @@ class MultipleChoice(LanguageMeasurement):
 
     asks = "log_likelihood"
 
+    prefixes = ("choice/",)
+
     def __init__(self, path: str | Path, every_n_rounds: int | None = None) -> None:
         super().__init__(path, every_n_rounds)
 

@@ -101,6 +101,8 @@ class PerClientEvaluation(Measurement):
     # If clients have their own models, these values are shown in place of the validation's.
     of_own_models = True
 
+    prefixes = ("clients/", "domains/")
+
     def __init__(
         self,
         every_n_rounds: int | None = None,

@@ -14,7 +14,7 @@ from torchmetrics.utilities.data import dim_zero_cat
 KINDS = ("Binary", "Multiclass", "Multilabel")
 
 
-def _classes(*names: str) -> tuple[type, ...]:
+def _classes(*names: str) -> tuple[Any, ...]:
     """The classes of torchmetrics for these metrics; older versions lack some of them."""
     full = [kind + name for kind, name in product(KINDS, names)]
     return tuple(vars(classification)[name] for name in full if name in vars(classification))

@@ -21,6 +21,9 @@ class Measurement(FederatedCallback):
 
     role = "measurement"
     of_samples = True  # the logged values are computed from clients' samples
+    # How the names of the logged metrics begin. EarlyStopping and ModelCheckpoint that monitor one
+    # of these look only in rounds that were measured.
+    prefixes: tuple[str, ...] = ()
 
     def __init__(self, every_n_rounds: PositiveInt | None = 10) -> None:
         super().__init__()
@@ -35,6 +38,10 @@ class Measurement(FederatedCallback):
     def measured(self) -> bool:
         """Return whether it has measured in this fit."""
         return self._measured >= 0
+
+    def has_measured(self, t: int) -> bool:
+        """Return whether it has measured the model of round t."""
+        return self._measured == t
 
     def validated(self, t: int) -> bool:
         """Return whether the model of round t was validated."""
