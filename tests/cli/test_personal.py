@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 
+import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import default_collate
@@ -34,6 +35,23 @@ def test_a_client_without_a_model_of_its_own_is_told(cli: Cli) -> None:
     exported = cli("export", "runs/digits-scaffold-1", "--client", 3)
     assert exported.returncode == 0, exported.stderr
     assert "Note: the model of client 3 equals the global one" in exported.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "personal"), [("fedper", True), ("ditto", True), ("fedals", False)]
+)
+def test_what_is_computed_with_the_servers_model_says_so(
+    cli: Cli, method: str, personal: bool
+) -> None:
+    assert cli(*FIT, "-c", f"method/{method}").returncode == 0
+    folder = f"runs/digits-{method}-1"
+    for command in ("test", "predict", "export"):
+        done = cli(command, folder)
+        assert done.returncode == 0, done.stderr
+        assert (f"{command} used the server's model" in done.stderr) == personal
+    if personal:
+        assert "server's model" not in cli("export", folder, "--client", 3).stderr
 
 
 def test_fit_evaluate_and_export(cli: Cli) -> None:

@@ -130,6 +130,25 @@ def _export(cli: CommandCLI) -> None:
     print(f"→ {path}")
 
 
+def _say_whose_model(cli: CommandCLI) -> None:
+    """If clients use models of their own, print that this command uses the server's."""
+    if cli.checkpoint is None or cli.config.get("client") is not None:
+        return
+    callbacks = vars(cli.trainer)["callbacks"]
+    methods = Methods([each for each in callbacks if isinstance(each, FederatedCallback)])
+    kept = any(period is None for _, period in methods.parts(cli.model.layout))
+    if methods.owner("personal") is None and not kept:
+        return
+    print(
+        f"Note: clients of {methods.title()} use models of their own. {cli.command} used the "
+        "server's model, in which the parts that clients keep are the mean of theirs or the "
+        "initial ones. The clients' own values are clients/… of PerClientEvaluation "
+        "(--trainer.callbacks+ PerClientEvaluation in fit), and fl-lightning export "
+        f"{shlex.quote(str(cli.folder))} --client 3 writes the model of client 3.",
+        file=sys.stderr,
+    )
+
+
 def _refuse_unused(cli: CommandCLI) -> None:
     """Refuse an option of `export` that would have no effect beside the others."""
     pretrained, output = cli.config.pretrained, cli.prepared.output
@@ -262,6 +281,8 @@ def _execute(cli: CommandCLI) -> int:
         _export(cli)
     else:
         getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, **cli.starts_from())
+    if cli.command != "fit":
+        _say_whose_model(cli)
     # The exit status that a shell gives to a process that was ended by a signal.
     return 0 if cli.stop.received is None else 128 + cli.stop.received
 
