@@ -106,7 +106,8 @@ class Comparison:
             "low": self.interval.low,
             "high": self.interval.high,
             **tested,
-            "margin": self.claim.margin,
+            # A claim that an arm diverges has a factor and no margin.
+            "margin": None if self.claim.kind == "diverges" else self.claim.margin,
             "n": self.interval.n,
             "changed": self.changed,
             "kind": self.claim.kind,
