@@ -411,7 +411,7 @@ class FederatedLoop:
             means[name] = float(total / ledger.total.logged[name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
-        metrics = metric_states.merged_into(self.model.learner, ledger.metrics)
+        metrics = metric_states.merged_into(self.model.learner, ledger.metrics, self.note)
         self.logged_metrics = metric_states.logged_in(self.model.learner, ledger.metrics)
         logged["cost/gradients"] = traffic.gradients(ledger)
         logged["cost/forwards"] = traffic.forwards(ledger)

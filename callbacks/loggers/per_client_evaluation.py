@@ -39,6 +39,9 @@ from fl_lightning.storage.files import written_aside
 Values = dict[str, dict[int, float]]  # metric → client → value
 TUNED = "_finetuned"
 
+# Clients whose samples are tried before the first round, if a metric cannot be computed.
+TRIED = 10
+
 
 class PerClientEvaluation(Measurement):
     """Logs ``clients/acc``, ``clients/loss``, …: each client's own model on its own test samples.
@@ -146,6 +149,7 @@ class PerClientEvaluation(Measurement):
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         """Evaluate one client before the first round, to find the names of the metrics."""
+        super().on_train_epoch_start(trainer, pl_module)
         # Now the run knows whether you must give a metric's direction, so do not wait for the last
         # round.
         if self._asked:
@@ -161,15 +165,29 @@ class PerClientEvaluation(Measurement):
             self._directions(pl_module, named(values))
 
     def _of_one_client(self, trainer: Any, module: Any) -> dict[str, float] | None:
-        """Return the model's values on the test samples of the first client that has any."""
+        """Return the model's values on the test samples of the first client that has any.
+
+        Raises:
+            UserError: a metric cannot be computed for any of the first clients.
+        """
         evaluator = module.evaluator()
         w, evaluator.buffers = evaluated(module.global_model, trainer)
+        values: dict[str, float] | None = None
         for client in self._drawn(module):
             indices = trainer.datamodule.client_test_indices(client)
             if len(indices):
-                values: dict[str, float]
                 values = evaluator.validated(w, client, indices)
-                return values
+                failures = evaluator.failures.get(client)
+                if failures is None:
+                    return values
+                if len(evaluator.failures) == TRIED:
+                    break
+        if values is not None:
+            clients = ", ".join(map(str, evaluator.failures))
+            raise UserError(
+                f"PerClientEvaluation: {failures[0]} on the test samples of client {clients}. "
+                "Change the metric, or log another one. Nothing was started."
+            )
         return None
 
     def _drawn(self, module: Any) -> Sequence[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,30 +219,31 @@ def kept(metrics: list[Metric]) -> Iterator[None]:
                 setattr(metric, name, value)
 
 
-def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict[str, float]:
+def merged_into(
+    learner: nn.Module,
+    of_clients: dict[int, MetricStates],
+    failed: Callable[[str], None] | None = None,
+) -> dict[str, float]:
     """Put all clients' states into the learner's metrics, and return the values of the logged ones.
 
     Args:
         of_clients: states by client.
+        failed: called with a text for each metric whose states cannot be merged, or which cannot be
+            computed from them; its value is then NaN. None: the first one raises an error.
+
+    Raises:
+        UserError: it names the metric.
     """
     metrics = metrics_of(learner)
+    errors: dict[int, Exception] = {}
     for j, metric in enumerate(metrics):
         # Ascending order, so that the sum does not depend on the engine or on the number of
         # processes.
         states = [own.states[j] for _, own in sorted(of_clients.items()) if j in own.states]
-        if not states:
-            continue
-        metric._update_count = sum(count for count, _ in states)
-        metric._computed = None
-        for name in metric._defaults:
-            values = [(count, on_device(state[name], metric.device)) for count, state in states]
-            setattr(metric, name, merged(metric._reductions[name], values))
-        # The metric's own `compute` would add up the processes, although each of them has all
-        # states. So its value is computed here and kept. If `compute` fails, the learner meets the
-        # error when it asks for the value.
-        if world_size() > 1:
-            with suppress(Exception):
-                value_of(metric)
+        try:
+            _merge(metric, states)
+        except Exception as error:
+            errors[j] = error
     names: dict[str, int] = {}
     for own in of_clients.values():
         names.update(own.names)
@@ -252,7 +254,60 @@ def merged_into(learner: nn.Module, of_clients: dict[int, MetricStates]) -> dict
     # Every process has merged the same names, so all processes make the same notes here.
     for name, j in names.items():
         logged_of(learner).note(name, metrics[j])
-    return {name: float(value_of(metrics[j])) for name, j in names.items()}
+    found: dict[str, float] = {}
+    for name, j in names.items():
+        try:
+            if j in errors:
+                raise errors[j]
+            found[name] = number_of(metrics[j])
+        except Exception as error:
+            text = uncomputed(learner, name, metrics[j], error)
+            if failed is None:
+                raise UserError(f"{text}.") from error
+            failed(f"{text}, so the round has no value of it")
+            found[name] = math.nan
+    return found
+
+
+def _merge(metric: Metric, states: list[tuple[int, Values]]) -> None:
+    """Put clients' states into a metric; without any, leave it as it is."""
+    if not states:
+        return
+    metric._update_count = sum(count for count, _ in states)
+    metric._computed = None
+    for name in metric._defaults:
+        values = [(count, on_device(state[name], metric.device)) for count, state in states]
+        setattr(metric, name, merged(metric._reductions[name], values))
+    # The metric's own `compute` would add up the processes, although each of them has all states.
+    # So its value is computed here and kept. If `compute` fails, the learner meets the error when
+    # it asks for the value.
+    if world_size() > 1:
+        with suppress(Exception):
+            value_of(metric)
+
+
+def number_of(metric: Metric) -> float:
+    """Return the value of a metric, from only its own states.
+
+    Raises:
+        ValueError: it has several numbers.
+    """
+    value = value_of(metric)
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return float(value)
+    if isinstance(value, (int, float)):
+        return float(value)
+    shape = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.80}"
+    raise ValueError(f"its value is {shape}, and one number can be logged under a name")
+
+
+def uncomputed(learner: nn.Module, name: str, metric: Metric, error: Exception) -> str:
+    """Return what is said of a logged metric that has no value."""
+    kind = type(metric).__name__
+    return (
+        f"learner {type(learner).__name__}: its metric {kind}, logged as {name}, cannot be "
+        f"computed ({type(error).__name__}: {error})"
+    )
 
 
 def logged_in(learner: nn.Module, of_clients: dict[int, MetricStates]) -> list[Metric]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.engines.engine import intra_op_threads
 from fl_lightning.engines.lent import Lent
 from fl_lightning.engines.random_state import random_state_kept
@@ -51,6 +52,7 @@ class DryRun:
         # Trials find out which frozen parameters the steps write.
         self.worker.checks_frozen = False
         self.buffers = buffer_values(self.situation.learner, copies.as_buffers)
+        self.metrics: list[MetricStates] = []  # of the learner, after each call of `run`
         self.wrote = ""  # an object of the run that the steps wrote, through the Trainer
 
     def run(self, client: int, steps: int) -> list[Tensor]:
@@ -62,6 +64,8 @@ class DryRun:
         with torch.no_grad(), self.worker, self._lending():
             round = self.situation.round({client: steps}, self.buffers)
             clients = self.worker.train(round, client)
+            if isinstance(clients.metrics, MetricStates):
+                self.metrics.append(clients.metrics)
             logs = [value for _, value in sorted(clients.logs.items())]
             buffers = [buffer.clone() for buffer in clients.buffers.values()]
             return [self.copy.x.clone(), *buffers, *logs]

@@ -9,6 +9,7 @@ not pass, wherever it is stored.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ import numpy as np
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from fl_lightning.aggregation import metric_states
 from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.batch_check import check_batch_sizes, first_line
 from fl_lightning.engines.dry_run import DryRun
@@ -139,6 +141,7 @@ def take_first_steps(copies: LearnerCopies) -> FirstSteps:
         before.restore()
         trial.copy.reset()
     check_tied(trial)
+    check_metrics(trial)
     check_apart(situation.learner)
     if held_once := situation.held_once(trial.copy.learner):
         one_by_one = Reason(held_once)
@@ -309,6 +312,31 @@ def check_tied(trial: DryRun) -> None:
                 "trained. Change it in place (…data.copy_(…), …data.clamp_(…)), or freeze it "
                 "(requires_grad_(False)) if only your code moves it."
             )
+
+
+def check_metrics(trial: DryRun) -> None:
+    """Refuse a metric of the learner that cannot be merged over clients, or be logged.
+
+    Raises:
+        UserError: it names the metric.
+    """
+    states = dict(enumerate(trial.metrics))
+    learner = trial.copy.learner
+    for name, value in metric_states.merged_into(learner, states).items():
+        each = [alone(learner, state, name) for state in states.values()]
+        if math.isnan(value) and not any(map(math.isnan, each)):
+            metric = metric_states.metrics_of(learner)[states[0].names[name]]
+            raise UserError(
+                f"learner {type(learner).__name__}: its metric {type(metric).__name__}, logged as "
+                f"{name}, is NaN after the states of two clients were merged, although each "
+                "client's value is a number. Log a number per step, or a metric whose states can "
+                "be merged."
+            )
+
+
+def alone(learner: Any, state: metric_states.MetricStates, name: str) -> float:
+    """Return the value that a metric has of one client."""
+    return metric_states.merged_into(learner, {0: state}, lambda text: None).get(name, math.nan)
 
 
 def check_apart(learner: Any) -> None:

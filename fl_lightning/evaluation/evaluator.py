@@ -147,6 +147,8 @@ class Evaluator:
         # gradients.
         self._graph = False
         self._builds_graph = False
+        # By client, why a metric that the learner logs in validation has no value.
+        self.failures: dict[int, list[str]] = {}
         # Whether validation leaves the learner's attributes unchanged; None: not known yet.
         self._stateless: bool | None = False if hooks_of(learner) else None
 
@@ -365,6 +367,8 @@ class Evaluator:
                 if at_x:
                     own.go_to(x)
                 logged = epoch.run(chain.from_iterable(share() for share in shares))
+                if epoch.logs.failures:
+                    self.failures[client] = epoch.logs.failures
         except Exception as error:
             tell_where(error, f"in the validation of client {client} on its own samples")
             raise

@@ -29,6 +29,7 @@ class Measurement(FederatedCallback):
         super().__init__()
         self.every_n_rounds = None if every_n_rounds is None else int(every_n_rounds)
         self._ended = self._measured = self._validated = -1  # rounds
+        self._failure: Exception | None = None  # of the latest measurement
 
     def measure(self, module: Any) -> dict[str, float]:
         """Return the values to log for this FederatedModule; called in every process."""
@@ -58,10 +59,26 @@ class Measurement(FederatedCallback):
         self._ended = t = trainer.current_epoch
         every = self.every_n_rounds
         if (every and (t + 1) % every == 0) or t + 1 == trainer.max_epochs:
-            self._measure(trainer)
+            try:
+                self._measure(trainer)
+            except Exception as error:
+                if trainer.world_size > 1:
+                    raise  # other processes wait for this one
+                self._failure = error
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        """Raise the error of a measurement, when checkpoints of its round have been written."""
+        failure = self._failure
+        self._failure = None
+        if failure is not None:
+            raise failure
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Measure the last round, if it is known only now that it was the last."""
+        self._raise_failure()
         if self._ended < 0:
             # EarlyStopping had ended the resumed run, and a kill may have come before this.
             self._ended = rounds = pl_module.run.state.rounds - 1

@@ -269,6 +269,8 @@ def measured(
         if tuned is not None:
             weights, evaluator.buffers = tuned(models.round, client, weights, evaluator.buffers)
             values["_finetuned"] = evaluator.validated(weights, client, indices)
+    for client, texts in list(evaluator.failures.items())[:1]:
+        run.note(f"{texts[0]} on the test samples of client {client}, which has no value of it")
     of_all: dict[int, dict[str, dict[str, float]]] = {}
     for values_there in gathered(values_here):
         of_all.update(values_there)

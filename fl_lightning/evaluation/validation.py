@@ -6,6 +6,7 @@ client's samples give the values that ``Trainer.validate`` would give on only th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, suppress
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
-from fl_lightning.aggregation.metric_states import value_of
+from fl_lightning.aggregation.metric_states import number_of, uncomputed
 from fl_lightning.engines.learner_copy import Convert
 from fl_lightning.engines.step_logs import START, reduce_into, reduction
 from fl_lightning.evaluation.absent_classes import leave_out_absent_classes
@@ -110,11 +111,13 @@ class ValidationEpoch:
 class EpochLogs:
     """The learner's logs in one epoch of validation, reduced over its batches as in Lightning.
 
-    ``hook``: the hook that is running.
+    ``hook``: the hook that is running. ``failures``: texts about metrics that have no value.
     """
 
     def __init__(self, learner: nn.Module) -> None:
         self.hook = ""
+        self.failures: list[str] = []
+        self._learner = learner
         self._name = type(learner).__name__
         self._told = logged_of(learner)
         self._collections = [m for m in learner.modules() if isinstance(m, MetricCollection)]
@@ -181,7 +184,11 @@ class EpochLogs:
         for (_, name), (kind, total, weight) in self._numbers.items():
             values[name] = float(total / weight if kind == "mean" else total)
         for (_, name), metric in self._metrics.items():
-            values[name] = float(value_of(metric))
+            try:
+                values[name] = number_of(metric)
+            except Exception as error:
+                self.failures.append(uncomputed(self._learner, name, metric, error))
+                values[name] = math.nan
         self._numbers.clear()
         self._metrics.clear()
         return values
