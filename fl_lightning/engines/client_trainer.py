@@ -107,6 +107,10 @@ class Present:
         if self.lent is not None:
             self.lent.write_logs()
 
+    def _assigns(self, trainer: Any, name: str) -> None:
+        if self.lent is not None:
+            self.lent.assign(trainer, name)
+
     def callbacks(self, trainer: Any) -> Any:
         if self.lent is not None:
             self.lent.reach(*users(trainer.callbacks))
@@ -154,7 +158,7 @@ class Present:
         own["callbacks"] = partial(self.callbacks, trainer)
         own["logger"] = lambda: self.logger(trainer.logger)
         own["loggers"] = lambda: [self.logger(each) for each in trainer.loggers]
-        self.view = View(trainer, **own)
+        self.view = View(trainer, partial(self._assigns, trainer), **own)
         return self.view
 
 

@@ -20,6 +20,7 @@ from fl_lightning.lightning import DummyLogger, is_foreign
 # A list or a dict of more bytes is compared by its length, and is not copied.
 SMALL_BYTES = 2**16
 IN_PLACE = (list, dict, set, deque)
+MISSING = object()
 NO_EXPERIMENT = DummyLogger().experiment
 
 
@@ -54,10 +55,15 @@ class Lent:
     def __init__(self, learner: nn.Module) -> None:
         self._contents = Contents(learner, versions=True, most=SMALL_BYTES)
         self._before: dict[int, tuple[Any, dict[str, Any], dict[str, Facts]]] = {}
+        self._assigned: dict[str, tuple[Any, Any]] = {}
         self._wrote_logs = False
 
     def write_logs(self) -> None:
         self._wrote_logs = True
+
+    def assign(self, each: Any, name: str) -> None:
+        """The learner assigns to an attribute of this object."""
+        self._assigned.setdefault(name, (each, getattr(each, name, MISSING)))
 
     def reach(self, *objects: Any) -> None:
         """The learner may change the attributes of these from now on."""
@@ -76,6 +82,9 @@ class Lent:
         """The first place that was written; empty if there is none."""
         if self._wrote_logs:
             return "the run's loggers"
+        for name, (each, before) in self._assigned.items():
+            if getattr(each, name, MISSING) is not before:
+                return _full(each, name)
         for each, _, facts in self._before.values():
             for name in self._names(each, facts):
                 return _full(each, name)
@@ -83,6 +92,11 @@ class Lent:
 
     def undo(self) -> None:
         """Give the objects the attributes that they had."""
+        for name, (each, before) in self._assigned.items():
+            if before is MISSING:
+                delattr(each, name)
+            else:
+                setattr(each, name, before)
         for each, own, facts in self._before.values():
             for name in self._names(each, facts):
                 if name in own:

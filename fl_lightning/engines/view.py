@@ -9,11 +9,13 @@ from typing import Any, NoReturn
 class View:
     """An object, except for some attributes, each of which a function computes.
 
-    Assigning to an attribute assigns to the object's.
+    Assigning to an attribute assigns to the object's, after ``assigns`` was called with its name.
     """
 
-    def __init__(self, of: Any, **own: Callable[[], Any]) -> None:
-        vars(self).update(_of=of, _own=own)
+    def __init__(
+        self, of: Any, assigns: Callable[[str], None] | None = None, **own: Callable[[], Any]
+    ) -> None:
+        vars(self).update(_of=of, _own=own, _assigns=assigns)
 
     # `isinstance` reads this, so a view counts as an instance of its object's class.
     @property
@@ -32,6 +34,8 @@ class View:
         return getattr(self._of, name) if own is None else own()
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if self._assigns is not None:
+            self._assigns(name)
         setattr(self._of, name, value)
 
     def __repr__(self) -> str:

@@ -78,6 +78,12 @@ class ToData(Lit):
         return super().training_step(batch, batch_idx)
 
 
+class ToTrainer(Lit):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.trainer.steps = getattr(self.trainer, "steps", 0) + 1
+        return super().training_step(batch, batch_idx)
+
+
 def run(learner: Lit, engine: str, **options: Any) -> tuple[FederatedModule, dict[str, int]]:
     """Two rounds, and how many steps arrived at each place."""
     kept = Kept()
@@ -85,8 +91,10 @@ def run(learner: Lit, engine: str, **options: Any) -> tuple[FederatedModule, dic
     data = blobs()
     options = {"participation": "all", "local_epochs": None, "local_steps": 2, **options}
     module = federated(learner, engine=engine, **options)
-    trainer(2, [seen], logger=kept).fit(module, data)
+    fit = trainer(2, [seen], logger=kept)
+    fit.fit(module, data)
     found = {
+        "ToTrainer": getattr(fit, "steps", 0),
         "ToLogger": len(kept.of("mine")),
         "ToCallback": seen.steps,
         "ToData": getattr(data, "steps", 0),
@@ -96,15 +104,20 @@ def run(learner: Lit, engine: str, **options: Any) -> tuple[FederatedModule, dic
 
 
 @pytest.mark.parametrize("engine", ["auto", "sequential", "debug"])
-@pytest.mark.parametrize("kind", [ToLogger, ToCallback, ToData])
+@pytest.mark.parametrize("kind", [ToLogger, ToCallback, ToData, ToTrainer])
 def test_each_step_of_the_run_counts_once(kind: type[Lit], engine: str) -> None:
     _, found = run(kind(), engine)
     assert found[kind.__name__] == 2 * STEPS
 
 
-@pytest.mark.parametrize("kind", [ToLogger, ToCallback, ToData])
+@pytest.mark.parametrize("kind", [ToLogger, ToCallback, ToData, ToTrainer])
 def test_parallel_clients_that_write_there_are_refused_by_name(kind: type[Lit]) -> None:
-    places = {"ToLogger": "loggers", "ToCallback": "Seen.steps", "ToData": "DataModule.steps"}
+    places = {
+        "ToLogger": "loggers",
+        "ToCallback": "Seen.steps",
+        "ToData": "DataModule.steps",
+        "ToTrainer": "Trainer.steps",
+    }
     with pytest.raises(UserError, match=rf"training_step writes to .*{places[kind.__name__]}"):
         run(kind(), "concurrent", workers=2)
 
@@ -117,6 +130,7 @@ class FromRoundOne(Dropping):
             self.logger.experiment.add_scalar("mine", 1.0, batch_idx)
             (seen,) = [each for each in self.trainer.callbacks if isinstance(each, Seen)]
             seen.steps += 1
+            self.trainer.should_stop = self.current_epoch == 1
         return super().training_step(batch, batch_idx)
 
 
@@ -132,7 +146,9 @@ def test_what_a_worker_process_would_lose_is_written_by_the_run_itself(tmp_path:
         local_steps=2,
     )
     logger = TensorBoardLogger(tmp_path)
-    trainer(2, [seen], logger=logger).fit(module, blobs())
+    fit = trainer(4, [seen], logger=logger)
+    fit.fit(module, blobs())
+    assert fit.current_epoch == 2, "a step asked the Trainer to stop in round 1"
     logger.experiment.close()
     events = EventAccumulator(logger.log_dir)
     events.Reload()
