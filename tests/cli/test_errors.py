@@ -369,6 +369,12 @@ def test_what_a_user_s_step_or_hook_returns_wrongly_is_one_paragraph(cli: Cli) -
     said(hook, "Short.on_local_gradient returned a tensor of shape", "in round 0, client 0")
 
 
+@pytest.mark.parametrize("callback", ["EarlyStopping", "ModelCheckpoint"])
+def test_a_monitor_that_no_metric_has_is_one_paragraph(cli: Cli, callback: str) -> None:
+    watched = ("--trainer.callbacks+", callback, "--trainer.callbacks.monitor", "val/nothing")
+    said(cli(*FIT, "-c", "data/digits", *watched), callback[:5], "val/nothing")
+
+
 def test_a_plain_data_module_is_refused_with_the_line_that_wraps_it(cli: Cli) -> None:
     (cli.folder / "my_data.py").write_text(
         "import pytorch_lightning as pl\nclass Plain(pl.LightningDataModule): ...\n"

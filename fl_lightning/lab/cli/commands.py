@@ -338,6 +338,8 @@ def run(command: str, prepared: Command, debug: bool = False, **options: Any) ->
             raise
         raise UserError(message) from error
     except RuntimeError as error:
+        if not debug and str(error).startswith("Early stopping conditioned on metric"):
+            raise UserError(f"trainer.callbacks: {' '.join(str(error).split())[:500]}") from error
         if debug or "Error(s) in loading state_dict" not in str(error):
             raise
         raise UserError(
