@@ -249,14 +249,16 @@ class OtherName(LowRank):
 
 
 @pytest.mark.parametrize("method", [c.StackedAdapters, c.ResidualMerge, c.PaddedRanks])
-def test_an_adapter_that_does_not_say_its_scale_is_told(method: Any) -> None:
+def test_an_adapter_that_does_not_say_its_scale_is_refused_with_the_number(method: Any) -> None:
     learner = Adapted()
     learner.head = OtherName().double()
-    run = ours([method()], TRAININGS["sgd"], 1, learner)
-    says = [text for text in run.module.run.notes if "the adapter head has no number" in text]
-    assert len(says) == 1 and method.__name__ in says[0]
-    plain = ours([method()], TRAININGS["sgd"], 1)
-    assert not any("has no number called scaling" in text for text in plain.module.run.notes)
+    says = (
+        rf"{method.__name__}.*the layer head \(OtherName\) adds .*attribute scaling be that number"
+    )
+    with pytest.raises(UserError, match=says):
+        ours([method()], TRAININGS["sgd"], 1, learner)
+    learner.head.scaling = learner.head.scale
+    assert len(ours([method()], TRAININGS["sgd"], 1, learner).record.w) == 1
 
 
 @pytest.mark.parametrize("method", [c.StackedAdapters, c.TruncatedProduct])
