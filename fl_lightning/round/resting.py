@@ -241,25 +241,23 @@ def check_parts(methods: Any, layout: Layout) -> None:
     Raises:
         UserError: naming both methods and a parameter.
     """
+    asking = [each for each in methods.callbacks if each.needs_products or declared_bases(each)]
     kept = torch.zeros(layout.size, dtype=torch.bool)
-    for mask, _ in methods.parts(layout):
+    for mask, _ in methods.parts(layout) if asking else ():
         kept |= mask.cpu()
     factors = chain.from_iterable((each.a, each.b) for each in layout.adapters)
     own = [name for name in factors if kept[layout[name][0]].any()]
-    for callback in methods.callbacks if own else ():
+    for callback in asking if own else ():
         name = type(callback).__name__
-        why = ""
+        keeps = methods.name_of_owner("parts")
+        why = f"{name} changes frozen weights, to which the adapters of a round belong"
         if callback.needs_products:
             why = f"{name} takes the products of all clients' adapters in each round"
-        elif declared_bases(callback):
-            why = f"{name} changes frozen weights, to which the adapters of a round belong"
-        if why:
-            keeps = methods.name_of_owner("parts")
-            raise UserError(
-                f"method: {name} and {keeps} cannot run together: {why}, and with {keeps} clients "
-                f"keep copies of {own[0]} of their own. Let {keeps} leave the adapters out, or "
-                "keep one of them."
-            )
+        raise UserError(
+            f"method: {name} and {keeps} cannot run together: {why}, and with {keeps} clients "
+            f"keep copies of {own[0]} of their own. Let {keeps} leave the adapters out, or keep "
+            "one of them."
+        )
 
 
 def check_added(callbacks: Sequence[Any], learner: nn.Module, layout: Layout) -> None:
