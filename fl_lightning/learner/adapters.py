@@ -108,19 +108,25 @@ def _weighs(held: Any) -> bool:
 
 
 def trained_factors(learner: nn.Module, layout: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return ``{"lora_A": names, "lora_B": names}`` of the trainable factors, each in the order of
-    the layout.
+    """Return ``{"lora_A": names, "lora_B": names}`` of the trainable factors and their biases
+    (``lora_bias``), each in the order of the layout.
 
     Unlike the adapters of :func:`adapters_of`, a factor counts if the other one is frozen.
     """
     names = _names_in(layout, learner)
     found = list(factors_of(learner))
-    of_a = {names.get(a) for _, _, a, _ in found}
-    of_b = {names.get(b) for *_, b in found}
     return {
-        "lora_A": [name for name in layout if name in of_a],
-        "lora_B": [name for name in layout if name in of_b],
+        "lora_A": _with_biases([a for _, _, a, _ in found], names, layout),
+        "lora_B": _with_biases([b for *_, b in found], names, layout),
     }
+
+
+def _with_biases(
+    factors: list[str], names: Mapping[str, str], layout: Mapping[str, Any]
+) -> list[str]:
+    biases = [name.removesuffix("weight") + "bias" for name in factors if name.endswith(".weight")]
+    own = {names.get(name) for name in (*factors, *biases)}
+    return [name for name in layout if name in own]
 
 
 def _names_in(layout: Mapping[str, Any], learner: nn.Module) -> dict[str, str]:
@@ -153,7 +159,7 @@ def adapters_of(
         others: list[str] = []
         if weight:
             home = weight.rpartition(".")[0]
-            others = [user for user in users[id(parameters[weight])] if user != home]
+            others = [user for user in users.get(id(parameters[weight]), []) if user != home]
         shared = [name for name in (a, b) if uses[name] > 1]
         why = f"{shared[0]} is a factor of several adapters" if shared else ""
         shapes = (layout[a][1], layout[b][1])
