@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from fl_lightning.learner.adapters import Adapter, no_product
 from fl_lightning.learner.modules import deep_copied, lent_logs, lightning_modules
 
-# Layers with more numbers are not converted to float64.
+# Layers with more numbers than these are tried in float32, or as they are: a copy in float64 would
+# take seconds for each layer of a large network, or too much memory.
+MOST_IN_DOUBLE = 2**21
 MOST_CONVERTED = 2**28
 # Relative differences up to this are rounding: some layers compute in float32 whatever they get.
 TOLERANCE = 1e-5
@@ -50,7 +52,7 @@ def why_other(layer: nn.Module, adapters: Sequence[Adapter], changes_base: bool)
     for shape in INPUTS:
         try:
             trial = Trial(layer, adapters, shape)
-            added = trial.output(*trial.factors) - trial.output()
+            added = trial.together - trial.without
             break
         except Exception as error:
             line = (str(error).splitlines() or [""])[0][:200]
@@ -99,6 +101,8 @@ class Trial:
         self.tolerance = max(TOLERANCE, 4 * torch.finfo(least).eps)
         scales = {adapter.scale for adapter in adapters}
         self.factor = f"{scales.pop():g}" if len(scales) == 1 else "scale"
+        self.together = self.output(*self.factors)
+        self.without = self.output()
 
     def _of(self, name: str) -> nn.Parameter:
         """Return the copy's parameter by the name that it has in the learner."""
@@ -123,7 +127,7 @@ class Trial:
     def differ(self, one: Tensor, other: Tensor) -> bool:
         if one.shape != other.shape:
             return True
-        largest = torch.maximum(other.abs().max(), self.output().abs().max())
+        largest = torch.maximum(other.abs().max(), self.without.abs().max())
         return not bool((one - other).abs().max() <= self.tolerance * largest)
 
     def hint(self, added: Tensor) -> str:
@@ -141,7 +145,6 @@ class Trial:
         """Return why a product that moves into the frozen weight gives another output; empty: it
         gives the same.
         """
-        together = self.output(*self.factors)
         pairs = zip(self.adapters, self.factors[::2], self.factors[1::2], strict=True)
         for adapter, a, b in pairs:
             if not adapter.weight:
@@ -156,8 +159,8 @@ class Trial:
                     f"the frozen weight {adapter.weight} has shape {tuple(weight.shape)}, but "
                     f"{adapter.name} adds a product of shape {tuple(product.shape)}"
                 )
-            weight.data = weight.data + product.to(weight)
-        if self.differ(self.output(), together):
+            weight.data += product.to(weight)
+        if self.differ(self.output(), self.together):
             return (
                 f"{self.adapters[0].name} would add something else if its product were part of "
                 f"the frozen weight {self.adapters[0].weight}"
@@ -166,7 +169,7 @@ class Trial:
 
 
 def copy_of(layer: nn.Module) -> nn.Module:
-    """Return a copy in float64 on the CPU, if it is not too large or quantised, without dropout."""
+    """Return a copy without dropout; on the CPU and in float64, unless it is large or quantised."""
     memo: dict[int, Any] = {
         id(part._trainer): None for part in lightning_modules(layer) if part._trainer is not None
     }
@@ -177,5 +180,5 @@ def copy_of(layer: nn.Module) -> nn.Module:
     parameters = list(copied.parameters())
     numbers = sum(parameter.numel() for parameter in parameters)
     if numbers <= MOST_CONVERTED and all(p.is_floating_point() for p in parameters):
-        copied.to("cpu").double()
+        copied.to("cpu").to(torch.float64 if numbers <= MOST_IN_DOUBLE else torch.float32)
     return copied

@@ -188,7 +188,7 @@ def _why_no_product(
     """Return why a pair adds something other than its scaled product, if its structure says so."""
     a, b = pair
     of_a, of_b = (layout[name][1] for name in pair)
-    if EMBEDDING in a.split("."):
+    if EMBEDDING in a.split(".") or isinstance(holder, nn.Embedding):
         return f"{a} is an adapter of an embedding"
     if variant := _variant(holder, own):
         return f"{a} belongs to peft's variant {variant}, which does not add the plain product"

@@ -126,7 +126,7 @@ def of_lora(name: str, **options: Any) -> Callable[[], Any]:
     return lambda: getattr(__import__("peft.tuners.lora.config", fromlist=[name]), name)(**options)
 
 
-BLOCKS = of_lora("BdLoraConfig", target_modules_bd_a=["0"], target_modules_bd_b=["2"], nblocks=1)
+BLOCKS = of_lora("BdLoraConfig", target_modules_bd_a=["2"], target_modules_bd_b=[], nblocks=2)
 LORA: dict[str, Variant] = {
     "LoRA": Variant(),
     "`init_lora_weights=False`": Variant(init_lora_weights=False),
@@ -160,7 +160,7 @@ LORA: dict[str, Variant] = {
     "`Conv2d`": Variant("conv2d", target_modules=["1", "3"]),
     "`MultiheadAttention`": Variant("attention", target_modules=["attention", "2"]),
     "aLoRA (`alora_invocation_tokens`)": Variant(alora_invocation_tokens=lambda: [1]),
-    "BD-LoRA (`use_bdlora`)": Variant(use_bdlora=BLOCKS),
+    "BD-LoRA (`use_bdlora`)": Variant("even", target_modules=["2"], use_bdlora=BLOCKS),
     "KaSA (`kasa_config`)": Variant(kasa_config=of_lora("KasaConfig")),
     "VeLoRA (`velora_config`)": Variant(velora_config=of_lora("VeloraConfig", num_groups=1)),
     "MonteCLoRA (`monteclora_config`)": Variant(monteclora_config=of_lora("MontecloraConfig")),

@@ -200,6 +200,14 @@ def test_a_weight_that_is_stored_transposed_is_refused_where_the_method_changes_
     assert "0.weight has shape (4, 6), but 0 adds a product of shape (6, 4)" in text
 
 
+def test_an_embedding_with_factors_of_its_own_is_refused() -> None:
+    """As loralib's, whose product is transposed: a square one would fit."""
+    table = nn.Embedding(4, 4)
+    table.lora_A, table.lora_B = nn.Parameter(torch.zeros(2, 4)), nn.Parameter(torch.randn(4, 2))
+    table.weight.requires_grad_(False)
+    assert "0.lora_A is an adapter of an embedding" in refused(table)
+
+
 def test_a_factor_of_two_layers_is_refused() -> None:
     network = nn.Sequential(Low(), Low())
     network[1].lora_A = network[0].lora_A
