@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,11 +13,14 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 
-# peft computes these beginnings from the base that the adapter is loaded onto, and changes that
-# base. The same base gives the same beginning.
+# Values of init_lora_weights. These leave the base as it is.
+PLAIN = (True, False, "gaussian", "orthogonal", "eva", "mica")
+# These change the base, in the same way whenever the adapter is loaded onto the same base. Others
+# change it by numbers that peft draws or reads from data.
 DECOMPOSED = ("pissa", "olora")
 # How far logits may be apart relative to the largest, in units of the precision of the weights.
 ROUNDING = 1000
+FARTHEST = 0.1
 
 
 def is_of(module: nn.Module, library: str, name: str) -> bool:
@@ -134,10 +136,10 @@ def save_merged(network: Any, folder: Path) -> None:
     if expected is None or found is None:
         return
     scale = expected.abs().max()
-    least = min((p.dtype for p in base.parameters()), key=lambda kind: torch.finfo(kind).bits)
-    tolerance = ROUNDING * torch.finfo(torch.promote_types(least, torch.bfloat16)).eps
+    kinds = {p.dtype for p in base.parameters() if p.is_floating_point()}
+    tolerance = min(ROUNDING * max(torch.finfo(kind).eps for kind in kinds), FARTHEST)
     away = (found.to(expected) - expected).abs().max()
-    if not bool(away <= min(tolerance, 0.1) * scale):
+    if not bool(away <= tolerance * scale):
         raise UserError(
             f"save_pretrained: with merged=True the outputs are up to {float(away):.2g} away from "
             "those of the run's model. A weight under an adapter may be another module's, too "
@@ -164,34 +166,32 @@ def save_adapter(network: Any, folder: Path, changed_base: bool) -> None:
     places = {tensor.data_ptr() for tensor in saved.values()}
     in_file = {name for name, tensor in expected.items() if tensor.data_ptr() in places}
     left_out = [name for name in moving(network) if name not in in_file]
+    if begins not in (*PLAIN, *DECOMPOSED):
+        left_out.append(f"the base that init_lora_weights={begins!r} made")
     # Otherwise peft asks a server whether the base model has other embeddings.
     network.save_pretrained(folder, save_embedding_layers=False)
-    tuner = network.base_model
-    base = network.unload() if hasattr(tuner, "unload") else network.get_base_model()
-    if not changed_base and not left_out:
-        if begins in DECOMPOSED:
-            # The base with which the run began is not known here any more.
-            expected = {name: expected[name] for name in in_file}
-        name = differing(expected, read_onto(copy.deepcopy(base), folder))
-        if not name:
-            return
-        left_out = [name]
-    if not changed_base and not hasattr(base, "save_pretrained"):
-        raise UserError(
-            f"save_pretrained: peft's files of the adapter do not hold {left_out[0]}, which the "
-            f"run changed, and transformers cannot write the base, a {type(base).__name__}. Use "
-            "module.export(path), which saves the learner."
-        )
-    if hasattr(config, "init_lora_weights"):
-        # peft must not change the base that is saved here, as it did before the run.
-        config.init_lora_weights = True
-        config.inference_mode = True
-        config.save_pretrained(folder)
-    read = save_whole(base, folder / "base", "merged=True, or ")
-    if name := differing(expected, read_onto(read, folder)):
+    base = network.unload() if hasattr(network.base_model, "unload") else network.get_base_model()
+    if changed_base or left_out:
+        if left_out and not hasattr(base, "save_pretrained"):
+            raise UserError(
+                f"save_pretrained: peft's files of the adapter do not hold {left_out[0]}, and "
+                f"transformers cannot write the base, a {type(base).__name__}. Use "
+                "module.export(path), which saves the learner."
+            )
+        if hasattr(config, "init_lora_weights"):
+            # peft must not change the base that is saved here, as it did before the run.
+            config.init_lora_weights = True
+            config.inference_mode = True
+            config.save_pretrained(folder)
+        base = save_whole(base, folder / "base", "merged=True, or ")
+    elif begins in DECOMPOSED:
+        # The base with which the run began is not known here any more.
+        expected = {name: expected[name] for name in in_file}
+    if name := differing(expected, read_onto(base, folder)):
         raise UserError(
             f"save_pretrained: peft reads {name} back with other values than the run's model has. "
-            "Use merged=True, which adds the adapters to the weights."
+            "Use merged=True, which adds the adapters to the weights, or module.export(path), "
+            "which saves the learner."
         )
 
 

@@ -232,6 +232,34 @@ def test_statistics_of_batchnorm_in_a_base_of_ones_own_are_refused(tmp_path: Pat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_drawn_beginning_over_a_base_of_ones_own_is_refused(tmp_path: Path) -> None:
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
+    config = peft.LoraConfig(r=2, target_modules=["0"], init_lora_weights="pissa_niter_2")
+    module = FederatedModule(Own(peft.get_peft_model(plain, config)))
+    says = r"do not hold the base that init_lora_weights='pissa_niter_2' made.*Sequential"
+    with pytest.raises(UserError, match=says):
+        module.save_pretrained(tmp_path / "adapter")
+
+
+def test_an_adapter_with_another_name_is_refused(tmp_path: Path) -> None:
+    """peft writes it into a folder of its own, where from_pretrained does not look."""
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    made = peft.get_peft_model(network("opt"), config, adapter_name="mine")
+    with pytest.raises(UserError, match=r"reads base_model\.\S+ back.*Use merged=True"):
+        FederatedModule(Own(made)).save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_base_of_16_bits_is_merged(dtype: torch.dtype, tmp_path: Path) -> None:
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    made = peft.get_peft_model(network("opt").to(dtype), config)
+    module = FederatedModule(Own(made))
+    module.save_pretrained(tmp_path / "adapter")
+    module.save_pretrained(tmp_path / "merged", merged=True)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(logits(whole), logits(made), atol=2e-2, rtol=2e-2)
+
+
 def test_a_learner_without_such_a_network_is_refused(tmp_path: Path) -> None:
     module = FederatedModule(Adapted())
     with pytest.raises(UserError, match=r"Adapted has none.*module\.export"):
