@@ -278,6 +278,11 @@ def _beside_resting(callback: Any, other: Any) -> str:
     """
     if other.has("parts"):
         return "both say which coordinates take part in a round"
+    if callback.averaged_over == "zeros" and other.has("broadcast"):
+        return (
+            "it averages the clients' models, with 0 for what they do not train, and the clients "
+            "are given another model than the one to which the server adds the average's change"
+        )
     sends_less = other.has("encode") and not other.of_trained
     if other.has("transmit") and (not callback.alike or sends_less):
         return "what it sends of coordinates that a client does not train is not defined"

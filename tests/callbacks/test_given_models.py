@@ -18,9 +18,10 @@ from torch import Tensor
 from fl_lightning import FederatedCallback, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.learner.layout import Layout
-from tests.callbacks.test_adapters import NET, TRAININGS, ours
+from tests.callbacks.test_adapters import NET, TRAININGS, Halves, ours
 from tests.engines.test_every_method import CASES, Logged, learners
 from tests.helpers.agreement import trained
+from tests.helpers.low_rank import Adapted
 
 SHIFT = 0.1
 # These read a model that is not what clients were given, by their definition: FedInit starts a
@@ -71,6 +72,24 @@ def test_a_method_follows_the_model_that_clients_were_given(name: str) -> None:
         for one, other in zip(run.record.w, plain.record.w, strict=True)
     ]
     assert max(differences) < 1e-12 if name not in OF_W else min(differences) > 1e-3
+
+
+@pytest.mark.parametrize("untrained", ["given", "zero"])
+@pytest.mark.parametrize("over", ["holders", "all", "zeros"])
+def test_masks_follow_the_model_that_clients_were_given(over: Any, untrained: Any) -> None:
+    def halves() -> Halves:
+        method = Halves()
+        method.untrained, method.averaged_over = untrained, over
+        return method
+
+    if over == "zeros":
+        with pytest.raises(UserError, match="Halves and Shifted cannot run together"):
+            ours([halves(), Shifted()], TRAININGS["sgd"], rounds=1)
+        return
+    run = ours([halves(), Shifted()], TRAININGS["sgd"], rounds=3)
+    plain = ours([halves()], TRAININGS["sgd"], rounds=3, learner=moved(Adapted))
+    for one, other in zip(run.record.w, plain.record.w, strict=True):
+        assert np.abs(one + shift(one.size).numpy() - other).max() < 1e-12
 
 
 # --------------------------------------------------------------------------- adapters
