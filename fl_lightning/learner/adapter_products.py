@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -18,8 +18,11 @@ MOST_IN_DOUBLE = 2**21
 MOST_CONVERTED = 2**28
 # Relative differences up to this are rounding: some layers compute in float32 whatever they get.
 TOLERANCE = 1e-5
-# Shapes of the input, without its features: rows, and sequences if a layer takes no rows.
+# Shapes of the input, without its features: rows, and sequences if a layer takes no rows. Some
+# layers run only on their device or in their precision, so a copy that fails in float64 on the CPU
+# is tried as it is.
 INPUTS = ((4,), (2, 3))
+TRIALS = tuple(product((True, False), INPUTS))
 
 
 def check_what_is_added(learner: nn.Module, layout: Any, asking: str, changes_base: bool) -> None:
@@ -49,9 +52,9 @@ def why_other(layer: nn.Module, adapters: Sequence[Adapter], changes_base: bool)
     """
     named = f"the layer {adapters[0].holder or 'at the root'} ({type(layer).__name__})"
     errors: list[str] = []
-    for shape in INPUTS:
+    for converted, shape in TRIALS:
         try:
-            trial = Trial(layer, adapters, shape)
+            trial = Trial(layer, adapters, shape, converted)
             added = trial.together - trial.without
             break
         except Exception as error:
@@ -76,13 +79,20 @@ class Trial:
     Args:
         layer: the module that holds the adapters.
         shape: of the input, without its features.
+        converted: try it in float64 on the CPU, if it is not too large or quantised.
     """
 
     def __init__(
-        self, layer: nn.Module, adapters: Sequence[Adapter], shape: tuple[int, ...]
+        self,
+        layer: nn.Module,
+        adapters: Sequence[Adapter],
+        shape: tuple[int, ...],
+        converted: bool,
     ) -> None:
         self.adapters = adapters
         self.layer = copy_of(layer)
+        if converted:
+            convert(self.layer)
         self.parameters = dict(self.layer.named_parameters(remove_duplicate=False))
         random = torch.Generator().manual_seed(0)
         for parameter in self.parameters.values():
@@ -153,13 +163,13 @@ class Trial:
             weight = self._of(adapter.weight)
             if not weight.is_floating_point():
                 return ""  # a method that changes it refuses its type
-            product = left @ right
-            if weight.shape != product.shape:
+            whole = left @ right
+            if weight.shape != whole.shape:
                 return (
                     f"the frozen weight {adapter.weight} has shape {tuple(weight.shape)}, but "
-                    f"{adapter.name} adds a product of shape {tuple(product.shape)}"
+                    f"{adapter.name} adds a product of shape {tuple(whole.shape)}"
                 )
-            weight.data += product.to(weight)
+            weight.data += whole.to(weight)
         if self.differ(self.output(), self.together):
             return (
                 f"{self.adapters[0].name} would add something else if its product were part of "
@@ -169,7 +179,7 @@ class Trial:
 
 
 def copy_of(layer: nn.Module) -> nn.Module:
-    """Return a copy without dropout; on the CPU and in float64, unless it is large or quantised."""
+    """Return a copy without dropout."""
     memo: dict[int, Any] = {
         id(part._trainer): None for part in lightning_modules(layer) if part._trainer is not None
     }
@@ -177,8 +187,12 @@ def copy_of(layer: nn.Module) -> nn.Module:
     for part in copied.modules():
         # Do not call eval(), in which some layers add the product to their weight (loralib).
         part.training = False
+    return copied
+
+
+def convert(copied: nn.Module) -> None:
+    """Move a layer to the CPU and to float64, or float32; leave it if it is quantised."""
     parameters = list(copied.parameters())
     numbers = sum(parameter.numel() for parameter in parameters)
     if numbers <= MOST_CONVERTED and all(p.is_floating_point() for p in parameters):
         copied.to("cpu").to(torch.float64 if numbers <= MOST_IN_DOUBLE else torch.float32)
-    return copied

@@ -387,7 +387,8 @@ def fedex(ran: Ran, t: int) -> None:
 
 
 def lora_fair(ran: Ran, t: int) -> None:
-    """In the metric of B A: what is added, by the layer's factor, which is measured as well."""
+    """The correction is fitted to B A, which is what is added over the layer's factor; this factor
+    is measured, too."""
     others = ~ran.of("B")
     mean = ran.mean(t)
     near(ran.w[t + 1][others], mean[others])

@@ -74,6 +74,22 @@ class TwoLinear(nn.Module):
         return found
 
 
+class OnlySingle(Low):
+    """Runs in float32 alone, as a layer whose kernel exists for its own precision."""
+
+    def added(self, x: Tensor) -> Tensor:
+        assert self.lora_A.dtype == torch.float32
+        return super().added(x)
+
+
+class OnlySequences(Low):
+    """Takes (texts, tokens, features)."""
+
+    def added(self, x: Tensor) -> Tensor:
+        _, tokens, _ = x.shape
+        return super().added(x) * (tokens > 0)
+
+
 class Square(Low):
     """x A B, where all shapes fit because all are square."""
 
@@ -147,6 +163,10 @@ def refused(layer: nn.Module, changes_base: bool = True) -> str:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_plain_products_are_accepted(layer: Callable[[], nn.Module], dtype: torch.dtype) -> None:
     assert refused(layer().to(dtype)) == ""
+
+
+def test_layers_of_one_precision_or_of_sequences_are_accepted() -> None:
+    assert refused(OnlySingle()) == "" and refused(OnlySequences()) == ""
 
 
 class Mixed(Low):
