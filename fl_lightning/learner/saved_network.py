@@ -165,6 +165,9 @@ def save_adapter(network: Any, folder: Path, changed_base: bool) -> None:
     )
     places = {tensor.data_ptr() for tensor in saved.values()}
     in_file = {name for name, tensor in expected.items() if tensor.data_ptr() in places}
+    if config.is_prompt_learning:
+        # The file holds what the encoder of prompts computes.
+        in_file |= {name for name in expected if name.startswith("prompt_encoder.")}
     left_out = [name for name in moving(network) if name not in in_file]
     if begins not in (*PLAIN, *DECOMPOSED):
         left_out.append(f"the base that init_lora_weights={begins!r} made")

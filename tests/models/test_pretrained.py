@@ -148,6 +148,15 @@ def test_variants_of_lora_are_read_back(name: str, method: str, tmp_path: Path) 
     torch.testing.assert_close(logits(whole), expected, atol=1e-5, rtol=1e-5)
 
 
+def test_prompts_are_written_without_the_base(tmp_path: Path) -> None:
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    module = FederatedModule(Own(peft.get_peft_model(network("opt"), config)))
+    module.save_pretrained(tmp_path)
+    assert not (tmp_path / "base").exists()
+    loaded = peft.PeftModel.from_pretrained(network("opt"), tmp_path)
+    torch.testing.assert_close(logits(loaded), logits(module.export().network))
+
+
 def test_a_base_of_an_earlier_call_goes(tmp_path: Path) -> None:
     trained("opt", [ResidualMerge()]).save_pretrained(tmp_path)
     assert (tmp_path / "base").exists()
