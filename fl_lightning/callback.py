@@ -294,7 +294,10 @@ class FederatedCallback(Given, Resting, pl.Callback):
     @property
     def gathers(self) -> bool:
         """Return whether it takes all updates in one place."""
-        return self.has("on_updates") or self.reads_of_clients("aggregate", "updates")
+        reading = ("aggregate", "on_server_update")
+        return self.has("on_updates") or any(
+            self.reads_of_clients(hook, "updates") for hook in reading
+        )
 
     @property
     def reads_loss(self) -> bool:

@@ -255,15 +255,17 @@ class FederatedModule(LearnerHooks):
         """Write the evaluated network in the format of peft and transformers.
 
         Unmerged, the folder has ``adapter_config.json`` and ``adapter_model.safetensors``, which
-        ``peft.PeftModel.from_pretrained(base, folder)`` loads. If a method changed the base, the
-        base that the adapter belongs to is in ``folder/base``.
+        ``peft.PeftModel.from_pretrained(base, folder)`` loads. If the adapter belongs to another
+        base than the one with which the run began, that base is in ``folder/base``. What is written
+        is read back and compared.
 
         Args:
             merged: add the adapters to the weights, which gives a folder for
                 ``AutoModelFor….from_pretrained``.
 
         Raises:
-            UserError: the learner has not exactly one network of peft or transformers.
+            UserError: the learner has not exactly one network of peft or transformers, or what is
+                read back would be another network.
         """
         saved_network.save(self.export(), folder, merged, bool(self.base))
 

@@ -24,14 +24,13 @@ from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.kinds import NOT_CAPTURED
 from fl_lightning.engines.local_step import Work
-from fl_lightning.engines.random_state import RandomState
+from fl_lightning.engines.random_state import RandomState, random_state_kept
 from fl_lightning.engines.situation import in_full_precision, situation_of, undeclared
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.learner import weights
-from fl_lightning.learner.adapters import scale_notes
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.hooks import moved_on_by
 from fl_lightning.learner.modules import modes
@@ -45,7 +44,7 @@ from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel, RoundStart
 from fl_lightning.round.partial import Parts
-from fl_lightning.round.resting import check_parts, notes_of_restarts
+from fl_lightning.round.resting import check_added, check_parts, notes_of_restarts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
@@ -374,6 +373,8 @@ class FederatedRun:
         for callback in self.methods.callbacks:
             callback.check_layout(model.layout, cohort.m, model.w.detach())
         check_parts(self.methods, model.layout)
+        with random_state_kept(model.w):
+            check_added(self.methods.callbacks, model.learner, model.layout)
         kept = self.settings.keep_optimizer_state
         rates = self.optimizers.client_rates(model.w.device, kept)
         reporter = Reporter(trainer)
@@ -446,7 +447,6 @@ class FederatedRun:
         )
         of_clock = systems.notes(settings.asynchronous, self.methods)
         of_learner = accumulation_notes(self.model.learner, settings.accumulate)
-        of_learner += scale_notes(self.model.layout, self.methods)
         of_learner += notes_of_restarts(self.methods.callbacks)
         of_learner += averaging_notes(trainer.callbacks, self.continues(trainer))
         for text in [*settings.notes(), *self.methods.notes(about), *of_clock, *of_learner]:

@@ -27,6 +27,8 @@ from fl_lightning.callback import (
 class CorrectedFactor(FederatedCallback):
     """A ← Ā, B ← B̄ + ΔB, ΔB = argmin ‖Σ p_i B_i A_i - (B̄ + ΔB) Ā‖² + λ ‖ΔB‖².
 
+    Σ p_i B_i A_i - B̄ Ā is the spread of the clients' factors. It does not depend on the model that
+    the clients were given, and Ā is the A of the next model, with all that other methods add.
     Sent and kept: as by FedAvg.
 
     Args:
@@ -52,6 +54,7 @@ class CorrectedFactor(FederatedCallback):
     paper = Paper("bian2024lorafair", vectors=None)
     needs_adapters = True
     needs_products = True
+    order = 1
     neutral = {"penalty": math.inf}
 
     def __init__(self, penalty: Annotated[float, AtLeast(0), AtMost(math.inf)] = 0.01) -> None:
@@ -59,22 +62,23 @@ class CorrectedFactor(FederatedCallback):
         self.penalty = penalty
 
     def aggregate(self, server: Server) -> Tensor:
-        update = server.update.clone()
-        if not len(server.updates) or self.penalty == math.inf:
-            return update
-        everything = torch.full((server.n,), low_rank.largest_rank(server.layout))
-        received = low_rank.Received(server, everything.to(server.w.device))
-        mean = (server.w + update).double()
+        # The mean. Its B is corrected below, when all other methods have changed the update: the
+        # correction belongs to the A of the next model.
+        return server.update
+
+    def on_server_update(self, server: Server) -> None:
+        if len(server.updates) < 2 or self.penalty == math.inf:
+            return
+        model = (server.w + server.update).double()
+        correction = torch.zeros_like(server.update)
         for adapter in server.layout.adapters:
-            left, right = received.stacked(adapter)
-            a, b = adapter.matrices(mean)
+            left, right = low_rank.residual(server, adapter)
+            a, _ = adapter.matrices(model)
             if self.penalty:
-                # (R Aᵀ)(A Aᵀ + λ I)⁻¹, with R = left right - b a
-                residual = left @ (right @ a.T) - b @ (a @ a.T)
+                # (R Aᵀ)(A Aᵀ + λ I)⁻¹, with R = left right
                 ridge = a @ a.T + self.penalty * torch.eye(len(a)).to(a)
-                change = torch.linalg.solve(ridge, residual.T).T
+                change = torch.linalg.solve(ridge, (left @ (right @ a.T)).T).T
             else:
-                inverse = torch.linalg.pinv(a)
-                change = left @ (right @ inverse) - b @ (a @ inverse)
-            adapter.matrices(update)[1].add_(change.to(update))
-        return update
+                change = left @ (right @ torch.linalg.pinv(a))
+            adapter.matrices(correction)[1].copy_(change)
+        server.update += correction

@@ -76,6 +76,7 @@ class PaddedRanks(FederatedCallback):
     paper = Paper("cho2024hetlora", vectors=None)
     needs_adapters = True
     needs_products = True
+    cannot_run_with = {"broadcast": low_rank.OF_OTHER_MODELS}
     untrained = "zero"
     moves_start = False
     draws_by_client = True

@@ -22,7 +22,8 @@ from fl_lightning.callback import (
 class ResidualMerge(FederatedCallback):
     """A and B are averaged; W ← W + s (Σ p_i B_i A_i - B̄ Ā).
 
-    The residual is Σ_{i<n} p_i (B_i - B̄)(A_i - A_n), which is sent as n - 1 pairs of factors.
+    The residual is Σ_{i<n} p_i (B_i - B̄)(A_i - A_n), which is sent as n - 1 pairs of factors. It
+    does not depend on the model that the clients were given.
     Sent: as by FedAvg, and down also the residuals that the client has not had yet. Kept: nothing
     by clients; the server keeps the changed weights.
 
@@ -59,16 +60,8 @@ class ResidualMerge(FederatedCallback):
         n = len(server.updates)
         if n < 2 or self.rank == 0:
             return server.update
-        everything = torch.full((n,), low_rank.largest_rank(server.layout), device=server.w.device)
-        received = low_rank.Received(server, everything)
-        mean = (server.w + server.update).double()
         for adapter in server.layout.adapters:
-            _, mean_b = adapter.matrices(mean)
-            pairs = [adapter.matrices(row) for row in received.x]
-            last_a, _ = pairs[-1]
-            weighted = zip(received.weights, pairs[:-1], strict=False)
-            left = torch.cat([p * (b - mean_b) for p, (_, b) in weighted], dim=1)
-            right = torch.cat([a - last_a for a, _ in pairs[:-1]])
+            left, right = low_rank.residual(server, adapter)
             if self.rank is not None:
                 columns = min(self.rank, len(right))
                 right, left = low_rank.cut(left, right, columns, torch.zeros_like(right[:columns]))

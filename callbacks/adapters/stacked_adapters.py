@@ -60,6 +60,7 @@ class StackedAdapters(FederatedCallback):
     paper = Paper("wang2024flora", vectors=None)
     needs_adapters = True
     needs_products = True
+    cannot_run_with = {"broadcast": low_rank.OF_OTHER_MODELS}
     restarts = True
     untrained = "zero"
     draws_by_client = True

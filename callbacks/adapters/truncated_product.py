@@ -45,6 +45,7 @@ class TruncatedProduct(FederatedCallback):
     paper = Paper("bai2024flexlora", vectors=None)
     needs_adapters = True
     needs_products = True
+    cannot_run_with = {"broadcast": low_rank.OF_OTHER_MODELS}
     restarts = True
     untrained = "zero"
     moves_start = False

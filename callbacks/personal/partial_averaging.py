@@ -34,6 +34,7 @@ KNOWN = {
     "last": "FedPer",
     "norms": "FedBN",
     "all": "local training",
+    "lora_B": "FedSA-LoRA",
     "*lora_B*": "FedSA-LoRA",
 }
 
@@ -54,9 +55,10 @@ class PartialAveraging(FederatedCallback):
 
     Args:
         periods: patterns of parameter names (``fnmatch``: ``"head.*"``) or names of groups,
-            ``"last"`` (layer), ``"norms"`` and ``"all"``, each with its period in rounds or
-            ``"never"``. If several match, the first counts. FedPer: ``{"last": "never"}``; FedBN:
-            ``{"norms": "never"}``; local training of every client: ``{"all": "never"}``.
+            ``"last"`` (layer), ``"norms"``, ``"all"``, ``"lora_A"`` and ``"lora_B"`` (the factors
+            of adapters), each with its period in rounds or ``"never"``. If several match, the first
+            counts. FedPer: ``{"last": "never"}``; FedBN: ``{"norms": "never"}``; FedSA-LoRA:
+            ``{"lora_B": "never"}``; local training of every client: ``{"all": "never"}``.
         period: α, the extractor's period if no ``periods`` are given; 1 is FedAvg.
         extractor: patterns of the extractor's parameter names.
         extractor_layers: alternatively the number of its layers, from the first (convolutions,
@@ -85,6 +87,7 @@ class PartialAveraging(FederatedCallback):
                 {
                     ("norms",): "li2021fedbn",
                     ("last",): "arivazhagan2019fedper",
+                    ("lora_B",): "guo2025fedsalora",
                     ("*lora_B*",): "guo2025fedsalora",
                     ("last", "*"): "liang2020lgfedavg",
                 }.get(tuple(given.get("periods") or ()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.learner.adapters import adapters_of
+from fl_lightning.learner.adapters import adapters_of, trained_factors
 
 LAYERS = (
     nn.modules.conv._ConvNd,
@@ -35,7 +35,7 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
 
     ``layers``: the names of each layer's parameters by the layer's path, from :func:`layers_of`;
     ``norms``: those of normalisation layers; ``adapters``: the low-rank adapters (LoRA), in the
-    order of the layout.
+    order of the layout; ``factors``: their parameters by the groups ``"lora_A"`` and ``"lora_B"``.
     """
 
     def __init__(self, learner: nn.Module) -> None:
@@ -51,12 +51,14 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             self.layers[path] = [name for name in names if name in self]
         self.norms = [name for name in norms_of(learner) if name in self]
         self.adapters = adapters_of(learner, self)
+        self.factors = trained_factors(learner, self)
 
     def named(self, which: str | Sequence[str], asking: str) -> list[str]:
         """Return parameters by a pattern of names (``fnmatch``), by a group, or by several of
         these.
 
-        Groups are ``"last"`` (the last layer), ``"norms"`` and ``"all"``.
+        Groups are ``"last"`` (the last layer), ``"norms"``, ``"all"``, and ``"lora_A"`` and
+        ``"lora_B"``, the factors of all adapters.
 
         Raises:
             UserError: there are none; ``asking`` is the option's name in the error.
@@ -64,10 +66,12 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
         if not isinstance(which, str):
             return self._of_each(which, asking)
         groups = {"last": list(self.layers.values())[-1], "norms": self.norms, "all": list(self)}
+        groups |= self.factors
         if which in groups:
             names = groups[which]
         else:
             names = [name for name in self if fnmatchcase(name, which)]
+        self._check_factors(which, names, asking)
         if names:
             return names
         reason = f"no parameter is called {which!r}"
@@ -75,11 +79,32 @@ class Layout(dict[str, tuple[slice, torch.Size]]):
             reason = "the learner has no normalisation layer"
         elif which == "last":
             reason = f"the last layer, {list(self.layers)[-1]}, is frozen"
+        elif which in self.factors:
+            reason = f"the learner has no trainable {which} (an adapter's factor)"
         hint = "" if which in groups else suggest(which, [*self, *groups])
         raise UserError(
             f"{asking}: {reason}: there are {', '.join(self)[:200]}.{hint} 'last' (layer), "
-            "'norms' and 'all' name groups."
+            "'norms', 'all', 'lora_A' and 'lora_B' name groups."
         )
+
+    def _check_factors(self, which: str, names: Sequence[str], asking: str) -> None:
+        """Refuse a pattern such as ``"*lora_B*"`` if it names other parameters than the group.
+
+        Raises:
+            UserError: it names a parameter that makes the difference.
+        """
+        group = which.strip("*.")
+        if group == which or group not in self.factors:
+            return
+        factors = self.factors[group]
+        misses = [name for name in factors if name not in names]
+        more = [name for name in names if name not in factors]
+        if misses or more:
+            what = f"misses {misses[0]}" if misses else f"also names {more[0]}"
+            raise UserError(
+                f"{asking}: the pattern {which!r} {what}, so it does not name the factors "
+                f"{group[-1]} of the learner's adapters. Give the name of their group, {group!r}."
+            )
 
     def _of_each(self, patterns: object, asking: str) -> list[str]:
         given = patterns if isinstance(patterns, list | tuple) else ()

@@ -73,7 +73,7 @@ class Base:
                     f"{parameters[name].dtype}: weights in 8 or 4 bits cannot be changed. Load the "
                     "base in bfloat16 or float32."
                 )
-            if len(homes := users[id(parameters[name])]) > 1:
+            if len(homes := users.get(id(parameters[name]), [])) > 1:
                 raise UserError(
                     f"method: {asking} changes the frozen weight {name}, which the modules "
                     f"{' and '.join(homes)} share (tied weights). Untie them, or leave it out."

@@ -137,14 +137,35 @@ def mask(layout: Layout, ranks: Tensor) -> Tensor:
     return numbers(layout).to(ranks.device) < ranks[:, None]
 
 
+def residual(server: Server, adapter: Adapter) -> tuple[Tensor, Tensor]:
+    """Return factors ``(out, R)`` and ``(R, in)`` of Σ p_i B_i A_i - B̄ Ā, ascending by client;
+    float64.
+
+    It is Σ_{i<n} p_i (B_i - B̄)(A_i - A_n), R = (n - 1) r, in which the model that the clients were
+    given cancels.
+    """
+    weights = server.weights.double()
+    changes = server.updates.double()
+    _, mean_b = adapter.matrices(weights @ changes)
+    pairs = [adapter.matrices(row) for row in changes]
+    last_a, _ = pairs[-1]
+    lefts = [p * (b - mean_b) for p, (_, b) in zip(weights, pairs[:-1], strict=False)]
+    rights = [a - last_a for a, _ in pairs[:-1]]
+    return torch.cat(lefts, dim=1), torch.cat(rights)
+
+
+# The reason of methods that set the server's factors from those of the clients.
+OF_OTHER_MODELS = (
+    "its server computes the clients' factors from its own model and their updates, and these were "
+    "measured from another model"
+)
+
+
 class Received:
-    """The factors of all clients at the server, as it received them.
+    """The factors of all clients at the server: w^t and their updates, 0 where they did not train.
 
     Args:
         ranks: ``(n,)``: number of rows and columns that each client sent.
-
-    ``x`` ``(n, D)``: w^t and the clients' updates, 0 where they did not train. Their mean is w^t
-    and the mean update, also under a ``broadcast``, where clients began at another model than w^t.
     """
 
     def __init__(self, server: Server, ranks: Tensor) -> None:

@@ -11,11 +11,13 @@ from itertools import chain
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
+from fl_lightning.learner.adapter_products import check_what_is_added
 from fl_lightning.learner.adapters import check_products, check_there
 from fl_lightning.learner.layout import Layout
+from fl_lightning.round.base_weights import declared_bases
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.group import ClientGroup
 
@@ -223,6 +225,8 @@ def check_companions(callbacks: Sequence[Any]) -> None:
                 why = _beside_resting(callback, other)
             if not why and callback.restarts and other.role != "measurement":
                 why = _beside_restarts(other)
+            if not why and declared_bases(callback):
+                why = _beside_base(other)
             if why:
                 raise UserError(
                     f"method: {type(callback).__name__} and {type(other).__name__} cannot run "
@@ -231,22 +235,41 @@ def check_companions(callbacks: Sequence[Any]) -> None:
 
 
 def check_parts(methods: Any, layout: Layout) -> None:
-    """Refuse clients' own copies of adapters, if the server takes products of all adapters.
+    """Refuse clients' own copies of adapters, if the server takes products of all adapters or
+    changes frozen weights.
 
     Raises:
         UserError: naming both methods and a parameter.
     """
-    takes = [type(each).__name__ for each in methods.callbacks if each.needs_products]
-    parts = methods.parts(layout) if takes else []
-    for name in chain.from_iterable((each.a, each.b) for each in layout.adapters):
-        if any(mask[layout[name][0]].any() for mask, _ in parts):
-            keeps = methods.name_of_owner("parts")
-            raise UserError(
-                f"method: {takes[0]} and {keeps} cannot run together: {takes[0]} takes the "
-                f"products of all clients' adapters in each round, and with {keeps} clients keep "
-                f"copies of {name} of their own. Let {keeps} leave the adapters out, or keep one "
-                "of them."
-            )
+    asking = [each for each in methods.callbacks if each.needs_products or declared_bases(each)]
+    kept = torch.zeros(layout.size, dtype=torch.bool)
+    for mask, _ in methods.parts(layout) if asking else ():
+        kept |= mask.cpu()
+    factors = chain.from_iterable((each.a, each.b) for each in layout.adapters)
+    own = [name for name in factors if kept[layout[name][0]].any()]
+    for callback in asking if own else ():
+        name = type(callback).__name__
+        keeps = methods.name_of_owner("parts")
+        why = f"{name} changes frozen weights, to which the adapters of a round belong"
+        if callback.needs_products:
+            why = f"{name} takes the products of all clients' adapters in each round"
+        raise UserError(
+            f"method: {name} and {keeps} cannot run together: {why}, and with {keeps} clients "
+            f"keep copies of {own[0]} of their own. Let {keeps} leave the adapters out, or keep "
+            "one of them."
+        )
+
+
+def check_added(callbacks: Sequence[Any], learner: nn.Module, layout: Layout) -> None:
+    """Refuse adapters that add something other than scale · B A, if a method takes products.
+
+    Raises:
+        UserError: it names the method and the layer.
+    """
+    for callback in callbacks:
+        if callback.needs_products:
+            changes_base = bool(declared_bases(callback))
+            check_what_is_added(learner, layout, type(callback).__name__, changes_base)
 
 
 def _beside_resting(callback: Any, other: Any) -> str:
@@ -255,6 +278,11 @@ def _beside_resting(callback: Any, other: Any) -> str:
     """
     if other.has("parts"):
         return "both say which coordinates take part in a round"
+    if callback.averaged_over == "zeros" and other.has("broadcast"):
+        return (
+            "it averages the clients' models, with 0 for what they do not train, and the clients "
+            "are given another model than the one to which the server adds the average's change"
+        )
     sends_less = other.has("encode") and not other.of_trained
     if other.has("transmit") and (not callback.alike or sends_less):
         return "what it sends of coordinates that a client does not train is not defined"
@@ -274,6 +302,23 @@ def _beside_restarts(other: Any) -> str:
     """Return why another callback cannot run if coordinates have another meaning after a round."""
     if key := Resting.kept_vector(other):
         return f"{key} is kept from round to round, and coordinates mean something else after each"
+    return ""
+
+
+def _beside_base(other: Any) -> str:
+    """Return why another callback cannot run if frozen weights change; empty: it can.
+
+    A model that is kept or mixed from models of several rounds has adapters that belong to the
+    frozen weights of an earlier round. Directions, such as momentum and control variates, have not.
+    """
+    if other.has("evaluated"):
+        return "it evaluates adapters of earlier rounds, which belong to other frozen weights"
+    key = Resting.kept_vector(other)
+    if key and (other.has("personal") or "clients.w" in other.cannot_run_with):
+        return (
+            f"{key} keeps models of clients, whose adapters belong to the frozen weights of the "
+            "round in which they were trained, and these weights change in each round"
+        )
     return ""
 
 

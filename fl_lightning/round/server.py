@@ -151,8 +151,8 @@ class Server:
         if self._ledger.gathered is None:
             raise RuntimeError(
                 "server.updates can be read from on_updates on. The run gathers updates only if a "
-                "callback has that hook, or if the source of its aggregate, or of a method of its "
-                "class that it calls, reads server.updates"
+                "callback has that hook, or if the source of its aggregate or on_server_update, or "
+                "of a method of its class that these call, reads server.updates"
             )
         return self._ledger.gathered
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from pytorch_lightning.callbacks import EMAWeightAveraging, StochasticWeightAveraging
 
-from fl_lightning import FederatedCallback, UserError
+from fl_lightning import Base, FederatedCallback, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.systems import Devices, LogNormal, SystemHeterogeneity, VirtualClock
 from tests.callbacks.test_adapters import TRAININGS, ours
@@ -19,7 +19,7 @@ RANKS = [1, 2, 3, 2, 1, 3, 2]
 METHODS: dict[str, Callable[[], Any]] = {
     "ffa": lambda: c.FactorSchedule(["B"]),
     "rolora": lambda: c.FactorSchedule(["B", "A"]),
-    "fedsa": lambda: c.PartialAveraging({"*lora_B*": "never"}),
+    "fedsa": lambda: c.PartialAveraging({"lora_B": "never"}),
     "flexlora": lambda: c.TruncatedProduct(),
     "flexlora, ranks": lambda: c.TruncatedProduct(RANKS),
     "hetlora": lambda: c.PaddedRanks(gamma=1.0),
@@ -38,6 +38,7 @@ MASKED = ["ffa", "rolora", "fedsa", *UNEQUAL]
 PARTS = [*MASKED, *PRODUCTS]
 # Refused beside averages of w over rounds: they change frozen weights, or the factors' meaning.
 OTHER_FACTORS = ["flexlora", "flexlora, ranks", "flora", "flora, ranks", "fedex"]
+OWN_COORDINATES = ["fedsa", "rolora"]
 POISSON = {"sampling": "poisson", "participation": 0.6}
 # The rows: what stands beside, with options, and the columns that refuse it.
 BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
@@ -70,6 +71,22 @@ BESIDE: dict[str, tuple[Callable[[], list[Any]], dict[str, Any], list[str]]] = {
     "quantized": (lambda: [c.QuantizedUpdate()], {}, ["ffa", "rolora", *UNEQUAL]),
     "signs of EF21": (lambda: [c.ErrorFeedback21(c.SignUpdate())], {}, ["ffa", "rolora", *RANKED]),
     "top-k": (lambda: [c.TopKCompression(0.5)], {}, RANKED),
+    "own model, APFL": (lambda: [c.MixedPersonalModel()], {}, ["rolora", *RANKED, "fedex"]),
+    "own model, Ditto": (lambda: [c.ProximalPersonalModel()], {}, ["rolora", *RANKED, "fedex"]),
+    "own model, pFedMe": (
+        lambda: [c.MoreauEnvelope()],
+        {},
+        ["rolora", "fedsa", *RANKED, "fedex"],
+    ),
+    "own model, FedALA": (
+        lambda: [c.AdaptiveLocalAggregation()],
+        {},
+        ["rolora", "fedsa", *RANKED, "fedex"],
+    ),
+    "own model, Per-FedAvg": (lambda: [c.MetaGradient()], {}, []),
+    "a lookahead is sent": (lambda: [c.LookaheadMomentum()], {}, [*OWN_COORDINATES, *RANKED]),
+    "an ascent is sent": (lambda: [c.ServerAscent()], {}, [*OWN_COORDINATES, *RANKED]),
+    "w is sent quantised": (lambda: [c.QuantizedBroadcast(1)], {}, [*OWN_COORDINATES, *RANKED]),
     "averages": (lambda: [EMAWeightAveraging(decay=0.5)], {}, OTHER_FACTORS),
     "averages at the end": (lambda: [StochasticWeightAveraging(0.1, 1)], {}, OTHER_FACTORS),
 }
@@ -83,6 +100,30 @@ def test_rounds_of_some_factors_are_refused_beside_new_values_of_both(
     for methods in ([c.FactorSchedule(factors), product()], [product(), c.FactorSchedule(factors)]):
         with pytest.raises(UserError, match=f"FactorSchedule and {product.__name__}.*both factors"):
             ours(methods, TRAININGS["sgd"], rounds=1)
+
+
+class ChangesFirst(FederatedCallback):
+    base = Base("first.weight")
+
+
+OF_EARLIER_ROUNDS: dict[str, Callable[[], Any]] = {
+    "APFL": c.MixedPersonalModel,
+    "Ditto": c.ProximalPersonalModel,
+    "pFedMe": c.MoreauEnvelope,
+    "FedALA": c.AdaptiveLocalAggregation,
+    "FedRoD": c.PersonalHead,
+    "IFCA": lambda: c.ClusteredModels(k=2),
+    "FedExP": c.ExtrapolatedStep,
+    "FedPer of adapters": lambda: c.PartialAveraging({"lora_A": 2}),
+}
+
+
+@pytest.mark.parametrize("name", OF_EARLIER_ROUNDS)
+def test_models_of_earlier_rounds_are_refused_where_frozen_weights_change(name: str) -> None:
+    other = OF_EARLIER_ROUNDS[name]()
+    with pytest.raises(UserError, match="frozen weights") as refused:
+        ours([ChangesFirst(), other], TRAININGS["sgd"], rounds=1)
+    assert "ChangesFirst" in str(refused.value) and type(other).__name__ in str(refused.value)
 
 
 # FedSA-LoRA is PartialAveraging, whose refusals are tested with it.

@@ -235,6 +235,59 @@ def test_tied_weights_of_peft_are_refused_before_round_0(method: Any) -> None:
         trained(tied, [method()])
 
 
+class OfTokens(pl.LightningModule):
+    """peft's adapters on an embedding and a linear layer; the samples' signs are their tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            network = nn.Sequential(nn.Embedding(2, 5), nn.Flatten(), nn.Linear(15, 4))
+            self.inner = of_peft(network, target_modules=["0", "2"])
+        self.double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return nn.functional.cross_entropy(self.inner((x > 0).long()), y)
+
+
+class Renamed(Adapted):
+    """`lora_A` is also a part of the names of its modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lora_Adapter, self.lora_A = self.first, self.head
+        del self.first, self.head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lora_A(torch.tanh(self.lora_Adapter(x)))
+
+
+OF_TOKENS = "inner.base_model.model."
+FACTORS = {
+    OfTokens: (
+        [f"{OF_TOKENS}0.lora_embedding_A.default", f"{OF_TOKENS}2.lora_A.default.weight"],
+        [f"{OF_TOKENS}0.lora_embedding_B.default", f"{OF_TOKENS}2.lora_B.default.weight"],
+    ),
+    Renamed: (
+        ["lora_Adapter.lora_A", "lora_A.lora_A"],
+        ["lora_Adapter.lora_B", "lora_A.lora_B"],
+    ),
+}
+
+
+@pytest.mark.parametrize("learner", FACTORS)
+def test_ffa_lets_each_a_rest_and_fedsa_each_b(learner: Any) -> None:
+    """FFA-LoRA's A keeps its bits, FedSA-LoRA's server never moves B; all else moves."""
+    begun = {name: p for name, p in learner().named_parameters() if p.requires_grad}
+    methods = (c.FactorSchedule(["B"]), c.PartialAveraging({"lora_B": "never"}))
+    for method, resting in zip(methods, FACTORS[learner], strict=True):
+        run = ours([method], TRAININGS["sgd"], 3, learner())
+        layout, w = run.module.layout, torch.from_numpy(run.record.w[-1])
+        for name, view in zip(layout, layout.views(w), strict=True):
+            assert view.equal(begun[name]) == (name in resting), name
+
+
 class OtherName(LowRank):
     """Its number is called ``scale``."""
 
@@ -249,14 +302,16 @@ class OtherName(LowRank):
 
 
 @pytest.mark.parametrize("method", [c.StackedAdapters, c.ResidualMerge, c.PaddedRanks])
-def test_an_adapter_that_does_not_say_its_scale_is_told(method: Any) -> None:
+def test_an_adapter_that_does_not_say_its_scale_is_refused_with_the_number(method: Any) -> None:
     learner = Adapted()
     learner.head = OtherName().double()
-    run = ours([method()], TRAININGS["sgd"], 1, learner)
-    says = [text for text in run.module.run.notes if "the adapter head has no number" in text]
-    assert len(says) == 1 and method.__name__ in says[0]
-    plain = ours([method()], TRAININGS["sgd"], 1)
-    assert not any("has no number called scaling" in text for text in plain.module.run.notes)
+    says = (
+        rf"{method.__name__}.*the layer head \(OtherName\) adds .*attribute scaling be that number"
+    )
+    with pytest.raises(UserError, match=says):
+        ours([method()], TRAININGS["sgd"], 1, learner)
+    learner.head.scaling = learner.head.scale
+    assert len(ours([method()], TRAININGS["sgd"], 1, learner).record.w) == 1
 
 
 @pytest.mark.parametrize("method", [c.StackedAdapters, c.TruncatedProduct])

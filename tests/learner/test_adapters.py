@@ -1,4 +1,4 @@
-"""Adapters are found by the names of their parameters, with peft and without it."""
+"""Adapters are found by the modules that own both factors, with peft and without it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fl_lightning.learner.layout import Layout
 from tests.helpers.low_rank import Adapted, LowRank
 
 
-def test_a_pair_is_two_parameters_that_differ_in_lora_a_and_lora_b() -> None:
+def test_a_pair_is_lora_a_and_lora_b_of_one_module() -> None:
     learner = Adapted()
     layout = FederatedModule(learner).layout
     first, head = layout.adapters
@@ -69,6 +69,41 @@ def test_a_network_that_is_reached_by_two_paths_is_not_tied() -> None:
     learner = Adapted()
     learner.also = learner.head
     check_untied(Layout(learner), "Flora")
+
+
+def test_names_of_other_modules_do_not_count() -> None:
+    """`lora_A` within a longer name, or of a whole branch of the network."""
+    learner = Adapted()
+    learner.lora_Adapter = learner.first
+    learner.lora_A, learner.lora_B = nn.Module(), nn.Module()
+    learner.lora_A.layer, learner.lora_B.layer = LowRank(3, 4, 2, 0.5), LowRank(3, 4, 2, 0.5)
+    del learner.first
+    layout = Layout(learner)
+    assert [each.name for each in layout.adapters] == [
+        "head",
+        "lora_Adapter",
+        "lora_A.layer",
+        "lora_B.layer",
+    ]
+    assert [each.b for each in layout.adapters if each.name == "lora_Adapter"] == [
+        "lora_Adapter.lora_B"
+    ]
+    assert layout.factors["lora_A"] == [each.a for each in layout.adapters]
+    assert layout.named("lora_B", "Fedsa") == [each.b for each in layout.adapters]
+    says = r"Fedsa: the pattern '\*lora_B\*' also names lora_B\.layer\.\w+.*'lora_B'"
+    with pytest.raises(UserError, match=says):
+        layout.named("*lora_B*", "Fedsa")
+
+
+def test_a_group_has_factors_whose_other_factor_is_frozen() -> None:
+    learner = Adapted()
+    learner.first.lora_A.requires_grad_(False)
+    layout = Layout(learner)
+    assert layout.named("lora_A", "Fedsa") == ["head.lora_A"]
+    assert layout.named("lora_B", "Fedsa") == ["first.lora_B", "head.lora_B"]
+    assert layout.named("*lora_B*", "Fedsa") == ["first.lora_B", "head.lora_B"]
+    with pytest.raises(UserError, match="Fedsa: the learner has no trainable lora_B"):
+        Layout(nn.Linear(3, 2)).named("lora_B", "Fedsa")
 
 
 def test_a_convolution_has_no_product() -> None:
@@ -145,6 +180,25 @@ def test_conv1d_of_gpt2_is_transposed(peft: Any) -> None:
     config = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     (own,) = Layout(Own(peft.get_peft_model(model, config))).adapters
     assert own.transposed and own.shapes == ((2, 8), (24, 2))
+
+
+def test_an_embeddings_factors_are_a_pair(peft: Any) -> None:
+    network = nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 3))
+    network.alias = network[1]  # a second path to one layer
+    config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=["0", "1"])
+    layout = Layout(Own(peft.get_peft_model(network, config)))
+    table, linear = layout.adapters
+    prefix = "network.base_model.model"
+    assert (table.a, table.b) == (
+        f"{prefix}.0.lora_embedding_A.default",
+        f"{prefix}.0.lora_embedding_B.default",
+    )
+    assert (table.shapes, table.rank, table.scale) == (((2, 7), (4, 2)), 2, 3.0)
+    assert linear.a == f"{prefix}.1.lora_A.default.weight"
+    assert layout.named("lora_B", "Fedsa") == [table.b, linear.b]
+    says = r"the pattern '\*lora_B\*' misses \S+0\.lora_embedding_B\.default"
+    with pytest.raises(UserError, match=says):
+        layout.named("*lora_B*", "Fedsa")
 
 
 @pytest.mark.parametrize(
