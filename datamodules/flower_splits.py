@@ -305,7 +305,7 @@ class ByValue(Partition):
                 "ByValue needs values, one number per training sample, or column, the name of a "
                 "table's column: give one of the two."
             )
-        self.values = None if values is None else np.asarray(values, np.float32)
+        self.values = None if values is None else np.asarray(values, np.float64)
         self.column = column
         self.strictness = strictness
         self.shuffle = shuffle
@@ -345,8 +345,11 @@ class ByValue(Partition):
                 f"ByValue: the value of training sample {place} is {v[place]}: give a finite "
                 "number for each sample, or leave the sample out."
             )
+        # flwr-datasets calculates in single precision, which would merge large numbers.
+        if (v == v.astype(np.float32)).all():
+            v = v.astype(np.float32)
         std = np.std(v)
-        if std < 1e-6 and self.strictness > 0:
+        if v.min() == v.max() and self.strictness > 0:
             raise UserError(
                 f"ByValue: all values are {v[0]:g}, so they give no order: give other values, or "
                 "strictness=0 for a random split."

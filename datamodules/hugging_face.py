@@ -352,7 +352,7 @@ class FromHuggingFace(FileDataModule):
             )
         self.class_names = own
 
-    def column_values(self, column: str) -> NDArray[np.float32]:
+    def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
         rows = splits_of(self.data)[str(self.splits["train"])]
         if column not in rows.column_names:
@@ -361,7 +361,7 @@ class FromHuggingFace(FileDataModule):
                 + suggest(column, rows.column_names)
             )
         values = self._present(rows, column, "the training rows").to_numpy()
-        return np.asarray(values, np.float32)
+        return np.asarray(values, np.float64)
 
 
 def column_of(rows: Any, column: str) -> Any:

@@ -20,11 +20,12 @@ from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.table_columns import (
     Encoding,
     Kind,
+    Scale,
     check_rule,
     held_out,
     joined_tables,
     refuse_both,
-    scaled,
+    single,
     under,
     without_missing,
 )
@@ -34,6 +35,7 @@ from fl_lightning.datamodules.tables import (
     coded,
     codes,
     columns_of,
+    exactly,
     is_number,
     labels,
     nothing_to_learn_from,
@@ -235,8 +237,8 @@ class FromTable(FederatedDataModule):
             self._with_file(table, features, x, y, classes)
             return
         if self.scale is not None:
-            x = scaled(x, self._scaled_by(len(y)), rows[0])
-        self._set_rows(x, y, *rows)
+            x = self._scaled(x, self._scaled_by(len(y)), rows[0])
+        self._set_rows(single(x, self.column_names, self._tell), y, *rows)
 
     def _tell(self, text: str) -> None:
         say(self.trainer, text)
@@ -259,16 +261,23 @@ class FromTable(FederatedDataModule):
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], dict[str, int] | None]:
         """Return y ``(N,)``, and its classes by value."""
         if self.above is not None:
-            numbers = table.target_numbers(self.target)
-            return (numbers > self.above).astype(np.int64), {"0": 0, "1": 1}
+            table.target_numbers(self.target)  # refuses what is not a number
+            exceeds = [exactly(value) > self.above for value in table.present(self.target)]
+            return np.array(exceeds, np.int64), {"0": 0, "1": 1}
         if self.regression:
-            return table.target_numbers(self.target), None
+            return table.target_numbers(self.target).astype(np.float32), None
         if self.classes is None:
             y, classes = labels(table, self.target)
             self._say_of_whole_numbers(classes, len(y))
             return y, classes
         known = {name: place for place, name in enumerate(self.classes)}
         return coded(table, self.target, known, "data.classes"), known
+
+    def _scaled(
+        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        whose = self.client_names if self.scale == "client" else ()
+        return Scale(self.column_names, whose, self._tell)(x, groups, trained)
 
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
         """Return the group by whose mean and deviation each row is scaled."""
@@ -314,8 +323,10 @@ class FromTable(FederatedDataModule):
             if self.scale == "client":
                 tests = np.full(len(held), -1) if of_tests is None else of_tests
             whole = np.concatenate([x, held])
-            whole = scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
+            whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
             (x, held) = np.split(whole, [len(x)])
+        whole = single(np.concatenate([x, held]), self.column_names, self._tell)
+        (x, held) = np.split(whole, [len(x)])
         self.train_set = TensorSamples(x, y)
         tested = self._targets(other)[0] if self.above is not None else None
         if tested is None:
@@ -326,11 +337,11 @@ class FromTable(FederatedDataModule):
             self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
             self._say_of_nobodys_rows(other, of_tests)
 
-    def column_values(self, column: str) -> NDArray[np.float32]:
+    def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
         table, rows = self._table
         require(table.path, table.columns, {"partition.column": [column]})
-        found: NDArray[np.float32] = table.numbers([column])[rows, 0]
+        found: NDArray[np.float64] = table.numbers([column])[rows, 0]
         return found
 
     def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:

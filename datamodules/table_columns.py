@@ -124,7 +124,7 @@ class Encoding:
 
     def numbers(
         self, table: FileTable, features: Sequence[str], tell: Callable[[str], None]
-    ) -> NDArray[np.float32]:
+    ) -> NDArray[np.float64]:
         """x ``(N, columns)``."""
         parts = []
         for name in features:
@@ -139,34 +139,83 @@ class Encoding:
             if unseen:
                 tell(f"{table.where}: {unseen} values of {name!r} occur in no training row")
             if kind == "codes":
-                parts.append(codes[:, None].astype(np.float32))
+                parts.append(codes[:, None].astype(np.float64))
             else:
-                table_of = np.eye(len(places) + 1, len(places), dtype=np.float32)[codes]
+                table_of = np.eye(len(places) + 1, len(places))[codes]
                 parts.append(table_of[:, 1 if self.drop_first else 0 :])
         return np.concatenate(parts, axis=1)
 
 
-def scaled(
-    x: NDArray[np.float32], groups: NDArray[np.int64], trained: Indices
-) -> NDArray[np.float32]:
-    """Return (x − mean) / (std + 1e-9) by the training rows of each group; std with n − 1.
+@dataclass
+class Scale:
+    """Converts x to (x − mean) / (std + 1e-9), by the training rows of each group; std with n − 1.
 
     Args:
-        groups: group of each row ``(N,)``.
-        trained: positions of the training rows.
+        columns: names of the columns of x.
+        whose: names of the groups, for notes; none if there is one group.
     """
-    left = np.zeros(len(x), bool)
-    left[trained] = True
-    found = x.astype(np.float64)
-    for group in np.unique(groups):
-        rows = groups == group
-        own = found[rows & left]
-        if not len(own):
-            # Rows that belong to no training client are standardised with the figures of all rows.
-            own = x[left].astype(np.float64)
-        spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
-        found[rows] = (found[rows] - own.mean(axis=0)) / (spread + SMALL)
-    return found.astype(np.float32)
+
+    columns: Sequence[str]
+    whose: Sequence[str]
+    tell: Callable[[str], None]
+
+    def __call__(
+        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices
+    ) -> NDArray[np.float64]:
+        """Return x ``(N, columns)``, scaled.
+
+        Args:
+            groups: group of each row ``(N,)``.
+            trained: positions of the training rows.
+        """
+        left = np.zeros(len(x), bool)
+        left[trained] = True
+        found = np.empty_like(x)
+        for group in np.unique(groups):
+            rows = groups == group
+            own = x[rows & left]
+            if not len(own):
+                # Rows that belong to no training client are standardised by all training rows.
+                own = x[left]
+            else:
+                self._tell_of_no_spread(int(group), own, x[rows & ~left])
+            spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
+            found[rows] = (x[rows] - own.mean(axis=0)) / (spread + SMALL)
+        return found
+
+    def _tell_of_no_spread(
+        self, group: int, own: NDArray[np.float64], others: NDArray[np.float64]
+    ) -> None:
+        """Report columns that are constant in the training rows, but not in the test rows."""
+        for column in np.flatnonzero((own == own[0]).all(axis=0)).tolist():
+            rows = int((others[:, column] != own[0, column]).sum())
+            if not rows:
+                continue
+            of = f"the training rows of client {self.whose[group]!r}" if self.whose else "training"
+            many = f"{rows} test row{'s' * (rows > 1)}"
+            remedy = ", or give data.scale=all" if self.whose else ""
+            self.tell(
+                f"data.scale: the column {self.columns[column]!r} is always "
+                f"{own[0, column]:.12g} in {of}, so its spread is 0, and another value in {many} "
+                f"becomes as large as 1e9 times the difference: leave the column out of "
+                f"data.features{remedy}"
+            )
+
+
+def single(
+    x: NDArray[np.float64], columns: Sequence[str], tell: Callable[[str], None]
+) -> NDArray[np.float32]:
+    """Return x ``(N, columns)`` as float32; a note says where whole numbers lose digits."""
+    found = x.astype(np.float32)
+    for column, name in enumerate(columns):
+        lost = np.flatnonzero((found[:, column] != x[:, column]) & (x[:, column] % 1 == 0))
+        if len(lost):
+            tell(
+                f"x is float32, which does not hold all digits of the column {name!r}, such as "
+                f"{x[lost[0], column]:.0f}: give data.scale, or smaller numbers, such as the days "
+                "since the first"
+            )
+    return found
 
 
 def check_rule(test: Mapping[str, Any]) -> None:

@@ -73,9 +73,9 @@ class FileTable:
                 )
         return values
 
-    def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
-        """Return columns of numbers as ``(N, k)``, float32."""
-        x = np.empty((len(self.columns[names[0]]), len(names)), np.float32)
+    def numbers(self, names: Sequence[str]) -> NDArray[np.float64]:
+        """Return columns of numbers as ``(N, k)``, each within the range of float32."""
+        x = np.empty((len(self.columns[names[0]]), len(names)))
         for k, name in enumerate(names):
             values = self.present(name, ", or leave the column out of data.features")
             try:
@@ -86,16 +86,17 @@ class FileTable:
                     f"{self.has(values[row], name, row)}, which is not a number: convert the "
                     "column to numbers, or leave it out of data.features."
                 ) from None
-            if not np.isfinite(x[:, k]).all():
-                row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
+            beyond = np.flatnonzero(~(np.abs(x[:, k]) <= np.finfo(np.float32).max))
+            if len(beyond):
+                row = int(beyond[0])
                 raise UserError(
                     f"{self.has(values[row], name, row)}, which is not a finite number in single "
                     "precision."
                 )
         return x
 
-    def target_numbers(self, name: str) -> NDArray[np.float32]:
-        """Return the target's column ``(N,)``, float32."""
+    def target_numbers(self, name: str) -> NDArray[np.float64]:
+        """Return the target's column ``(N,)``."""
         for row, value in enumerate(self.present(name)):
             if not is_number(value):
                 raise UserError(
@@ -275,7 +276,7 @@ def labels(table: FileTable, target: str) -> tuple[NDArray[Any], dict[str, int] 
     """
     values = table.present(target)
     if all(map(is_number, values)) and any(float(value) % 1 for value in values):
-        return table.target_numbers(target), None
+        return table.target_numbers(target).astype(np.float32), None
     y, names = codes(told_apart(table, target))
     return y, {name: place for place, name in enumerate(names)}
 
@@ -292,7 +293,7 @@ def coded(
         UserError: a value is not among the accepted ones.
     """
     if classes is None:
-        return table.target_numbers(target)
+        return table.target_numbers(target).astype(np.float32)
     values = [str(value) for value in table.present(target)]
     unknown = [value for value in values if value not in classes]
     if unknown:
