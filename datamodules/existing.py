@@ -112,9 +112,11 @@ class FromDatasets(FederatedDataModule):
         if train is None or len(cast(Any, train)) == 0:
             raise UserError("FromDatasets' training data have no samples: give at least one.")
         given: dict[str, Any] = {"collate": self._collate, "workers": self._workers}
-        self.train_set = DatasetSamples(train, self._targets, **given)
+        self.train_set = compared(self.trainer, DatasetSamples(train, self._targets, **given))
         self.val_set = None if val is None else DatasetSamples(val, **given)
         self.test_set = None if test is None else DatasetSamples(test, **given)
+        if self._pooled and self.test_set is not None:
+            compared(self.trainer, self.test_set)
         if self._tested is not None:
             whole, indices = self._tested
             if whole is None:
@@ -122,6 +124,13 @@ class FromDatasets(FederatedDataModule):
             tested = DatasetSamples(whole, **given)
             self.own_tests = OwnTests(tested, indices, len(self.train_set))
             self.test_set = self.test_set or tested
+
+
+def compared(trainer: Any, samples: DatasetSamples) -> DatasetSamples:
+    """Return the samples, after reporting if their data set gives them other labels."""
+    if text := samples.compare_labels():
+        say(trainer, text)
+    return samples
 
 
 # The data sets of each argument; None if the argument was not given.
@@ -289,9 +298,8 @@ class FromDataModule(FederatedDataModule):
                 "num_workers of the training loader is not used: its dataset keeps a generator "
                 f"({where})",
             )
-        self.train_set = DatasetSamples(
-            dataset, targets, self._collate or facts.collate, workers, fetch
-        )
+        samples = DatasetSamples(dataset, targets, self._collate or facts.collate, workers, fetch)
+        self.train_set = compared(self.trainer, samples)
         self._weights = facts.weights
         if self._loader_size:
             self.batch_size = facts.batch_size

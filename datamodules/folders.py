@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from fl_lightning.accepted import Above, Below, PositiveInt
 from fl_lightning.datamodules.client_tests import OwnTests, stratified
 from fl_lightning.datamodules.digits5 import digits5
 from fl_lightning.datamodules.partitions import ByGroup
-from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
+from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
@@ -93,7 +93,8 @@ class FromFolders(FileDataModule):
         classes: likewise; with ``lists`` the names of the labels 0, 1, …
         image_size: pixels, or ``[height, width]``, to which pictures are resized; None: pictures
             keep their size, which has to be equal.
-        mode: PIL's mode: ``"RGB"``, ``"L"`` (grey), …
+        mode: PIL's mode, to which pictures are converted: ``"RGB"``, ``"L"`` (grey), ``"1"`` (0 and
+            1), …
         mean, std: x is (pixel / 255 − mean) / std, by channel.
         clients_per_domain: number of clients among which a domain's training samples are divided.
         test: None: the test lists; or a share of each domain, of each class alike, the same for
@@ -120,7 +121,7 @@ class FromFolders(FileDataModule):
         domains: Sequence[str] | None = None,
         classes: Sequence[str] | None = None,
         image_size: int | list[int] | None = None,
-        mode: str = "RGB",
+        mode: Mode = "RGB",
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
         clients_per_domain: PositiveInt = 1,
@@ -155,7 +156,8 @@ class FromFolders(FileDataModule):
         that of the first one.
         """
         size = size_of(arguments.get("image_size"))
-        channels = {"L": 1, "RGB": 3}.get(arguments.get("mode", "RGB"))
+        mode = arguments.get("mode", "RGB")
+        channels = Image.getmodebands(mode) if mode in get_args(Mode) else None
         path = Path(str(arguments.get("path", ""))).expanduser()
         first = next((file for file in path.glob("*/*/*") if file.suffix.lower() in ENDINGS), None)
         if size is None and first is not None:

@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 
+# PIL's modes to which it converts any picture, with 8 bits per channel or 1.
+Mode = Literal["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"]
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -66,12 +69,19 @@ class Pictures:
         # The pixels of a palette picture are places in its palette, from which PIL makes colours.
         mode = self.mode or {"P": "RGB", "PA": "RGBA", "1": "L"}.get(picture.mode)
         if mode is not None:
-            picture = picture.convert(mode)
+            try:
+                picture = picture.convert(mode)
+            except ValueError:
+                raise UserError(
+                    f"A picture of the mode {picture.mode!r} cannot be converted to {mode!r} by "
+                    "PIL: give another data.mode, such as RGB."
+                ) from None
         if self.size is not None:
             (height, width) = self.size
             filters = {"bilinear": Image.Resampling.BILINEAR, None: None}
             picture = picture.resize((width, height), filters[self.filter])
-        return np.asarray(picture, np.uint8)
+        pixels = np.asarray(picture, np.uint8)
+        return pixels * np.uint8(255) if picture.mode == "1" else pixels
 
     def tensor(self, pixels: NDArray[np.uint8]) -> Tensor:
         """Return float32 ``(channels, height, width)``, in [0, 1], then normalised."""

@@ -22,14 +22,12 @@ from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.read_ahead import Workers
+from fl_lightning.datamodules.sample_labels import MOST_CLASSES
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.errors import UserError
 
 # Number of clients whose samples are kept in memory.
 KEPT = 1000
-# A label of at least this size is not the number of a class: tables would have a column for each
-# smaller number.
-MOST_CLASSES = 10_000_000
 SHOWN = 20
 
 
