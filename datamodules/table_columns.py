@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices
-from fl_lightning.datamodules.tables import FileTable, is_missing, is_number, ordered, truths
+from fl_lightning.datamodules.tables import (
+    FileTable,
+    by_value,
+    is_missing,
+    is_number,
+    ordered,
+    truths,
+)
 from fl_lightning.errors import UserError
 
 SMALL = 1e-9
@@ -106,8 +113,11 @@ class Encoding:
             named = isinstance(self.given, Mapping) and name in self.given
             texts = isinstance(self.given, str) and not all(map(is_number, values))
             if named or texts:
-                own = [values[row] for row in rows.tolist()]
-                self.categories[name] = [str(value) for value in ordered(own)]
+                # The first spelling names a category.
+                first: dict[Any, str] = {}
+                for row in rows.tolist():
+                    first.setdefault(by_value(values[row]), str(values[row]).strip())
+                self.categories[name] = ordered([*first.values()])
 
     def names(self, features: Sequence[str]) -> list[str]:
         """The columns of x."""
@@ -132,8 +142,8 @@ class Encoding:
             if kind is None:
                 parts.append(table.numbers([name]))
                 continue
-            values = [str(value) for value in truths(table.present(name))]
-            places = {one: place for place, one in enumerate(self.categories[name])}
+            places = {by_value(one): place for place, one in enumerate(self.categories[name])}
+            values = map(by_value, table.present(name))
             codes = np.array([places.get(value, len(places)) for value in values])
             unseen = int((codes == len(places)).sum())
             if unseen:

@@ -79,6 +79,8 @@ class FileTable:
         for k, name in enumerate(names):
             values = self.present(name, ", or leave the column out of data.features")
             try:
+                if any(isinstance(value, str) and "_" in value for value in values):
+                    raise ValueError
                 x[:, k] = np.asarray(truths(values), np.float64)
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
@@ -172,10 +174,24 @@ def truths(values: Sequence[Any]) -> Sequence[Any]:
     """Return a column of true and false, as a CSV spells them, as 1 and 0; other columns
     unchanged.
     """
-    words = {"true": 1, "false": 0}
-    if not all(isinstance(value, str) and value.strip().lower() in words for value in values):
+    if not all(isinstance(value, str) and value.strip().lower() in TRUTHS for value in values):
         return values
-    return [words[value.strip().lower()] for value in values]
+    return [TRUTHS[value.strip().lower()] for value in values]
+
+
+TRUTHS = {"true": 1, "false": 0}
+
+
+def by_value(value: Any) -> Any:
+    """Return what equals for two spellings of one value, as pandas reads them.
+
+    >>> by_value("1.0") == by_value(1), by_value("red ") == by_value("red"), by_value("TRUE")
+    (True, True, 1)
+    """
+    if is_number(value):
+        return exactly(value)
+    text = str(value).strip()
+    return TRUTHS.get(text.lower(), text)
 
 
 def is_missing(value: Any) -> bool:
@@ -185,6 +201,9 @@ def is_missing(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
+    # Python reads 1_2 as 12, but in a table it is a name.
+    if isinstance(value, str) and "_" in value:
+        return False
     try:
         float(value)
     except (ValueError, TypeError):
@@ -211,7 +230,7 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
     spelled: dict[Any, Any] = {}
     # Use the order of the rows: the order of a set differs between processes.
     for value in dict.fromkeys(values):
-        first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
+        first = spelled.setdefault(exactly(value) if numbers else word(value), value)
         if first != value:
             row = values.index(value)
             raise UserError(
@@ -220,6 +239,12 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
                 f"{table.lines[row]}). Write it in one way."
             )
     return values
+
+
+def word(value: Any) -> str:
+    """Return a common form of names that differ only in spelling."""
+    text = str(value).strip()
+    return text.lower() if text.lower() in TRUTHS else text
 
 
 def exactly(value: Any) -> int | float:
@@ -294,14 +319,19 @@ def coded(
     """
     if classes is None:
         return table.target_numbers(target).astype(np.float32)
-    values = [str(value) for value in table.present(target)]
-    unknown = [value for value in values if value not in classes]
-    if unknown:
+    values = table.present(target)
+    alike = {by_value(name): place for name, place in classes.items()}
+    # Names such as 7 and 007 may be two classes.
+    found = [classes.get(str(value)) for value in values]
+    if len(alike) == len(classes):
+        found = [alike.get(by_value(value)) for value in values]
+    if None in found:
+        row = found.index(None)
         raise UserError(
-            f"{table.where} has {unknown[0]!r} in column {target!r}, which is not in {of}: "
+            f"{table.has(values[row], target, row)}, which is not in {of}: "
             f"{', '.join(classes)[:300]}."
         )
-    return np.array([classes[value] for value in values], np.int64)
+    return np.array(found, np.int64)
 
 
 def columns_of(path: Path, separator: str) -> list[str]:

@@ -165,3 +165,62 @@ def test_rows_are_split_by_a_columns_value(tmp_path: Path) -> None:
             num_clients=2,
             partition=ByValue(column="weight"),
         ).setup()
+
+
+def columns_of(data: FromTable) -> Any:
+    data.setup()
+    train: Any = data.train_set
+    test: Any = data.test_set
+    return list(data.column_names), train.x.tolist(), test.x.tolist()
+
+
+def test_categories_are_compared_by_value(tmp_path: Path) -> None:
+    """A whole number beside gaps is written 1.0, and without gaps 1."""
+    train = table(tmp_path, "grade,colour,y\n1.0,red,0\n2.0,blue,1\n1.0,red ,0\n?,red,1\n")
+    test = table(tmp_path, "grade,colour,y\n1,blue ,0\n2, red,1\n02.0,red,1\n", "u.csv")
+    kinds = {"grade": "one-hot", "colour": "codes"}
+    data = FromTable(train, "y", encode=kinds, test=test, missing="drop", num_clients=1)
+    names, x, held = columns_of(data)
+    assert names == ["grade=1.0", "grade=2.0", "colour"]
+    assert x == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    assert held == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
+
+
+def test_truth_values_are_one_category_in_every_spelling(tmp_path: Path) -> None:
+    train = table(tmp_path, "smokes,x,y\nTrue,1,0\nFALSE,2,1\nTRUE,3,0\n")
+    test = table(tmp_path, "smokes,x,y\nfalse,1,0\n1,2,1\n", "u.csv")
+    data = FromTable(train, "y", encode={"smokes": "one-hot"}, test=test, num_clients=1)
+    _, x, held = columns_of(data)
+    assert [row[:2] for row in x] == [[0, 1], [1, 0], [0, 1]]
+    assert [row[:2] for row in held] == [[1, 0], [0, 1]]
+
+
+def test_a_truth_value_in_two_spellings_is_no_third_class(tmp_path: Path) -> None:
+    train = table(tmp_path, "x,y\n1,True\n2,False\n3,TRUE\n")
+    with pytest.raises(UserError, match="one name in two ways in column 'y': 'True' and 'TRUE'"):
+        FromTable(train, "y", num_clients=1).setup()
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [("1.0 0.0 1.0", "1 0"), ("TRUE FALSE TRUE", "True False")]
+)
+def test_classes_of_a_test_file_are_compared_by_value(
+    train: str, test: str, tmp_path: Path
+) -> None:
+    rows = [
+        table(tmp_path, "x,y\n" + "".join(f"{k},{y}\n" for k, y in enumerate(text.split())), name)
+        for text, name in ((train, "t.csv"), (test, "u.csv"))
+    ]
+    data = FromTable(rows[0], "y", test=rows[1], num_clients=1)
+    data.setup()
+    assert data.train_set.y.tolist() == [1, 0, 1]  # type: ignore[union-attr]
+    assert data.test_set.y.tolist() == [1, 0]  # type: ignore[union-attr]
+
+
+def test_a_name_with_an_underscore_is_no_number(tmp_path: Path) -> None:
+    """Python reads 1_2 as 12, but pandas reads it as a text."""
+    path = table(tmp_path, "room,y\n1_2,0\n12,1\n3_1,0\n")
+    with pytest.raises(UserError, match="'1_2' in column 'room' of line 2, which is not a number"):
+        FromTable(path, "y", num_clients=1).setup()
+    coded = FromTable(path, "y", encode="codes", num_clients=1)
+    assert len({x for (x,) in x_of(coded)}) == 3
