@@ -250,7 +250,8 @@ class FromDataModule(FederatedDataModule):
     ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because each client's samples
     are reshuffled in every epoch. ``pin_memory`` and ``persistent_workers`` are treated as true.
     Other samplers and batch samplers, ``num_samples`` other than all, weights without replacement,
-    ``IterableDataset`` and several loaders are refused.
+    ``IterableDataset`` and several loaders are refused, and so is
+    ``Trainer(reload_dataloaders_every_n_epochs=…)``.
 
     Args:
         datamodule: a LightningDataModule of ``pytorch_lightning`` or ``lightning.pytorch``.
@@ -319,6 +320,14 @@ class FromDataModule(FederatedDataModule):
         self.datamodule.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
+        every = getattr(self.trainer, "reload_dataloaders_every_n_epochs", 0)
+        if every and stage == "fit":
+            raise UserError(
+                f"The Trainer has reload_dataloaders_every_n_epochs={every}, but FromDataModule "
+                f"reads the training loader of {type(self.datamodule).__name__} once, because the "
+                "split over clients follows from its samples. Leave the option out; what changes "
+                "from round to round can be drawn in the data set's __getitem__."
+            )
         if stage not in (None, "fit"):
             self.datamodule.setup(stage)
         if self._torn_down:  # teardown has released its data

@@ -12,7 +12,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import FederatedModule
+from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import Dirichlet, FromDataModule
 
 QUIET: dict[str, Any] = {
@@ -136,3 +136,12 @@ def test_fewer_classes_than_labels_are_the_learner_s() -> None:
     assert data.num_classes == 1
     counts = [data.client_label_counts(i) for i in range(2)]
     assert [len(count) for count in counts if count is not None] == [2, 2]
+
+
+def test_a_loader_that_is_made_anew_in_later_rounds_is_refused() -> None:
+    module = FederatedModule(Reads(), seed=0, participation="all", local_epochs=1)
+    trainer = pl.Trainer(**QUIET, reload_dataloaders_every_n_epochs=2)
+    with pytest.raises(
+        UserError, match=r"reload_dataloaders_every_n_epochs=2.* loader of Mine once"
+    ):
+        trainer.fit(module, FromDataModule(Mine(), num_clients=2))
