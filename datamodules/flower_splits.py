@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
-from fl_lightning.datamodules.partitions import Indices, Partition, need_samples
+from fl_lightning.datamodules.partitions import Indices, Partition, need_samples, no_groups
 from fl_lightning.datamodules.streams import (
     Stream,
     as_arrays,
@@ -197,8 +197,10 @@ class Grouped(Partition):
         self.groups = None if groups is None else np.asarray(groups)
 
     def bound(self, data: Any) -> Partition:
-        if self.groups is not None or data.groups is None:
+        if self.groups is not None:
             return self
+        if data.groups is None:
+            raise no_groups(self, data)
         groups = data.groups
         # After a split the clients have the names of their bunches.
         if names := data._group_names or data.client_names:
@@ -223,10 +225,7 @@ class Grouped(Partition):
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if self.groups is None:
-            raise UserError(
-                "The partition Grouped has groups=None, and this data set brings no groups: give "
-                "groups, one value per training sample."
-            )
+            raise no_groups(self)
         if self.groups.shape != (len(labels),):
             raise UserError(
                 f"Grouped's groups have the shape {self.groups.shape}: give one for each of the "

@@ -20,6 +20,7 @@ from fl_lightning.datamodules.digits5 import digits5
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side
+from fl_lightning.datamodules.sample_labels import MOST_CLASSES
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
@@ -130,11 +131,16 @@ class FromFolders(FileDataModule):
         missing: Literal["refuse", "allow"] = "refuse",
         in_memory: bool | None = None,
         check: bool = False,
-        limit: list[int] | None = None,
+        limit: list[PositiveInt] | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(tests="common", **arguments)
         check_normalised(mean, std)
+        if limit is not None and len(limit) != 2:
+            raise UserError(
+                f"data.limit is {list(limit)}: give two numbers, of training and of test samples "
+                "of each domain, such as [25000, 9000]."
+            )
         self.path = Path(path).expanduser()
         self.layout = layout
         self.domains = None if domains is None else list(domains)
@@ -250,6 +256,12 @@ class FromFolders(FileDataModule):
 
     def _lists(self) -> list[Domain]:
         folder = self.path / "splits" if (self.path / "splits").is_dir() else self.path
+        if not any(folder.glob("*_train.txt")):
+            raise UserError(
+                f"data.layout is 'lists', and {str(folder)!r} has no lists <domain>_train.txt: "
+                "give the folder that holds them, or layout=folders for pictures in "
+                "path/<domain>/<class>."
+            )
         there = [file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")]
         made = []
         for domain in self._chosen(there, self.domains, "domains"):
@@ -445,7 +457,14 @@ def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
     """
     files: list[Path] = []
     labels: list[int] = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The list {str(file)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
+            f"{error.start}): save it as UTF-8."
+        ) from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         name, _, label = line.rstrip().rpartition(" ")
@@ -454,6 +473,12 @@ def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
             raise UserError(
                 f"The list {str(file)!r} has {line[:80]!r} in line {number}: 'relative/file label' "
                 "is expected, with a whole number."
+            )
+        # Python refuses to make a number of thousands of digits.
+        if len(label) > len(str(MOST_CLASSES)) or int(label) >= MOST_CLASSES:
+            raise UserError(
+                f"The list {str(file)!r} has the label {label[:40]} in line {number}, and classes "
+                "are numbered from 0: number them anew."
             )
         if not where.is_file():
             raise UserError(

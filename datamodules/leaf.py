@@ -81,6 +81,8 @@ class Kind:
             if label is None:
                 classes = CLASSES.get(self.name)
                 known = f" ({self.name} has the classes 0 to {classes - 1})" if classes else ""
+                if self.name == "shakespeare" and isinstance(y, str) and len(y) == 1:
+                    known = ": LEAF's alphabet lacks it (data.unknown=true makes it class 80)"
                 raise user.wrong(
                     f"has a sample {place} whose y is {y!r}, which is not a class{known}"
                 )

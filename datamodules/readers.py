@@ -266,3 +266,22 @@ def missing_package(package: str, extra: str) -> UserError:
         f"This data module reads files with {package}, which is not installed: pip install "
         f"'fl-lightning[{extra}]'."
     )
+
+
+def no_class(labels: NDArray[Any]) -> int | None:
+    """Return the place of the first label ``(n,)`` that is no whole number from 0, if any."""
+    with np.errstate(invalid="ignore"):
+        # Numbers beyond int64 become negative.
+        whole = labels.astype(np.int64)
+    wrong = np.flatnonzero((whole < 0) | (whole != labels))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def not_finite(x: NDArray[Any]) -> int | None:
+    """Return the first of the samples ``(n, …)`` that has a number beyond single precision."""
+    if x.dtype.kind != "f":
+        return None
+    with np.errstate(over="ignore"):
+        single = x.astype(np.float32, copy=False)
+    wrong = np.flatnonzero(~np.isfinite(single.reshape(len(x), -1)).all(1))
+    return int(wrong[0]) if len(wrong) else None

@@ -86,7 +86,8 @@ class FileTable:
                 row = next(row for row, value in enumerate(values) if not is_number(value))
                 raise UserError(
                     f"{self.has(values[row], name, row)}, which is not a number: convert the "
-                    "column to numbers, or leave it out of data.features."
+                    "column to numbers, give data.encode (one-hot or codes) if it holds names, or "
+                    "leave it out of data.features."
                 ) from None
             beyond = np.flatnonzero(~(np.abs(x[:, k]) <= np.finfo(np.float32).max))
             if len(beyond):

@@ -222,3 +222,44 @@ def test_another_seed_deals_a_domain_anew(domains: Path, monkeypatch: pytest.Mon
         hashes.append(data.partition_hash)
     assert hashes[0] != hashes[1]
     assert hashes[1] == FromFolders(domains, clients_per_domain=2, seed=1).partition_hash
+
+
+def lists(path: Path, text: bytes) -> Path:
+    for name in ("cat", "dog"):
+        (path / "art" / name).mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(path / "art" / name / "0.png")
+    (path / "art_train.txt").write_bytes(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"art/cat/0.png 0\nart/dog/0.png 1700000000000\n", r"label 1700000000000 in line 2"),
+        (b"art/cat/0.png 0\nart/dog/0.png " + b"9" * 5000, r"label 9{40} in line 2"),
+        (b"art/cat/0.png 0\nart/d\xf6g/0.png 1\n", "not in UTF-8.* at byte 21"),
+    ],
+)
+def test_a_list_that_is_odd_is_refused_by_its_place(
+    text: bytes, words: str, tmp_path: Path
+) -> None:
+    """A name for each class up to such a label would take the machine's memory."""
+    with pytest.raises(UserError, match=rf"art_train\.txt' .*{words}"):
+        FromFolders(lists(tmp_path, text)).setup()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    data = FromFolders(lists(tmp_path, b"\xef\xbb\xbfart/cat/0.png 0\nart/dog/0.png 1\n"))
+    assert data.num_classes == 2
+
+
+def test_lists_that_are_not_there_are_named(tmp_path: Path) -> None:
+    (tmp_path / "art" / "cat").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"layout is 'lists', and .* no lists .*layout=folders"):
+        FromFolders(tmp_path, layout="lists", leave_out=["art"]).setup()
+
+
+@pytest.mark.parametrize("limit", [[1], [1, 2, 3]])
+def test_a_limit_has_two_numbers(limit: list[int]) -> None:
+    with pytest.raises(UserError, match=r"data\.limit is \[1.*give two numbers"):
+        FromFolders("anywhere", limit=limit)

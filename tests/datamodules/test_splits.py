@@ -381,3 +381,17 @@ def test_the_picture_has_sizes_and_names() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["anna", "ben"]
     assert [bar.get_width() for bar in sizes.patches] == [100, 140]
     assert "classes each" in above.get_title(loc="left")
+
+
+@pytest.mark.parametrize("partition", [Grouped(size=5), ByGroup()])
+def test_groups_that_the_data_do_not_have_are_asked_for(partition: Partition) -> None:
+    """It is no question of num_clients."""
+    data = InMemoryDataModule((torch.zeros(6, 1), torch.arange(6) % 2), partition=partition)
+    with pytest.raises(UserError, match=r"groups=None, but InMemoryDataModule brings no groups"):
+        data.setup()
+
+
+def test_positions_that_are_no_whole_numbers_are_named() -> None:
+    data = InMemoryDataModule((torch.zeros(6, 1), torch.arange(6) % 2), clients=[[0, 2.5]])
+    with pytest.raises(UserError, match=r"Client 0 .* type float64, such as 2.5"):
+        data.setup()
