@@ -19,6 +19,8 @@ from fl_lightning.errors import UserError, suggest
 
 # Texts of a cell without a value; Parquet has its own nulls.
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
+# Types of a cell that has several values, as Parquet and frames have them.
+SEVERAL = (list, tuple, dict, set, np.ndarray)
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
 ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
@@ -47,7 +49,8 @@ class FileTable:
 
     def has(self, value: Any, column: str, row: int) -> str:
         """Return the beginning of an error about a row's value in a column."""
-        said = "no value" if is_missing(value) else repr(value)
+        several = isinstance(value, SEVERAL)
+        said = repr(value)[:200] if several or not is_missing(value) else "no value"
         file, line = str(self.files[row]), self.lines[row]
         return f"The table {file!r} has {said} in column {column!r} of line {line}"
 
@@ -65,6 +68,11 @@ class FileTable:
         """
         values = list(self.columns[name])
         for row, value in enumerate(values):
+            if isinstance(value, SEVERAL):
+                raise UserError(
+                    f"{self.has(value, name, row)[:300]}, but a table needs one number or name in "
+                    "each cell: make a column of each part, or choose another column."
+                )
             if is_missing(value):
                 missing = sum(map(is_missing, values))
                 raise UserError(
@@ -337,7 +345,7 @@ def coded(
 
 def columns_of(path: Path, separator: str) -> list[str]:
     """Return the names of a table's columns; its rows are not read."""
-    if path.suffix == ".parquet":
+    if is_parquet(path):
         with reading(path):
             names: list[str] = parquet().ParquetFile(path).schema_arrow.names
             return names
@@ -359,7 +367,7 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
         path = Path(f"<{type(path).__name__}>")
         refuse_two_of_a_name(path, [name for name, _ in read])
         return _table(path, dict(read), range(1, 1 + max((len(v) for _, v in read), default=0)))
-    if path.suffix == ".parquet":
+    if is_parquet(path):
         with reading(path):
             refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
             read = parquet().read_table(path)
@@ -413,9 +421,19 @@ def _table(path: Path, columns: dict[str, Sequence[Any]], lines: Sequence[int]) 
     return table
 
 
+def is_parquet(path: Path) -> bool:
+    """Return whether a file is Parquet, by its ending or its first bytes."""
+    if path.suffix.lower() in (".parquet", ".pq"):
+        return True
+    if not path.is_file():
+        return False
+    with reading(path), open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield file
     else:
