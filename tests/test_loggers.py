@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from fl_lightning import FederatedModule
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_rows
 from fl_lightning.record.metrics_csv import MetricsCSV
@@ -258,8 +257,8 @@ def test_the_learner_s_example_gives_the_graph_and_the_sizes(
             return self.net(x)
 
     learner = Drawn()
-    learner.example_input_array = torch.zeros(2, 20)
-    module = FederatedModule(learner, participation=0.3, seed=1)
+    learner.example_input_array = torch.zeros(2, 20, dtype=torch.float64)
+    module = federated(learner)
     logger = TensorBoardLogger(tmp_path, log_graph=True)
     with warnings.catch_warnings(record=True) as told:
         trainer(1, logger=logger, callbacks=[ModelSummary()]).fit(module, blobs())
