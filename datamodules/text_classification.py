@@ -192,13 +192,46 @@ class TextClassification(FederatedDataModule):
         return np.asarray([number[label] for label in labels], np.int64)
 
 
+def _cells(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table; in a tab-separated one a quote is a part of the text.
+
+    Raises:
+        UserError: a quote is not closed, or a row has more or fewer cells than the header; the
+            error has the line.
+    """
+    delimiter = DELIMITERS[path.suffix]
+    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
+    )
+    before = csv.field_size_limit(len(text) + 1)
+    line = 1
+    try:
+        header: list[str] = next(reader, [])
+        line = reader.line_num + 1
+        for row in reader:
+            if row and len(row) != len(header):
+                raise UserError(
+                    f"{str(path)!r}, line {line}, has {len(row)} cells, and the header has "
+                    f"{len(header)} ({', '.join(header)[:200]}): mend the line."
+                )
+            if row:
+                yield dict(zip(header, row, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{str(path)!r}, line {line}, cannot be read ({error}): close each quote, with nothing "
+            "between it and the separator."
+        ) from None
+    finally:
+        csv.field_size_limit(before)
+
+
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with their numbers, from 1."""
     text = read_text(path, "TextClassification's file")
     if path.suffix in DELIMITERS:
-        yield from enumerate(
-            csv.DictReader(io.StringIO(text, newline=""), delimiter=DELIMITERS[path.suffix]), 1
-        )
+        yield from enumerate(_cells(path, text), 1)
         return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

@@ -148,7 +148,8 @@ def read_text(path: Path, what: str) -> str:
         UserError: the file does not exist, or is not such a text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        # A byte order mark is no part of the text.
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(
             f"{what} is expected in {str(path)!r}, which does not exist. Give the right "
