@@ -153,16 +153,39 @@ class Sizes(Partition):
             return np.array(given, np.int64)
         growth = GROWTH[given] if isinstance(given, str) else given
         assert callable(growth)
-        units = np.asarray(growth(np.linspace(1, m, m)))
+        units = self._units(growth, np.linspace(1, m, m))
         shares = units / units.sum()
-        sizes = np.array(shares * total, dtype=np.int64)
+        with np.errstate(invalid="ignore"):
+            sizes = np.array(shares * total, dtype=np.int64)
         sizes[-1] += total - sizes.sum()
-        if sizes.min() < 1:
+        if not np.isfinite(units).all() or sizes.min() < 1:
             raise UserError(
                 f"{self!r} leaves client {int(sizes.argmin())} {sizes.min()} of {total} samples: "
                 "give fewer clients, or another rule."
             )
         return sizes
+
+    def _units(self, growth: Callable[[Any], Any], places: NDArray[np.float64]) -> NDArray[Any]:
+        """Return a function's values of the clients' places 1.0 … m."""
+        try:
+            units = np.asarray(growth(places))
+        except (TypeError, ValueError):  # a function of one number, such as math.sqrt
+            units = np.asarray([])
+        if units.shape != places.shape:
+            units = np.asarray([growth(place) for place in places.tolist()])
+        if units.shape != places.shape or units.dtype.kind not in "biuf":
+            raise UserError(
+                f"{self!r}: the function gives {units.dtype} of shape {units.shape} for "
+                f"{len(places)} clients: it needs one number for each place from 1.0 on."
+            )
+        return units
+
+    def __repr__(self) -> str:
+        given = self.sizes
+        # The text of a function has its address, which differs between runs.
+        name = getattr(given, "__qualname__", getattr(given, "__name__", "")) or repr(given)
+        shuffle = ", shuffle=True" if self.shuffle else ""
+        return f"Sizes(sizes={name if callable(given) else repr(given)}{shuffle})"
 
 
 class Grouped(Partition):

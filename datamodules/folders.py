@@ -19,7 +19,7 @@ from fl_lightning.datamodules.client_tests import OwnTests, stratified
 from fl_lightning.datamodules.digits5 import digits5
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
-from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side
+from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side, before_the_run
 from fl_lightning.datamodules.sample_labels import MOST_CLASSES
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
@@ -27,6 +27,7 @@ from fl_lightning.sampling import generator
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
 # Pictures are decoded once and kept if they take at most this number of bytes.
 IN_MEMORY = 2**30
+DIGITS = list(map(str, range(10)))
 
 
 @dataclass
@@ -38,6 +39,13 @@ class Domain:
     y: list[int] = field(default_factory=list)
     test_x: list[Any] = field(default_factory=list)
     test_y: list[int] = field(default_factory=list)
+
+    def keep(self, labels: Sequence[int]) -> None:
+        """Leave out other labels, and number these by their places."""
+        for x, y in ((self.x, self.y), (self.test_x, self.test_y)):
+            kept = [i for i, label in enumerate(y) if label in labels]
+            x[:] = [x[i] for i in kept]
+            y[:] = [labels.index(y[i]) for i in kept]
 
 
 class PictureSet(Dataset[Any]):
@@ -173,10 +181,21 @@ class FromFolders(FileDataModule):
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of folders of classes; with lists it depends on the data."""
+        """Return the number of classes: of the folders, or of the labels in the lists."""
         path = Path(str(arguments.get("path", ""))).expanduser()
-        if not path.is_dir() or layout_of(path) != "folders":
+        if not path.is_dir():
             return None
+        layout = arguments.get("layout") or "auto"
+        layout = layout_of(path) if layout == "auto" else layout
+        if layout == "digits5":
+            return len(DIGITS)
+        if layout == "lists":
+            try:
+                data = before_the_run(cls, arguments)
+                data._lists()
+            except Exception:  # the run reports what is wrong
+                return None
+            return len(data.class_names) or None
         names = set().union(*(folders_of(path / domain) for domain in folders_of(path)))
         return len(names) or None
 
@@ -191,8 +210,11 @@ class FromFolders(FileDataModule):
             layout = layout_of(self.path)
             self.tell(f"{str(self.path)!r} is read as layout={layout}")
         if layout == "digits5":
-            found, self.class_names = digits5(self.path, self.domains), list(map(str, range(10)))
+            found = digits5(self.path, self.domains)
             domains = [Domain(name, *sides) for name, sides in found.items()]
+            self.class_names = self._chosen(DIGITS, self.classes, "classes")
+            for domain in domains:
+                domain.keep([DIGITS.index(name) for name in self.class_names])
         elif layout == "lists":
             domains = self._lists()
         else:
@@ -297,6 +319,7 @@ class FromFolders(FileDataModule):
         """Refuse a class that a domain lacks, and names in leave_out that are not domains."""
         self._chosen([domain.name for domain in domains], self.leave_out, "leave_out")
         every = set(range(len(self.class_names)))
+        there = set().union(*({*domain.y, *domain.test_y} for domain in domains))
         for domain in domains:
             lacks = sorted(every - {*domain.y, *domain.test_y})
             if not lacks:
@@ -304,8 +327,9 @@ class FromFolders(FileDataModule):
             names = ", ".join(str(self.class_names[label]) for label in lacks[:SHOWN])
             text = f"the domain {domain.name!r} has no pictures of {names}"
             if self.missing == "refuse":
+                others = "other domains have" if there & set(lacks) else "no domain has"
                 raise UserError(
-                    f"data.path={str(self.path)!r}: {text}, which other domains have. Give "
+                    f"data.path={str(self.path)!r}: {text}, which {others}. Give "
                     "data.missing=allow, name the classes that all have by data.classes, or check "
                     "the folders' names."
                 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from fl_lightning.datamodules.readers import (
     Side,
     ascending,
 )
-from fl_lightning.datamodules.sample_labels import MOST_CLASSES, some_of
+from fl_lightning.datamodules.sample_labels import some_of
 from fl_lightning.datamodules.stored_rows import (
     column_of,
     distinct,
@@ -183,49 +183,6 @@ class FromHuggingFace(FileDataModule):
     def own_clients(cls, **arguments: Any) -> bool:
         """Return whether a column gives the clients."""
         return arguments.get("client") is not None
-
-    @classmethod
-    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return the shape of the first training sample; None for a text."""
-        _, sides = cls._first_read(arguments)
-        try:
-            x, _ = sides[0].dataset[0]
-        except Exception:  # as in `_first_read`
-            return None
-        return tuple(x.shape) if x.is_floating_point() else None
-
-    @classmethod
-    def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes, as the run counts them: those that only test samples have
-        count, too. None if y are numbers to predict, or no labels of classes.
-        """
-        names, sides = cls._first_read(arguments)
-        if names:
-            return len(names)
-        found = [side.labels for side in sides if side.labels is not None and len(side.labels)]
-        if not found or any(labels.dtype.kind not in "iu" for labels in found):
-            return None
-        labels = np.concatenate(found)
-        # The run refuses other labels.
-        return int(labels.max()) + 1 if labels.min() >= 0 and labels.max() < MOST_CLASSES else None
-
-    @classmethod
-    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
-        """Return the classes' names, and the training and test samples.
-
-        Both are empty if something is wrong, which the run itself reports.
-        """
-        names = ["data", "x", "y", "train", "test", "classes", "mode", "image_size"]
-        names += ["mean", "std", "length", "tokenizer"]
-        given = {name: arguments[name] for name in names if arguments.get(name) is not None}
-        if not isinstance(given.get("data"), str):
-            return (), []
-        try:
-            data = cls(**given)
-            train, test, _ = data._sides()
-        except Exception:  # arguments are not checked yet, and libraries raise many kinds
-            return (), []
-        return data.class_names, [train] if test is None else [train, test]
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = self._sides()

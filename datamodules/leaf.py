@@ -169,16 +169,18 @@ class FromLEAF(FileDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return the shape of x, if it follows from the kind."""
+        """Return the shape of x, which follows from the kind or from the first sample."""
         size = arguments.get("image_size", 84)
         shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
-        return shapes.get(str(arguments.get("kind")))
+        known = shapes.get(str(arguments.get("kind")))
+        return known or super().shape_of_samples(**arguments)
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes, if it follows from the kind."""
+        """Return the number of classes, which follows from the kind or from the labels."""
         letters = len(ALPHABET) + bool(arguments.get("unknown"))
-        return {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
+        known = {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
+        return known or super().classes_of_samples(**arguments)
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}

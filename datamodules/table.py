@@ -16,6 +16,7 @@ from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.frames import located
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup, Partition
+from fl_lightning.datamodules.readers import before_the_run
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.table_columns import (
     Encoding,
@@ -177,7 +178,8 @@ class FromTable(FederatedDataModule):
         features = arguments.get("features")
         # Encoded texts may become several columns, and with one file per client there is one more.
         if arguments.get("encode") is not None or isinstance(arguments.get("path"), Mapping):
-            return None
+            data = cls._first_read(arguments)
+            return None if data is None else (len(data.column_names),)
         path = Path(under(arguments.get("root"), str(arguments.get("path")))).expanduser()
         if arguments.get("columns") is not None and features is None:
             others = [arguments.get(name) for name in ("target", "client")]
@@ -198,6 +200,24 @@ class FromTable(FederatedDataModule):
             if not features:
                 raise nothing_to_learn_from(f"The table {str(path)!r}", names)
         return None if features is None else (len(features),)
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Return the number of the training rows' classes; None if y are numbers to predict."""
+        data = None if arguments.get("regression") else cls._first_read(arguments)
+        return len(data.class_names) or None if data is not None else None
+
+    @classmethod
+    def _first_read(cls, arguments: Mapping[str, Any]) -> FromTable | None:
+        """Return the table, read before the run; None if something is wrong, which the run
+        reports.
+        """
+        try:
+            data: FromTable = before_the_run(cls, arguments)
+            data.load()
+        except Exception:  # arguments are not checked yet, and pyarrow raises many kinds
+            return None
+        return data
 
     @property
     def num_classes(self) -> int | None:
@@ -230,7 +250,7 @@ class FromTable(FederatedDataModule):
             self.groups, self.client_names = codes(told_apart(table, self.client))
         rows = self._rows(y)
         self.encoding.learn(table, features, rows[0])
-        x = self.encoding.numbers(table, features, self._tell)
+        x = self.encoding.numbers(table, features, self.tell)
         self.column_names = self.encoding.names(features)
         self._table = (table, rows[0])
         if not isinstance(self.test, (int, float, Mapping)) and self.test is not None:
@@ -238,9 +258,9 @@ class FromTable(FederatedDataModule):
             return
         if self.scale is not None:
             x = self._scaled(x, self._scaled_by(len(y)), rows[0])
-        self._set_rows(single(x, self.column_names, self._tell), y, *rows)
+        self._set_rows(single(x, self.column_names, self.tell), y, *rows)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         say(self.trainer, text)
 
     def _read_training(self) -> FileTable:
@@ -256,7 +276,7 @@ class FromTable(FederatedDataModule):
 
     def _without_missing(self, table: FileTable, used: list[str]) -> FileTable:
         drop = self.missing == "drop"
-        return without_missing(table, used, self.missing_marks, drop, self._tell)
+        return without_missing(table, used, self.missing_marks, drop, self.tell)
 
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], dict[str, int] | None]:
         """Return y ``(N,)``, and its classes by value."""
@@ -277,7 +297,7 @@ class FromTable(FederatedDataModule):
         self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: NDArray[np.int64]
     ) -> NDArray[np.float64]:
         whose = self.client_names if self.scale == "client" else ()
-        return Scale(self.column_names, whose, self._tell)(x, groups, trained)
+        return Scale(self.column_names, whose, self.tell)(x, groups, trained)
 
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
         """Return the group by whose mean and deviation each row is scaled."""
@@ -312,7 +332,7 @@ class FromTable(FederatedDataModule):
         named = self.client is not None and self.client in other.columns
         used = [*features, self.target, *([str(self.client)] if named else [])]
         other = self._without_missing(other, used)
-        held = self.encoding.numbers(other, features, self._tell)
+        held = self.encoding.numbers(other, features, self.tell)
         of_tests = None
         if named:
             assert self.client is not None
@@ -325,7 +345,7 @@ class FromTable(FederatedDataModule):
             whole = np.concatenate([x, held])
             whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
             (x, held) = np.split(whole, [len(x)])
-        whole = single(np.concatenate([x, held]), self.column_names, self._tell)
+        whole = single(np.concatenate([x, held]), self.column_names, self.tell)
         (x, held) = np.split(whole, [len(x)])
         self.train_set = TensorSamples(x, y)
         tested = self._targets(other)[0] if self.above is not None else None
@@ -350,8 +370,7 @@ class FromTable(FederatedDataModule):
         if not names or not all(map(is_number, names)):
             return
         if len(names) > MANY_CLASSES or len(names) > max(2, rows / 2):
-            say(
-                self.trainer,
+            self.tell(
                 f"data.target={self.target!r}: {len(names)} whole numbers in {rows} rows are taken "
                 f"for classes ({names[0]} is class 0, {names[-1]} class {len(names) - 1}); where "
                 "it is an amount, data.regression=true makes y the number itself, and where they "
@@ -364,8 +383,7 @@ class FromTable(FederatedDataModule):
         nobodys = np.flatnonzero(of_tests < 0).tolist()
         if nobodys:
             names = dict.fromkeys(str(table.columns[self.client][row]) for row in nobodys)
-            say(
-                self.trainer,
+            self.tell(
                 f"{table.where}: {len(nobodys)} of {len(of_tests)} rows to test on are of no "
                 f"client of the training data (column {self.client!r}: "
                 f"{', '.join(names)[:100]}), and are tested on in common alone",
