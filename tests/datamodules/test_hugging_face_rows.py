@@ -179,3 +179,17 @@ def test_a_split_is_known_by_its_name_in_capitals(tmp_path: Path) -> None:
         written(tmp_path / name, {"x": [1.0] * len(labels), "y": labels})
     data = FromHuggingFace(tmp_path, "x", "y", test="test", num_clients=1)
     assert len(samples(data)) == 2 and len(data.test_set or ()) == 1
+
+
+def test_test_rows_lie_client_by_client() -> None:
+    """In each client they have the order of the data."""
+    train = datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": [0, 1], "who": ["a", "b"]})
+    rows = {"x": [5.0, 6.0, 7.0, 8.0], "y": [1, 0, 1, 0], "who": ["b", "a", "b", "a"]}
+    both = datasets.DatasetDict(train=train, test=datasets.Dataset.from_dict(rows))
+    data = FromHuggingFace(both, "x", "y", client="who", test="test")
+    data.setup()
+    held: Any = data.test_set
+    found = [held.read.dataset[i] for i in range(4)]
+    assert [(x.item(), y) for x, y in found] == [(6, 0), (8, 0), (5, 1), (7, 1)]
+    assert held.labels.tolist() == [0, 0, 1, 1]
+    assert [data.client_test_indices(i).tolist() for i in (0, 1)] == [[2, 3], [4, 5]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -395,3 +396,41 @@ def test_positions_that_are_no_whole_numbers_are_named() -> None:
     data = InMemoryDataModule((torch.zeros(6, 1), torch.arange(6) % 2), clients=[[0, 2.5]])
     with pytest.raises(UserError, match=r"Client 0 .* type float64, such as 2.5"):
         data.setup()
+
+
+def sizes_of(partition: Partition, clients: int = 4) -> list[int]:
+    data = (torch.zeros(100, 1), torch.arange(100) % 10)
+    return (
+        InMemoryDataModule(data, partition=partition, num_clients=clients).client_sizes().tolist()
+    )
+
+
+def test_sizes_by_a_function_of_the_client_s_place() -> None:
+    assert sizes_of(Sizes(np.sqrt)) == sizes_of(Sizes(math.sqrt)) == [16, 23, 28, 33]
+    assert sizes_of(Sizes(lambda place: 1.0)) == [25] * 4
+    assert repr(Sizes(np.sqrt)) == "Sizes(sizes=sqrt)" and "0x" not in repr(Sizes(lambda u: u))
+    for wrong in (lambda u: np.ones(3), lambda u: "x"):
+        with pytest.raises(UserError, match="for 4 clients: it needs one number for each place"):
+            sizes_of(Sizes(wrong))
+
+
+def test_the_first_dirichlet_split_is_taken_if_that_is_asked_for() -> None:
+    """With enough samples for all it is what FL-bench draws first; a smaller one is refused."""
+    first = DirichletByClass(100.0, "fl-bench", min_samples=0, tool_seed=3)
+    other = DirichletByClass(100.0, "fl-bench", min_samples=1, tool_seed=3)
+    assert sizes_of(first) == sizes_of(other)
+    labels = np.arange(100) % 2
+    r = np.random.RandomState(3)
+    expected: list[list[int]] = [[] for _ in range(4)]
+    for c in range(2):
+        own = np.flatnonzero(labels == c)
+        r.shuffle(own)
+        cuts = (np.cumsum(r.dirichlet([0.5] * 4)) * len(own)).astype(int)[:-1]
+        for client, piece in zip(expected, np.split(own, cuts), strict=True):
+            client += piece.tolist()
+    law = DirichletByClass(0.5, "fl-bench", min_samples=0, tool_seed=3)
+    assert [list(own) for own in law.split(labels, 4, 0)] == expected
+    with pytest.raises(
+        UserError, match=r"min_samples=0 takes the first split, in which client \d+"
+    ):
+        sizes_of(DirichletByClass(0.01, "fl-bench", min_samples=0), clients=20)
