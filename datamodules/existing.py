@@ -188,7 +188,9 @@ class Own:
         if name.startswith("__") or "_data" not in self.__dict__:
             raise AttributeError(name)
         of_class = getattr(FederatedDataModule, name)
-        return of_class.fget(self._data) if isinstance(of_class, property) else of_class
+        if isinstance(of_class, property) and of_class.fget is not None:
+            return of_class.fget(self._data)
+        return of_class
 
 
 class Theirs:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import Above, Below, check
+from fl_lightning.accepted import Above, Below, FiniteFloat, check
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.frames import located
@@ -22,6 +22,7 @@ from fl_lightning.datamodules.table_columns import (
     Encoding,
     Kind,
     Scale,
+    as_names,
     check_rule,
     held_out,
     joined_tables,
@@ -121,13 +122,14 @@ class FromTable(FederatedDataModule):
         missing_marks: Sequence[str] = ("?",),
         columns: Sequence[str] | None = None,
         root: str | Path | None = None,
-        above: float | None = None,
+        above: FiniteFloat | None = None,
         scale: Literal["client", "all"] | None = None,
         **arguments: Any,
     ) -> None:
         if isinstance(path, Mapping):
             client = client or "client"
-        refuse_both(client, partition, classes, regression)
+        target, client, features = as_names(target, client, features)
+        refuse_both(client, partition, classes, regression, above)
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
@@ -149,12 +151,12 @@ class FromTable(FederatedDataModule):
         self.columns = None if columns is None else list(columns)
         self.encoding = Encoding(encode, drop_first)
         self.missing = missing
-        self.missing_marks = list(missing_marks)
+        self.missing_marks = list(map(str, missing_marks))
         self.above = above
         self.scale = scale
         self.target = target
         self.client = client
-        self.features = None if features is None else list(features)
+        self.features = features
         self.test = test if isinstance(test, Mapping) else under(root, test)
         self.separator = separator
         self.classes = None if classes is None else [str(name) for name in classes]
@@ -243,6 +245,7 @@ class FromTable(FederatedDataModule):
         require(table.path, table.columns, given)
         if not features:
             raise nothing_to_learn_from(table.where, others)
+        self.encoding.check(features)
         table = self._without_missing(table, [*features, *others])
         y, classes = self._targets(table)
         self.class_names = list(classes or ())
@@ -252,6 +255,12 @@ class FromTable(FederatedDataModule):
         self.encoding.learn(table, features, rows[0])
         x = self.encoding.numbers(table, features, self.tell)
         self.column_names = self.encoding.names(features)
+        if not self.column_names:
+            raise UserError(
+                f"{table.where}: data.drop_first leaves out the only value of "
+                f"{', '.join(features)[:200]}, so x is empty: give drop_first=False, or more "
+                "columns."
+            )
         self._table = (table, rows[0])
         if not isinstance(self.test, (int, float, Mapping)) and self.test is not None:
             self._with_file(table, features, x, y, classes)
@@ -345,8 +354,8 @@ class FromTable(FederatedDataModule):
             whole = np.concatenate([x, held])
             whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
             (x, held) = np.split(whole, [len(x)])
-        whole = single(np.concatenate([x, held]), self.column_names, self.tell)
-        (x, held) = np.split(whole, [len(x)])
+        rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
+        (x, held) = np.split(rounded, [len(x)])
         self.train_set = TensorSamples(x, y)
         tested = self._targets(other)[0] if self.above is not None else None
         if tested is None:
@@ -361,7 +370,8 @@ class FromTable(FederatedDataModule):
         """Return a column's numbers in the training rows, for ``ByValue``."""
         table, rows = self._table
         require(table.path, table.columns, {"partition.column": [column]})
-        found: NDArray[np.float64] = table.numbers([column])[rows, 0]
+        remedy = "convert the column to numbers, or give another data.partition.column"
+        found: NDArray[np.float64] = table.numbers([column], remedy)[rows, 0]
         return found
 
     def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:

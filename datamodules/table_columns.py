@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices
 from fl_lightning.datamodules.tables import (
+    SEVERAL,
     FileTable,
     by_value,
     is_missing,
@@ -19,7 +20,7 @@ from fl_lightning.datamodules.tables import (
     ordered,
     truths,
 )
-from fl_lightning.errors import UserError
+from fl_lightning.errors import UserError, suggest
 
 SMALL = 1e-9
 Kind = Literal["one-hot", "codes"]
@@ -66,10 +67,10 @@ def without_missing(
     """Return a table in which ``marks`` are missing values; if ``drop``, without the rows that
     lack a value.
     """
-    marked = {mark.strip() for mark in marks}
+    marked = {by_value(mark) for mark in marks}
     columns: dict[str, Sequence[Any]] = {}
     for name, values in table.columns.items():
-        gone = [isinstance(value, str) and value.strip() in marked for value in values]
+        gone = [not isinstance(value, SEVERAL) and by_value(value) in marked for value in values]
         if any(gone):
             values = [None if one else value for value, one in zip(values, gone, strict=True)]
         columns[name] = values
@@ -82,6 +83,14 @@ def without_missing(
         kept &= ~np.array([is_missing(value) for value in columns[name]], bool)
     if kept.all():
         return read
+    if not kept.any():
+        gaps = {name: sum(map(is_missing, columns[name])) for name in used}
+        most = max(gaps, key=lambda name: gaps[name])
+        raise UserError(
+            f"{table.where}: each of the {count} rows lacks a value, most often in the column "
+            f"{most!r} ({gaps[most]} rows), so data.missing=drop leaves none: leave such columns "
+            "out of data.features, or fill them in."
+        )
     tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
     return read.only(np.flatnonzero(kept).tolist())
 
@@ -105,6 +114,15 @@ class Encoding:
         if isinstance(self.given, Mapping):
             return self.given.get(column)
         return self.given if column in self.categories else None
+
+    def check(self, features: Sequence[str]) -> None:
+        """Refuse to encode a column that is not a part of x."""
+        for name in self.given if isinstance(self.given, Mapping) else ():
+            if name not in features:
+                raise UserError(
+                    f"data.encode has {name!r}, which is not among the columns of x: "
+                    f"{', '.join(features)[:300]}.{suggest(name, features)}"
+                )
 
     def learn(self, table: FileTable, features: Sequence[str], rows: Indices) -> None:
         """Note the categories of the training rows."""
@@ -181,6 +199,7 @@ class Scale:
         left = np.zeros(len(x), bool)
         left[trained] = True
         found = np.empty_like(x)
+        alone = 0
         for group in np.unique(groups):
             rows = groups == group
             own = x[rows & left]
@@ -188,9 +207,16 @@ class Scale:
                 # Rows that belong to no training client are standardised by all training rows.
                 own = x[left]
             else:
+                alone += len(own) == 1
                 self._tell_of_no_spread(int(group), own, x[rows & ~left])
             spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
             found[rows] = (x[rows] - own.mean(axis=0)) / (spread + SMALL)
+        if alone:
+            self.tell(
+                f"data.scale: {alone} of {len(np.unique(groups[trained]))} clients have one "
+                "training row, which becomes 0 in every column: give data.scale=all, or leave "
+                "these clients out"
+            )
         return found
 
     def _tell_of_no_spread(
@@ -240,8 +266,16 @@ def check_rule(test: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> None:
+def refuse_both(
+    client: Any, partition: Any, classes: Any, regression: bool, above: float | None
+) -> None:
     """Refuse options that contradict each other."""
+    if above is not None and (classes is not None or regression):
+        other = "data.regression=True" if regression else f"data.classes={list(classes)!r}"
+        raise UserError(
+            f"data.above={above:g} makes two classes of the target, 0 and 1, and {other} says "
+            "otherwise: give one of the two."
+        )
     if client is not None and partition is not None:
         raise UserError(
             f"data.client={client!r} says whose each row is, and data.partition splits the rows "
@@ -252,6 +286,16 @@ def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> 
             f"data.classes={list(classes)!r} names the target's classes, and data.regression=True "
             "says that it is a number: give one of the two."
         )
+
+
+def as_names(
+    target: Any, client: Any, features: Sequence[Any] | None
+) -> tuple[str, str | None, list[str] | None]:
+    """Return names of columns as texts: a frame's may be numbers."""
+    if isinstance(features, str):
+        features = [features]
+    of_client = None if client is None else str(client)
+    return str(target), of_client, None if features is None else list(map(str, features))
 
 
 def held_out(

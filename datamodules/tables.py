@@ -21,6 +21,10 @@ from fl_lightning.errors import UserError, suggest
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
 # Types of a cell that has several values, as Parquet and frames have them.
 SEVERAL = (list, tuple, dict, set, np.ndarray)
+TO_NUMBERS = (
+    "convert the column to numbers, give data.encode (one-hot or codes) if it holds names, or "
+    "leave it out of data.features"
+)
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
 ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
@@ -81,8 +85,12 @@ class FileTable:
                 )
         return values
 
-    def numbers(self, names: Sequence[str]) -> NDArray[np.float64]:
-        """Return columns of numbers as ``(N, k)``, each within the range of float32."""
+    def numbers(self, names: Sequence[str], remedy: str = TO_NUMBERS) -> NDArray[np.float64]:
+        """Return columns of numbers as ``(N, k)``, each within the range of float32.
+
+        Args:
+            remedy: what to do if a value is not a number.
+        """
         x = np.empty((len(self.columns[names[0]]), len(names)))
         for k, name in enumerate(names):
             values = self.present(name, ", or leave the column out of data.features")
@@ -93,9 +101,7 @@ class FileTable:
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
                 raise UserError(
-                    f"{self.has(values[row], name, row)}, which is not a number: convert the "
-                    "column to numbers, give data.encode (one-hot or codes) if it holds names, or "
-                    "leave it out of data.features."
+                    f"{self.has(values[row], name, row)}, which is not a number: {remedy}."
                 ) from None
             beyond = np.flatnonzero(~(np.abs(x[:, k]) <= np.finfo(np.float32).max))
             if len(beyond):

@@ -200,7 +200,7 @@ def _cells(path: Path, text: str) -> Iterator[dict[str, Any]]:
             error has the line.
     """
     delimiter = DELIMITERS[path.suffix]
-    quoting = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     reader = csv.reader(
         io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
     )

@@ -224,3 +224,37 @@ def test_a_name_with_an_underscore_is_no_number(tmp_path: Path) -> None:
         FromTable(path, "y", num_clients=1).setup()
     coded = FromTable(path, "y", encode="codes", num_clients=1)
     assert len({x for (x,) in x_of(coded)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"encode": {"color": "codes"}}, "encode has 'color'.*Did you mean 'colour'"),
+        ({"encode": {"sick": "codes"}}, "encode has 'sick', which is not among the columns of x"),
+        ({"above": 1.0, "classes": ["a"]}, r"above=1 makes two classes .*classes=\['a'\]"),
+        ({"above": 1.0, "regression": True}, "above=1 makes two classes .*regression=True"),
+        ({"above": float("nan")}, "above=nan is not accepted"),
+        ({"features": ["colour"], "encode": "one-hot", "drop_first": True}, "x is empty"),
+        ({"features": ["size"], "missing": "drop", "missing_marks": ["7"]}, "'size' .3 rows"),
+        ({"features": ["size"], "partition": ByValue(column="colour")}, "partition.column"),
+    ],
+)
+def test_options_that_do_not_fit_the_table_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = table(tmp_path, "colour,size,sick\nred,7,1\nred,7,0\nred,7,1\n")
+    with pytest.raises(UserError, match=words):
+        FromTable(path, "sick", num_clients=1, **given).setup()
+
+
+def test_marks_of_missing_values_are_compared_by_value(tmp_path: Path) -> None:
+    """As Parquet and frames have them, which hold numbers and no texts."""
+    path = table(tmp_path, "size,y\n1,0\n-999.0,1\n3,1\n -999,0\n")
+    data = FromTable(path, "y", missing="drop", missing_marks=["-999"], num_clients=1)
+    assert x_of(data) == [[1], [3]]
+
+
+def test_clients_of_one_row_are_told_if_each_is_scaled(tmp_path: Path) -> None:
+    path = table(tmp_path, "who,size,y\na,1,0\nb,2,1\nb,4,0\n")
+    with pytest.warns(UserWarning, match="1 of 2 clients have one training row"):
+        assert x_of(FromTable(path, "y", client="who", scale="client"))[0] == [0]

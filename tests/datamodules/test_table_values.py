@@ -187,3 +187,21 @@ def test_cells_of_several_values_are_refused_by_place(role: str, tmp_path: Path)
     }[role]
     with pytest.raises(UserError, match=r"has \[1, 2\] in column 'tags' of line 1, but a table"):
         FromTable(path, **given).setup()
+
+
+def test_columns_of_a_frame_may_have_numbers_as_names() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([[1.0, 0, 5], [2.0, 1, 6]])
+    data = FromTable(frame, target=1, features=[2, 0], num_clients=1)  # type: ignore[arg-type]
+    data.setup()
+    x: Any = data.train_set
+    assert x.x.tolist() == [[5, 1], [6, 2]] and data.num_classes == 2
+
+
+def test_marks_of_missing_values_hold_in_a_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1, -999, 3], "y": [0, 1, 1]})
+    data = FromTable(frame, "y", missing="drop", missing_marks=["-999"], num_clients=1)
+    data.setup()
+    x: Any = data.train_set
+    assert x.x.tolist() == [[1], [3]]
