@@ -4,14 +4,20 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
-from fl_lightning.datamodules.partitions import Indices, Partition, need_samples, no_groups
+from fl_lightning.datamodules.partitions import (
+    Indices,
+    Partition,
+    groups_of,
+    need_samples,
+    no_groups,
+)
 from fl_lightning.datamodules.streams import (
     Stream,
     as_arrays,
@@ -94,100 +100,6 @@ class Shards(Partition):
         return shuffled(r, clients) if self.shuffle else as_arrays(clients)
 
 
-GROWTH: dict[str, Callable[[Any], Any]] = {
-    "linear": lambda u: u,
-    "square": np.square,
-    "exponential": np.exp,
-}
-
-
-class Sizes(Partition):
-    """Clients of given sizes, in the order of the data, or sizes by a rule.
-
-    Args:
-        sizes: one whole number per client; or ``"linear"``, ``"square"``, ``"exponential"`` or a
-            function of the numbers 1.0 … m: client i gets a share proportional to f(i), rounded
-            down, and the last client gets the rest.
-        shuffle: divide the samples in random order; False: in the order of the data, as
-            flwr-datasets' SizePartitioner, LinearPartitioner and similar ones do.
-    """
-
-    needs_labels = False
-
-    def __init__(
-        self,
-        sizes: (
-            list[PositiveInt] | Literal["linear", "square", "exponential"] | Callable[[Any], Any]
-        ),
-        shuffle: bool = False,
-    ) -> None:
-        if not callable(sizes) and not len(sizes):
-            raise UserError("Sizes has no sizes: give one whole number per client.")
-        self.sizes = sizes
-        self.shuffle = shuffle
-
-    @property
-    def clients(self) -> int | None:
-        fixed = not isinstance(self.sizes, str) and not callable(self.sizes)
-        return len(self.sizes) if fixed else None  # type: ignore[arg-type]
-
-    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
-        need_samples(num_clients, len(labels))
-        sizes = self._sizes(len(labels), num_clients)
-        ends = np.cumsum(sizes)
-        tell_left(self, len(labels) - int(ends[-1]), len(labels), "as sizes leave them out")
-        order = np.arange(len(labels))
-        if self.shuffle:
-            order = stream(seed, None).permutation(len(labels))
-        return np.split(order[: ends[-1]], ends[:-1])
-
-    def _sizes(self, total: int, m: int) -> NDArray[np.int64]:
-        given = self.sizes
-        if isinstance(given, list | tuple):
-            check_same(self, m, len(given))
-            if sum(given) > total:
-                raise UserError(
-                    f"Sizes: the sizes are {sum(given)} samples, and there are {total} training "
-                    "samples: give smaller sizes."
-                )
-            return np.array(given, np.int64)
-        growth = GROWTH[given] if isinstance(given, str) else given
-        assert callable(growth)
-        units = self._units(growth, np.linspace(1, m, m))
-        shares = units / units.sum()
-        with np.errstate(invalid="ignore"):
-            sizes = np.array(shares * total, dtype=np.int64)
-        sizes[-1] += total - sizes.sum()
-        if not np.isfinite(units).all() or sizes.min() < 1:
-            raise UserError(
-                f"{self!r} leaves client {int(sizes.argmin())} {sizes.min()} of {total} samples: "
-                "give fewer clients, or another rule."
-            )
-        return sizes
-
-    def _units(self, growth: Callable[[Any], Any], places: NDArray[np.float64]) -> NDArray[Any]:
-        """Return a function's values of the clients' places 1.0 … m."""
-        try:
-            units = np.asarray(growth(places))
-        except (TypeError, ValueError):  # a function of one number, such as math.sqrt
-            units = np.asarray([])
-        if units.shape != places.shape:
-            units = np.asarray([growth(place) for place in places.tolist()])
-        if units.shape != places.shape or units.dtype.kind not in "biuf":
-            raise UserError(
-                f"{self!r}: the function gives {units.dtype} of shape {units.shape} for "
-                f"{len(places)} clients: it needs one number for each place from 1.0 on."
-            )
-        return units
-
-    def __repr__(self) -> str:
-        given = self.sizes
-        # The text of a function has its address, which differs between runs.
-        name = getattr(given, "__qualname__", getattr(given, "__name__", "")) or repr(given)
-        shuffle = ", shuffle=True" if self.shuffle else ""
-        return f"Sizes(sizes={name if callable(given) else repr(given)}{shuffle})"
-
-
 class Grouped(Partition):
     """Each client is a bunch of ``size`` of the data's own groups (persons, files, …).
 
@@ -217,7 +129,7 @@ class Grouped(Partition):
         self.size = size
         self.mode = mode
         self.order = order
-        self.groups = None if groups is None else np.asarray(groups)
+        self.groups = None if groups is None else groups_of("Grouped", groups)
 
     def bound(self, data: Any) -> Partition:
         if self.groups is not None:
@@ -327,11 +239,21 @@ class ByValue(Partition):
                 "ByValue needs values, one number per training sample, or column, the name of a "
                 "table's column: give one of the two."
             )
-        self.values = None if values is None else np.asarray(values, np.float64)
+        self.values = None if values is None else self._numbers(values)
         self.column = column
         self.strictness = strictness
         self.shuffle = shuffle
         self.tool_seed = tool_seed
+
+    @staticmethod
+    def _numbers(values: Any) -> NDArray[np.float64]:
+        try:
+            return np.asarray(values, np.float64)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"ByValue's values are not numbers ({str(error)[:120]}): give one number per "
+                "training sample."
+            ) from None
 
     def _with(self, values: Any) -> Partition:
         found = ByValue(values, None, self.strictness, self.shuffle, self.tool_seed)

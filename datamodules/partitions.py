@@ -219,7 +219,7 @@ class ByGroup(Partition):
     def __init__(self, groups: Sequence[int] | Sequence[str] | None = None) -> None:
         self.groups: NDArray[Any] | None = None
         if groups is not None:
-            self.groups = np.asarray(cast(ArrayLike, groups))
+            self.groups = groups_of("ByGroup", groups)
 
     def bound(self, data: Any) -> Partition:
         if self.groups is not None:
@@ -265,6 +265,24 @@ class ByGroup(Partition):
 
     def __repr__(self) -> str:
         return f"ByGroup({'' if self.groups is None else f'{self.clients} groups'})"
+
+
+def groups_of(name: str, groups: Any) -> NDArray[Any]:
+    """Return the group of each sample ``(N,)``.
+
+    Raises:
+        UserError: a sample has no group.
+    """
+    found = np.asarray(cast(ArrayLike, groups))
+    missing = np.zeros(0, np.int64)
+    if found.dtype.kind in "Of" and found.ndim == 1:
+        missing = np.flatnonzero([one is None or one != one for one in found.tolist()])
+    if len(missing):
+        raise UserError(
+            f"{name}'s groups have {found[missing[0]]} for sample {missing[0]}: give each sample "
+            "a group, or leave it out."
+        )
+    return found
 
 
 def no_groups(partition: Partition, data: Any = None) -> UserError:

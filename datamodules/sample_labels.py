@@ -72,6 +72,19 @@ def classes_in(labels: Any) -> NDArray[np.int64] | None:
     return found.astype(np.int64, copy=False)
 
 
+def why_no_classes(labels: Any) -> str:
+    """Return what keeps labels from being numbers of classes, for an error."""
+    if labels is None:
+        return "the data set has no attribute targets or labels with one label per sample"
+    found = np.asarray(labels)
+    if found.ndim != 1:
+        return f"the labels have the shape {found.shape}"
+    if found.dtype.kind not in "iub":
+        return f"the labels are {found.dtype}, such as {', '.join(map(repr, found[:1].tolist()))}"
+    odd = found[(found < 0) | (found >= MOST_CLASSES)]
+    return f"a label is {odd[0]}" if len(odd) else "the labels are unknown"
+
+
 def some_of(samples: int) -> list[NDArray[np.int64]]:
     """Return the positions of the samples to compare, evenly spread, each in an array."""
     places = np.linspace(0, samples - 1, min(samples, COMPARED)).astype(np.int64)

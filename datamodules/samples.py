@@ -27,6 +27,7 @@ from fl_lightning.datamodules.sample_labels import (
     find_targets,
     label_that_differs,
     some_of,
+    why_no_classes,
 )
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.errors import UserError
@@ -71,6 +72,7 @@ class TensorSamples:
         if not self.y.is_floating_point():
             self.y = self.y.long()
         self.labels = classes_in(self.y.numpy())
+        self.why_no_classes = why_no_classes(self.y.numpy()) if self.labels is None else ""
         self.transform = transform
         self.image = self.x.dtype == torch.uint8
         shape = (-1, *[1] * (self.x.ndim - 2))
@@ -204,6 +206,7 @@ class DatasetSamples:
                 )
             self.labels = classes_in(labels)
         self._given = targets is not None
+        self.why_no_classes = why_no_classes(labels) if self.labels is None else ""
 
     def __len__(self) -> int:
         return len(self.read.dataset)
@@ -231,6 +234,7 @@ class DatasetSamples:
                         follows = "the split and the counts of classes follow targets"
                     else:
                         self.labels = None
+                        self.why_no_classes = f"sample {place} is read with the label {other:g}"
                         follows = "the labels count as unknown: give targets=[…], one per sample"
                     return (
                         f"sample {place} of the training data has the label {other:g} when it is "

@@ -355,12 +355,11 @@ class FromTable(FederatedDataModule):
             whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
             (x, held) = np.split(whole, [len(x)])
         rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
-        (x, held) = np.split(rounded, [len(x)])
-        self.train_set = TensorSamples(x, y)
+        self.train_set = TensorSamples(rounded[: len(x)], y)
         tested = self._targets(other)[0] if self.above is not None else None
         if tested is None:
             tested = coded(other, self.target, classes)
-        self.test_set = TensorSamples(held, tested)
+        self.test_set = TensorSamples(rounded[len(x) :], tested)
         if of_tests is not None:
             assert self.groups is not None
             self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)

@@ -172,3 +172,24 @@ def test_numbers_too_large_for_classes_are_no_classes(y: list[int]) -> None:
     labelled = Digits(count=3)
     labelled.targets = torch.tensor(y)
     assert FromDatasets(labelled, num_clients=1).client_label_counts(0) is None
+
+
+@pytest.mark.parametrize(
+    ("y", "words"),
+    [
+        ([2.5, -3.0], "the labels are float64, such as 2.5"),
+        ([-3, 1], "a label is -3"),
+        (["a", "b"], "such as 'a'"),
+        ([[0], [1]], r"the data set has no attribute targets or labels with one label"),
+        ([1, 10**12], "a label is 1000000000000"),
+    ],
+)
+def test_what_keeps_labels_from_being_classes_is_named(y: Any, words: str) -> None:
+    labelled = Digits(count=2)
+    labelled.targets = np.asarray(y)  # type: ignore[assignment]
+    with pytest.raises(UserError, match=rf"uses classes, but .*: .*{words}.*give targets"):
+        FromDatasets(labelled, partition=Dirichlet(1.0), num_clients=1).setup()
+    if not isinstance(y[0], str | list):
+        own = (torch.zeros(2, 1), np.asarray(y))
+        with pytest.raises(UserError, match=words):
+            InMemoryDataModule(own, partition=Dirichlet(1.0), num_clients=1).setup()

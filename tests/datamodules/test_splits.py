@@ -434,3 +434,43 @@ def test_the_first_dirichlet_split_is_taken_if_that_is_asked_for() -> None:
         UserError, match=r"min_samples=0 takes the first split, in which client \d+"
     ):
         sizes_of(DirichletByClass(0.01, "fl-bench", min_samples=0), clients=20)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: ByGroup(["b", None, "a"]), "ByGroup's groups have None for sample 1"),
+        (lambda: Grouped(2, groups=[1.0, 2.0, np.nan]), "Grouped's groups have nan for sample 2"),
+        (lambda: ByValue(values=["a", "b"]), "ByValue's values are not numbers .*'a'"),
+    ],
+)
+def test_samples_without_a_group_or_a_number_are_named(made: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"train": 5, "test": [[1]]}', "have 5 as 'train': give a list of lists"),
+        ('{"' + "9" * 5000 + '": [9], "1": [0]}', "client 9+ has position 9, and there are 6"),
+    ],
+)
+def test_odd_index_lists_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "lists.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        made = (torch.zeros(6, 1), torch.arange(6))
+        InMemoryDataModule(made, partition=Imported(tmp_path / "lists.json")).setup()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (torch.zeros(2, 1), ["a", "b"], "y is a list that does not become a tensor .*from 0"),
+        (np.array([[1, None]] * 2), [0, 1], "x is a ndarray that does not become a tensor"),
+        (torch.zeros(2, 1), torch.tensor(1), "y is the single number 1: give one per sample"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(x: Any, y: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        InMemoryDataModule((x, y), num_clients=1).setup()
