@@ -21,6 +21,7 @@ from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side, before_the_run
 from fl_lightning.datamodules.sample_labels import MOST_CLASSES
+from fl_lightning.datamodules.tables import refuse_twice
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
@@ -231,6 +232,7 @@ class FromFolders(FileDataModule):
 
     def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
         """Return the names that count, in their order."""
+        refuse_twice(f"data.{option}", given or ())
         for name in given or ():
             if name not in there:
                 raise UserError(
@@ -349,6 +351,8 @@ class FromFolders(FileDataModule):
         h = int(Decimal(str(self.test)) * n + Decimal("0.5"))
         labels = np.array(domain.y, np.int64)
         order = generator(0, "files to test on", number).permutation(n)
+        if not h:
+            self.tell(f"data.test={self.test:g} holds out none of the {n} files of {domain.name!r}")
         held = np.sort(stratified(order, labels[order], h)) if h else np.zeros(0, np.int64)
         left = np.setdiff1d(np.arange(n), held)
         domain.test_x += [domain.x[i] for i in held]

@@ -215,6 +215,11 @@ class FromHDF5(FileDataModule):
             return np.full(len(rows), -1, np.int64)
         if rows.dtype.kind not in "iufb":
             raise UserError(f"{where}: {x!r} holds {rows.dtype}, but x has to be numbers.")
+        if rows.dtype == np.uint8 and len(shape) == 3 and shape[2] > 4 and kind != "pixels":
+            raise UserError(
+                f"{where}: {x!r} holds bytes of the shape {shape}, which are taken for pictures "
+                "(height, width, channels), with 1 to 4 channels: store the channels last."
+            )
         first = like.setdefault("type", rows.dtype)
         like.setdefault("stored", rows.id.get_type())
         # Bytes may be pictures, which are scaled.

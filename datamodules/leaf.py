@@ -101,7 +101,19 @@ class Kind:
             except (TypeError, ValueError, OverflowError):
                 finite = False
             if not finite:
-                raise user.wrong(f"has a sample {place} with an x that is not a finite number")
+                raise user.wrong(
+                    f"has a sample {place} with an x that is not a finite number: {_odd(x)[:60]}"
+                )
+
+
+def _odd(x: Any) -> str:
+    """Return the first part of an x that is not a finite number in single precision, as text."""
+    if isinstance(x, list):
+        parts = [odd for part in x if (odd := _odd(part))]
+        return parts[0] if parts else ""
+    if isinstance(x, int | float) and abs(x) <= float(np.finfo(np.float32).max):
+        return ""
+    return repr(x)
 
 
 def kind_of(x: Any) -> str:
@@ -247,6 +259,8 @@ class FromLEAF(FileDataModule):
             made[f"{side} rows"] = np.array([rows[i] for i in order], np.int64).reshape(-1, 4)
             parts = [labels[i] for i in order] or [np.zeros(0, np.int64)]
             made[f"{side} labels"] = np.concatenate(parts)
+        if kind.name == "auto":
+            raise UserError(f"data.path is {str(self.path)!r}, whose files have no samples.")
         return {**made, "kind": texts([kind.name]), "notes": texts(notes[:SHOWN])}
 
     def _side(self, index: Arrays, side: str) -> Side:

@@ -87,6 +87,12 @@ class Pictures:
         """Return float32 ``(channels, height, width)``, in [0, 1], then normalised."""
         x = torch.from_numpy(np.array(pixels)).float() / 255
         x = x.unsqueeze(0) if x.ndim == 2 else x.permute(2, 0, 1).contiguous()
+        for name, given in (("mean", self.mean), ("std", self.std)):
+            if len(given) not in (0, 1, len(x)):
+                raise UserError(
+                    f"data.{name} is {list(given)}, and a picture has {len(x)} channels: give one "
+                    "number per channel, or data.mode, to which pictures are converted."
+                )
         if self.mean:
             x -= torch.tensor(self.mean).view(-1, 1, 1)
         if self.std:
@@ -98,8 +104,8 @@ def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
     """Return height and width, given one number or two."""
     if given is None:
         return None
-    pair = (given, given) if isinstance(given, int) else tuple(given)
-    if len(pair) != 2 or any(isinstance(n, bool) or n < 1 for n in pair):
+    pair = tuple(given) if isinstance(given, list | tuple) else (given, given)
+    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
         raise UserError(
             f"data.image_size is {given!r}: give one number of pixels, or [height, width]."
         )
@@ -108,7 +114,8 @@ def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
 
 def check_normalised(mean: Sequence[float], std: Sequence[float]) -> None:
     """Refuse numbers by which x cannot be divided."""
-    if any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
+    finite = bool(np.isfinite([*mean, *std]).all())
+    if not finite or any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
         raise UserError(
             f"data.mean is {list(mean)} and data.std {list(std)}: give one number per channel "
             "each, and std above 0."

@@ -343,7 +343,7 @@ def no_class(labels: NDArray[Any]) -> int | None:
 
 def not_finite(x: NDArray[Any]) -> int | None:
     """Return the first of the samples ``(n, …)`` that has a number beyond single precision."""
-    if x.dtype.kind != "f":
+    if x.dtype.kind != "f" or not x.size:
         return None
     with np.errstate(over="ignore"):
         single = x.astype(np.float32, copy=False)

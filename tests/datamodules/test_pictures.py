@@ -59,3 +59,28 @@ def test_rows_with_pictures_of_two_values(stored: str) -> None:
 def test_a_mode_that_pil_does_not_have_is_refused_by_name() -> None:
     with pytest.raises(UserError, match=r"mode='rgb' is not accepted.*'RGB'"):
         FromFolders("anywhere", mode="rgb")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"image_size": 2.5}, "image_size is 2.5"),
+        ({"mean": [float("nan")] * 3}, "mean is .nan"),
+        ({"mode": "L", "mean": [0.5, 0.5, 0.5]}, "mean is .*a picture has 1 channels"),
+        ({"std": [0.5, 0.5]}, "std is .*a picture has 3 channels"),
+        ({"classes": ["cat", "cat"]}, "classes names 'cat' twice"),
+        ({"domains": ["art", "art"]}, "domains names 'art' twice"),
+    ],
+)
+def test_options_that_do_not_fit_the_pictures_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folders(tmp_path, Image.fromarray(HALF))
+    with pytest.raises(UserError, match=words):
+        first(FromFolders(tmp_path, **given))
+
+
+def test_a_share_that_holds_out_nothing_is_told(tmp_path: Path) -> None:
+    folders(tmp_path, Image.fromarray(HALF))
+    with pytest.warns(UserWarning, match=r"data.test=0.1 holds out none of the 2 files of 'art'"):
+        first(FromFolders(tmp_path, test=0.1))
