@@ -42,24 +42,36 @@ def is_text(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
-def is_other(kind: Any) -> bool:
-    """Return whether a type is known to be neither numbers nor texts nor pictures."""
+def is_other(kind: Any, plain: bool) -> bool:
+    """Return whether a type is known to be neither numbers nor texts nor pictures.
+
+    Args:
+        plain: the values are no pictures, which are bytes in a struct.
+    """
     import pyarrow.types as types
 
+    if plain and (types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind)):
+        return True
     return bool(types.is_decimal(kind) or types.is_temporal(kind) or types.is_null(kind))
 
 
-def check_numbers(pieces: Iterable[tuple[int, Any]], column: str, name: str) -> None:
+def check_numbers(
+    pieces: Iterable[tuple[int, Any]],
+    column: str,
+    name: str,
+    like: list[tuple[int, str]],
+) -> None:
     """Refuse a column whose rows are not all finite numbers in lists of the same lengths.
 
     Args:
         pieces: arrays of the column, each with the number of its first row.
         name: the rows' name in an error.
+        like: for each depth of lists their length in the first row, and this row's name; empty
+            before the first rows.
 
     Raises:
         UserError: with the row.
     """
-    like: list[tuple[int, int]] = []
     for first, piece in pieces:
         values = piece
         # Number of values in a row.
@@ -72,6 +84,8 @@ def check_numbers(pieces: Iterable[tuple[int, Any]], column: str, name: str) -> 
                 break
             values, each = _opened(values, first, each, depth, like, column, name)
             depth += 1
+        if str(values.type) == "uint64":
+            _refuse_beyond(values, first, each, column, name)
         if values.type in _fractions():
             numbers = np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
             wrong = np.flatnonzero(~(np.abs(numbers) <= LARGEST))
@@ -81,6 +95,16 @@ def check_numbers(pieces: Iterable[tuple[int, Any]], column: str, name: str) -> 
                     f"column {column!r}, which is not a finite number in single precision: mend "
                     "the row, or leave it out."
                 )
+
+
+def _refuse_beyond(values: Any, first: int, each: int, column: str, name: str) -> None:
+    """Refuse whole numbers that int64 does not hold."""
+    wrong = np.flatnonzero(values.to_numpy(zero_copy_only=False) > np.iinfo(np.int64).max)
+    if len(wrong):
+        raise UserError(
+            f"Row {first + int(wrong[0]) // each} of {name} has {values[int(wrong[0])]} in the "
+            f"column {column!r}, which is beyond 64 bits with a sign: cast the column to fractions."
+        )
 
 
 def _fractions() -> tuple[Any, ...]:
@@ -103,27 +127,24 @@ def _opened(
     first: int,
     each: int,
     depth: int,
-    like: list[tuple[int, int]],
+    like: list[tuple[int, str]],
     column: str,
     name: str,
 ) -> tuple[Any, int]:
-    """Return the values within lists, and how many of them a row has.
-
-    ``like``: for each depth the length of the first row's lists, and this row.
-    """
+    """Return the values within lists, and how many of them a row has."""
     import pyarrow.compute as compute
 
     lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
     if depth == len(like):
         if not len(lengths):
             return values.flatten(), each
-        like.append((int(lengths[0]), first))
+        like.append((int(lengths[0]), f"row {first} of {name}"))
     (length, row) = like[depth]
     other = np.flatnonzero(lengths != length)
     if len(other):
         raise UserError(
             f"Row {first + int(other[0]) // each} of {name} has {lengths[other[0]]} values in the "
-            f"column {column!r}, and row {row} has {length}: x needs one shape. Fill the rows up, "
-            "or cut them."
+            f"column {column!r}, and {row} has {length}: x needs one shape. Fill the rows up, or "
+            "cut them."
         )
     return values.flatten(), max(1, each * length)

@@ -42,6 +42,7 @@ from fl_lightning.datamodules.stored_rows import (
     splits_of,
     transforms,
 )
+from fl_lightning.datamodules.tables import refuse_answers, refuse_twice
 from fl_lightning.datamodules.tokens import padded, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 
@@ -168,7 +169,11 @@ class FromHuggingFace(FileDataModule):
             )
         check_normalised(mean, std)
         self.data = data
-        self.x = x
+        self.x = list(x) if isinstance(x, tuple) else x
+        refuse_answers(self._columns(), {"y": y, "client": client}, "data.x")
+        refuse_twice("data.x", self._columns())
+        if not self._columns():
+            raise UserError("data.x is empty: give a column, or several.")
         self.y = y
         self.client = client
         self.splits = {"train": train, "test": test, "val": val}
@@ -198,11 +203,13 @@ class FromHuggingFace(FileDataModule):
 
     def _look(self) -> Arrays:
         """Read the columns x of numbers and texts once, and refuse rows that do not fit."""
+        like: dict[str, list[tuple[int, str]]] = {}
         for rows, name in self._rows:
             for column in [] if transforms(rows) else self._columns():
                 kind = leaf_of(rows.features.arrow_schema.field(column).type)
                 if is_numbers(kind) or is_text(kind):
-                    check_numbers(pieces_of(rows, column), column, name)
+                    first = like.setdefault(column, [])
+                    check_numbers(pieces_of(rows, column), column, name, first)
         return {"rows": np.array([len(rows) for rows, _ in self._rows])}
 
     def _columns(self) -> list[str]:
@@ -225,7 +232,23 @@ class FromHuggingFace(FileDataModule):
                 sides[side] = self._side(self._other(side, name, list(found)), side)
         train = sides["train"]
         assert train is not None
+        for one in ("test", "val"):
+            self._check_same_target(train, sides[one], one)
         return train, sides["test"], sides["val"]
+
+    def _check_same_target(self, train: Side, other: Side | None, name: str) -> None:
+        """Refuse numbers to predict on one side, and classes on the other."""
+        if other is None or train.labels is None or other.labels is None:
+            return
+        kinds = [
+            "numbers with fractions" if side.labels.dtype.kind == "f" else "classes"  # type: ignore
+            for side in (train, other)
+        ]
+        if kinds[0] != kinds[1]:
+            raise UserError(
+                f"Column {self.y!r} has {kinds[0]} in the training rows and {kinds[1]} in "
+                f"data.{name}: cast it to one type in both (cast_column)."
+            )
 
     def _other(self, side: str, given: Any, splits: list[str]) -> Any:
         """The rows of data that are given in place of a split's name."""
@@ -270,6 +293,7 @@ class FromHuggingFace(FileDataModule):
         names = ["all"]
         if self.client is not None:
             found, codes = distinct(self._present(rows, self.client, name))
+            self._check_names(found, codes, name)
             order = ascending(found)
             names = [found[i] for i in order]
             places = np.empty(len(found), np.int64)
@@ -287,7 +311,10 @@ class FromHuggingFace(FileDataModule):
                     f"one number per row, but the column {column!r} of {name} holds {kind}: "
                     "leave it out, or give it as the only column."
                 )
-            if is_other(leaf_of(kind)):
+            feature = rows.features[column]
+            plain_values = isinstance(feature, dict) or type(feature).__name__ == "Value"
+            several_texts = is_list(kind) and is_text(leaf_of(kind))
+            if is_other(leaf_of(kind), plain_values) or several_texts:
                 raise UserError(
                     f"Column {column!r} of {name} holds {kind}, and x has to be numbers, texts or "
                     "pictures: convert it, for example by cast_column."
@@ -304,6 +331,19 @@ class FromHuggingFace(FileDataModule):
                     f"{self.y!r}: row {i} has {stored!r}, and the transform makes "
                     f"{made[self.y]!r} of it. The split and y follow the stored values, so change "
                     "the labels by map(…) before, which stores them."
+                )
+
+    def _check_names(self, found: list[str], codes: NDArray[Any], name: str) -> None:
+        """Refuse clients' names that are empty, or that differ only in blanks."""
+        spelled: dict[str, str] = {}
+        for place, one in enumerate(found):
+            first = spelled.setdefault(one.strip(), one)
+            if first != one or not one.strip():
+                row = int(np.flatnonzero(codes == place)[0])
+                what = f"the name {one!r} in row {row}"
+                why = f", and {first!r} before" if first != one else ", which names no client"
+                raise UserError(
+                    f"Column {self.client!r} of {name} has {what}{why}: write each name in one way."
                 )
 
     def _present(self, rows: Any, column: str, name: str) -> Any:
@@ -345,7 +385,7 @@ class FromHuggingFace(FileDataModule):
             texts = list(map(str, own))
         elif numbers and self.classes is None:
             if pyarrow.types.is_floating(values.type):
-                check_numbers([(0, values.combine_chunks())], self.y, name)
+                check_numbers([(0, values.combine_chunks())], self.y, name, [])
                 return np.asarray(values.to_numpy(), np.float32)
             codes = np.asarray(values.to_numpy())
             if int(codes.max(initial=0)) > np.iinfo(np.int64).max:
@@ -399,4 +439,10 @@ class FromHuggingFace(FileDataModule):
                 + suggest(column, rows.column_names)
             )
         values = self._present(rows, column, "the training rows").to_numpy()
-        return np.asarray(values, np.float64)
+        try:
+            return np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"Column {column!r} of the training rows has {str(values[0])[:60]!r}, which is not "
+                "a number: give another data.partition.column."
+            ) from None

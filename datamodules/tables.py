@@ -160,14 +160,16 @@ def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
     return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
 
 
-def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:
+def refuse_answers(
+    features: Iterable[str], others: dict[str, str | None], chosen: str = "data.features"
+) -> None:
     """Refuse to use the target, or the client's column, as an input."""
     for name in map(str, features):
         for option, other in others.items():
             if name == other:
                 raise UserError(
-                    f"data.features has {name!r}, which is data.{option}={other!r}: the model "
-                    "would learn from it. Leave it out of data.features, or give another "
+                    f"{chosen} has {name!r}, which is data.{option}={other!r}: the model "
+                    f"would learn from it. Leave it out of {chosen}, or give another "
                     f"data.{option}."
                 )
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fl_lightning import UserError
-from fl_lightning.datamodules import FromHuggingFace
+from fl_lightning.datamodules import ByValue, FromHuggingFace
 
 datasets = pytest.importorskip(
     "datasets", reason="datasets, of the extra huggingface, is not installed"
@@ -112,9 +112,13 @@ ODD: dict[str, tuple[Any, str]] = {
     "nan in a list": ([[1.0, 2.0], [3.0, 4.0], [5.0, float("nan")]], "Row 2 .*nan"),
     "gap": ([1, None, 3], "Row 1 .* no value"),
     "gap in a list": ([[1, 2], [3, None], [4, 5]], "Row 1 .* no value"),
-    "lengths": ([[1, 2], [3, 4], [5]], "Row 2 .* 1 values .*row 0 has 2"),
+    "lengths": ([[1, 2], [3, 4], [5]], "Row 2 .* 1 values .*row 0 of the split .train. has 2"),
     "inner lengths": ([[[1, 2], [3, 4]], [[5, 6], [7]], [[1, 2], [3, 4]]], "Row 1 .* 1 values"),
     "text": (["a", None, "c"], "Row 1 .* no value"),
+    "beyond int64": ([*np.array([[1], [2**63 + 1], [2]], np.uint64)], "Row 1 .*64 bits"),
+    "texts in lists": ([["a"], ["b"], ["c"]], "holds list.*has to be numbers"),
+    "bytes": ([b"a", b"b", b"c"], "holds binary.*has to be numbers"),
+    "parts": ([{"a": 1}, {"a": 2}, {"a": 3}], "holds struct.*has to be numbers"),
     "dates": (np.array(["2020-01-01"] * 3, "datetime64[s]"), "holds timestamp.*has to be numbers"),
     "decimals": ([Decimal("1.5")] * 3, "holds decimal"),
 }
@@ -193,3 +197,40 @@ def test_test_rows_lie_client_by_client() -> None:
     assert [(x.item(), y) for x, y in found] == [(6, 0), (8, 0), (5, 1), (7, 1)]
     assert held.labels.tolist() == [0, 0, 1, 1]
     assert [data.client_test_indices(i).tolist() for i in (0, 1)] == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"x": ["a", "y"]}, r"data\.x has 'y', which is data\.y='y'"),
+        ({"x": "who", "client": "who"}, r"data\.x has 'who', which is data\.client"),
+        ({"x": ["a", "a"]}, r"data\.x names 'a' twice"),
+        ({"x": []}, r"data\.x is empty"),
+        ({"client": "who"}, r"Column 'who' .* has the name 'p ' in row 1, and 'p' before"),
+        ({"client": "blank"}, r"Column 'blank' .* has the name '' in row 1, which names no client"),
+        ({"partition": ByValue(column="who")}, r"Column 'who' .*'p', which is not a number"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    columns = {"a": [1.0, 2.0], "y": [0, 1], "who": ["p", "p "], "blank": ["p", ""]}
+    arguments = {"x": "a", "y": "y", "num_clients": 1, **given}
+    with pytest.raises(UserError, match=words):
+        FromHuggingFace(written(tmp_path / "a.parquet", columns), **arguments).setup()
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ({"x": [[1.0]], "y": [1]}, "Row 0 of the split 'test' has 1 values .*'train' has 2"),
+        ({"x": [[1.0, 2.0]], "y": [0.5]}, r"'y' has classes in .* fractions in data\.test"),
+    ],
+)
+def test_test_rows_of_another_kind_are_refused(
+    test: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "train.parquet", {"x": [[1.0, 2.0]] * 2, "y": [0, 1]})
+    written(tmp_path / "test.parquet", test)
+    with pytest.raises(UserError, match=words):
+        FromHuggingFace(tmp_path, "x", "y", test="test", num_clients=1).setup()
