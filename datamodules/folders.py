@@ -171,7 +171,8 @@ class FromFolders(FileDataModule):
         that of the first one.
         """
         size = size_of(arguments.get("image_size"))
-        mode = arguments.get("mode", "RGB")
+        # An option is read as a number before the parser knows its type.
+        mode = str(arguments.get("mode", "RGB"))
         channels = Image.getmodebands(mode) if mode in get_args(Mode) else None
         path = Path(str(arguments.get("path", ""))).expanduser()
         first = next((file for file in path.glob("*/*/*") if file.suffix.lower() in ENDINGS), None)

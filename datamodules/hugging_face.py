@@ -42,7 +42,7 @@ from fl_lightning.datamodules.stored_rows import (
     splits_of,
     transforms,
 )
-from fl_lightning.datamodules.tables import refuse_answers, refuse_twice
+from fl_lightning.datamodules.tables import refuse_answers, refuse_blanks, refuse_twice
 from fl_lightning.datamodules.tokens import padded, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 
@@ -396,6 +396,7 @@ class FromHuggingFace(FileDataModule):
             return codes.astype(np.int64)
         else:
             texts, codes = distinct(values)
+        refuse_blanks(sorted(texts), f"Column {self.y!r} of {name}")
         if not self.class_names:
             self.class_names = self.classes or sorted(texts)
         places = {one: place for place, one in enumerate(map(str, self.class_names))}

@@ -414,6 +414,17 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
     return _table(path, dict(zip(names, by_name, strict=True)), lines)
 
 
+def refuse_blanks(names: Iterable[Any], where: str) -> None:
+    """Refuse names that differ only in blanks around them, and would count as two."""
+    spelled: dict[str, str] = {}
+    for name in map(str, names):
+        first = spelled.setdefault(name.strip(), name)
+        if first != name:
+            raise UserError(
+                f"{where} has one name in two ways: {first!r} and {name!r}. Write it in one way."
+            )
+
+
 def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
     """Refuse a table with two columns of the same name."""
     twice = [name for name in names if list(names).count(name) > 1]

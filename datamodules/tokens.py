@@ -37,7 +37,8 @@ class Bytes:
 
     def whole(self, text: str) -> NDArray[np.int32]:
         """Return a long text ``(tokens,)``, without an end."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
+        # JSON may escape half a character, which UTF-8 does not have.
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32) + FIRST_BYTE
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens; bytes that are not UTF-8 are

@@ -206,6 +206,7 @@ def test_test_rows_lie_client_by_client() -> None:
         ({"x": "who", "client": "who"}, r"data\.x has 'who', which is data\.client"),
         ({"x": ["a", "a"]}, r"data\.x names 'a' twice"),
         ({"x": []}, r"data\.x is empty"),
+        ({"y": "who"}, r"Column 'who' .* has one name in two ways: 'p' and 'p '"),
         ({"client": "who"}, r"Column 'who' .* has the name 'p ' in row 1, and 'p' before"),
         ({"client": "blank"}, r"Column 'blank' .* has the name '' in row 1, which names no client"),
         ({"partition": ByValue(column="who")}, r"Column 'who' .*'p', which is not a number"),

@@ -275,3 +275,42 @@ def test_long_cells_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
     (tmp_path / "t.csv").write_bytes(f'\ufeffsentence,label\n{long},0\n"b, c",1\n'.encode())
     (first, second) = rows_of(tmp_path / "t.csv")
     assert first[0].startswith("aaa") and second == ("b, c", 1)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "T.CSV"])
+def test_classes_and_clients_that_are_numbers_are_in_their_order(name: str, tmp_path: Path) -> None:
+    rows = [f"text,{label},{who}" for label, who in ((10, 11), (9, 2), (2, 11), (10, 2))]
+    (tmp_path / name).write_text("\n".join(["s,y,who", *rows]) + "\n")
+    data = TextClassification(tmp_path, name, None, text="s", label="y", group="who")
+    data.setup()
+    assert data.class_names == ["2", "9", "10"] and list(data.client_names) == ["2", "11"]
+    train: Any = data.train_set
+    assert train.y.tolist() == [2, 1, 0, 2]
+    assert [data.client_indices(i).tolist() for i in (0, 1)] == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        ("s,y\na,x\nb,x \n", {}, "column 'y', has one name in two ways: 'x' and 'x '"),
+        ("s,y,g\na,x,p\nb,x, p\n", {"group": "g"}, "column 'g', has one name in two ways"),
+        ("s,s,y\na,b,x\n", {}, "two columns 's'"),
+        ("s,y\na,x\n", {"classes": ["x", "x"]}, "classes names 'x' twice"),
+    ],
+)
+def test_names_that_would_count_twice_are_refused(
+    text: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    options: dict[str, Any] = {"text": "s", "label": "y", "group": None, **given}
+    with pytest.raises(UserError, match=words):
+        TextClassification(tmp_path, "t.csv", None, **options).setup()
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"s": "a\\ud800", "y": "x"}\n')
+    options: dict[str, Any] = {"text": "s", "label": "y", "group": None, "num_clients": 1}
+    data = TextClassification(tmp_path, "t.jsonl", None, **options)
+    data.setup()
+    train: Any = data.train_set
+    assert decoded(train.x[0]) == "a?|"
