@@ -15,7 +15,6 @@ from fl_lightning.datamodules.flower_splits import (
     InnerDirichlet,
     LabelBuckets,
     Shards,
-    Sizes,
 )
 from fl_lightning.datamodules.folders import FromFolders
 from fl_lightning.datamodules.generated_domains import GeneratedDomains
@@ -40,6 +39,7 @@ from fl_lightning.datamodules.partitions import (
 )
 from fl_lightning.datamodules.pfllib import FromPFLlib
 from fl_lightning.datamodules.published import DirichletByClass, LabelsPerClient
+from fl_lightning.datamodules.size_rules import Sizes
 from fl_lightning.datamodules.table import FromTable
 from fl_lightning.datamodules.text_classification import TextClassification
 

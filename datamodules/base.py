@@ -170,6 +170,11 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         """Return the data module's transfer hooks, which replace the learner's."""
         return tuple(self._transfer.hooks)
 
+    @property
+    def _mine(self) -> FederatedDataModule:
+        """Return what holds this class's own attributes, which others may hide."""
+        return self
+
     # ---- loading and splitting
 
     def load(self) -> None:
@@ -179,33 +184,30 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     @property
     def run_seed(self) -> int:
         """Return ``seed``, else the attached run's seed, else Lightning's global seed, else 0."""
-        if self.seed is not None:
-            return self.seed
-        module = getattr(self.trainer, "lightning_module", None)
-        of_run = getattr(module, "run_seed", None)
-        if of_run is None:
-            return int(os.environ.get("PL_GLOBAL_SEED", 0))
-        return int(of_run)
+        if self._mine.seed is not None:
+            return self._mine.seed
+        of_run = getattr(getattr(self.trainer, "lightning_module", None), "run_seed", None)
+        return int(os.environ.get("PL_GLOBAL_SEED", 0) if of_run is None else of_run)
 
     def setup(self, stage: str | None = None) -> None:
         """Load once, and split once per seed."""
-        if self.train_set is None:
+        if self._mine.train_set is None:
             self.load()
             if self._names_given:
                 self.client_names = self._names_given
             self._pool()
-            check_biases(self.biases, self.train_set)
+            check_biases(self.biases, self._mine.train_set)
         seed = self.run_seed
         count = (self._wanted_clients, self.default_clients)
         if self._split_seed != seed:
-            assert self.train_set is not None
-            tests = self._tests(self.train_set, seed)
+            assert self._mine.train_set is not None
+            tests = self._tests(self._mine.train_set, seed)
             given = (self._given, self.val_fraction, tests, self._wanted_samples)
             partition = self.partition.bound(self)
-            self._split = split_samples(self.train_set, partition, count, *given, seed)
+            self._split = split_samples(self._mine.train_set, partition, count, *given, seed)
             check_apart(self._split, self._pooled)
             if self._pooled:
-                self.test_set = global_test(self.train_set, self._split)
+                self.test_set = global_test(self._mine.train_set, self._split)
             if isinstance(self.own_tests, OwnTests):
                 self.own_tests.check_number(len(self._split.clients))
             self._split_seed = seed
@@ -221,8 +223,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
                 "clients, which its test data do not name: give a partition, such as "
                 "DirichletByClass, or leave pooled out."
             )
-        assert self.train_set is not None
-        self.train_set = joined(type(self).__name__, self.train_set, self.test_set)
+        assert self._mine.train_set is not None
+        self.train_set = joined(type(self).__name__, self._mine.train_set, self._mine.test_set)
         self.test_set = None
         self.own_tests = None
 
@@ -254,13 +256,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         if self.client_test_fraction > 0:
             return HeldOut(self.client_test_fraction, train.labels, seed)
         if self._test_clients is not None:
-            if self.test_set is None:
+            if self._mine.test_set is None:
                 raise UserError(
                     f"test_clients gives positions in the test data, and {type(self).__name__} has "
                     "none here: give test data, or FromDatasets with test_clients, one Dataset per "
                     "client."
                 )
-            self.own_tests = OwnTests(self.test_set, self._test_clients, len(train))
+            self.own_tests = OwnTests(self._mine.test_set, self._test_clients, len(train))
         return self.own_tests
 
     def _ready(self) -> None:
@@ -272,8 +274,8 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     @property
     def _train(self) -> Samples:
         self._ready()
-        assert self.train_set is not None
-        return self.train_set
+        assert self._mine.train_set is not None
+        return self._mine.train_set
 
     # ---- who holds what
 
@@ -334,7 +336,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def client_label_counts(self, client: int) -> NDArray[np.int64] | None:
         """Return a client's training samples per class ``(C,)``; None without classes."""
         labels = self._train.labels
-        classes = self.num_classes
+        classes = self._mine.num_classes
         if labels is None or classes is None:
             return None
         return np.bincount(labels[self.client_indices(client)], minlength=classes)
@@ -393,7 +395,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     def batches_per_epoch(self, client: int) -> int:
         return batching.epoch_batches(
-            int(self.client_sizes()[client]), self.batch_size, self.drop_last
+            int(self.client_sizes()[client]), self._mine.batch_size, self._mine.drop_last
         )
 
     def smallest_batch(
@@ -412,13 +414,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         if own_batches or makes_batches(self._train):
             return None
         return batching.smallest_batch(
-            self.client_sizes(), self.batch_size, self.drop_last, steps, clients
+            self.client_sizes(), self._mine.batch_size, self._mine.drop_last, steps, clients
         )
 
     def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
         """Return two texts: why a client has a batch of so few samples, and how to avoid it."""
         return batching.told_of_batch(
-            self.client_sizes(), self.batch_size, self.drop_last, client, samples
+            self.client_sizes(), self._mine.batch_size, self._mine.drop_last, client, samples
         )
 
     def order(self, client: int, round: int, epoch: int) -> Indices:
@@ -446,9 +448,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         data = self._train
         indices = self.client_indices(client)
         device = torch.device(device)
-        size = self.batch_size or len(indices)
+        size = self._mine.batch_size or len(indices)
         source = self._transfer.source(device)
-        per_epoch = batching.epoch_batches(len(indices), size, self.drop_last)
+        per_epoch = batching.epoch_batches(len(indices), size, self._mine.drop_last)
 
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
@@ -505,9 +507,9 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             indices = indices - len(data)
             data = self.own_tests.samples
             bias = None  # only training samples are biased
-        drop_last = self.drop_last
+        drop_last = self._mine.drop_last
         if not size or makes_batches(data):
-            batch_size = self.batch_size
+            batch_size = self._mine.batch_size
         else:
             batch_size = size
             drop_last = False
@@ -558,27 +560,25 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     def val_dataloader(self) -> Any:
         if self._who.held_out is not None:
             return self._evaluated(self._train, self._who.held_out)
-        self._ready()
-        if self.val_set is None and self.test_set is None and self.trainer is not None:
-            say(
-                self.trainer,
-                f"no validation: {type(self).__name__} has neither validation nor test data",
-            )
-        return self._evaluated(self.val_set or self.test_set)
+        found = self._mine.val_set or self._mine.test_set
+        if found is None and self.trainer is not None:
+            name = type(self).__name__
+            say(self.trainer, f"no validation: {name} has neither validation nor test data")
+        return self._evaluated(found)
 
     @property
     def validates_on_test(self) -> bool:
         """Return whether validation uses the test set, as the only samples for it."""
         held_out = self._who.held_out
-        return held_out is None and self.val_set is None and self.test_set is not None
+        return held_out is None and self._mine.val_set is None and self._mine.test_set is not None
 
     def test_dataloader(self) -> Any:
         self._ready()
-        return self._evaluated(self.test_set)
+        return self._evaluated(self._mine.test_set)
 
     def predict_dataloader(self) -> Any:
         self._ready()
-        return self._evaluated(self.test_set)
+        return self._evaluated(self._mine.test_set)
 
     def _evaluated(self, data: Samples | None, index: Indices | None = None) -> Any:
         size = self.eval_batch_size
@@ -595,6 +595,6 @@ class FederatedDataModule(Given, pl.LightningDataModule):
 
     def _close(self, wait: bool = True) -> None:
         own = None if self.own_tests is None else self.own_tests.samples
-        for samples in (self.train_set, self.val_set, self.test_set, own):
+        for samples in (self._mine.train_set, self._mine.val_set, self._mine.test_set, own):
             if isinstance(samples, DatasetSamples):
                 samples.close(wait)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 
-from fl_lightning.datamodules.samples import find_targets
+from fl_lightning.datamodules.sample_labels import find_targets
 from fl_lightning.errors import UserError, suggest
 
 DEPTH = 20  # wrappers around wrappers

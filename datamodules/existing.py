@@ -112,9 +112,11 @@ class FromDatasets(FederatedDataModule):
         if train is None or len(cast(Any, train)) == 0:
             raise UserError("FromDatasets' training data have no samples: give at least one.")
         given: dict[str, Any] = {"collate": self._collate, "workers": self._workers}
-        self.train_set = DatasetSamples(train, self._targets, **given)
+        self.train_set = compared(self.trainer, DatasetSamples(train, self._targets, **given))
         self.val_set = None if val is None else DatasetSamples(val, **given)
         self.test_set = None if test is None else DatasetSamples(test, **given)
+        if self._pooled and self.test_set is not None:
+            compared(self.trainer, self.test_set)
         if self._tested is not None:
             whole, indices = self._tested
             if whole is None:
@@ -124,6 +126,14 @@ class FromDatasets(FederatedDataModule):
             self.test_set = self.test_set or tested
 
 
+def compared(trainer: Any, samples: DatasetSamples) -> DatasetSamples:
+    """Return the samples, after reporting if their data set gives them other labels."""
+    if text := samples.compare_labels():
+        say(trainer, text)
+    return samples
+
+
+MISSING = object()
 # The data sets of each argument; None if the argument was not given.
 _Given = dict[str, Any]
 MANY = ("clients", "test_clients")
@@ -168,9 +178,60 @@ def _joined(datasets: list[Any]) -> tuple[Dataset[Any] | None, list[Any]]:
     return (ConcatDataset(datasets) if total else None), indices
 
 
+class Own:
+    """FromDataModule's own attributes, of whose names the wrapped data module may have others."""
+
+    def __init__(self, data: FromDataModule) -> None:
+        self._data = data
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_data" not in self.__dict__:
+            raise AttributeError(name)
+        of_class = getattr(FederatedDataModule, name)
+        if isinstance(of_class, property) and of_class.fget is not None:
+            return of_class.fget(self._data)
+        return of_class
+
+
+class Theirs:
+    """An attribute of FromDataModule: the wrapped data module's, if it has it, else its own."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, data: Any, owner: type) -> Any:
+        if data is None:
+            return None
+        theirs = getattr(data.__dict__.get("datamodule"), self.name, MISSING)
+        return getattr(data._mine, self.name) if theirs is MISSING else theirs
+
+    def __set__(self, data: Any, value: Any) -> None:
+        setattr(data._mine, self.name, value)
+
+
+def alike(theirs: Any, own: Any) -> bool:
+    """Return whether both are lists of the same values."""
+    both = isinstance(theirs, list | tuple) and isinstance(own, list | tuple)
+    return both and list(theirs) == list(own)
+
+
+def their_names(datamodule: Any) -> set[str]:
+    """Return the public attributes that a data module has besides Lightning's."""
+    names = set(vars(datamodule))
+    for one in type(datamodule).__mro__:
+        if one.__name__ == "LightningDataModule":
+            return {name for name in names - {*dir(one), *vars(one())} if name[0] != "_"}
+        names |= set(vars(one))
+    return set()
+
+
 class FromDataModule(FederatedDataModule):
     """Any LightningDataModule: the dataset behind its training loader is split, and its other
     loaders do not change.
+
+    The attributes of the wrapped data module stay as they are for a learner that reads them
+    (``self.trainer.datamodule.num_classes``), also those that other data modules of this package
+    have, such as ``batch_size`` and ``val_set``.
 
     The wrapped module's transfer hooks (``on_after_batch_transfer``, …) get the clients' batches
     and those of evaluation, and find its ``trainer``. ``teardown``, ``state_dict``,
@@ -191,7 +252,8 @@ class FromDataModule(FederatedDataModule):
     ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because each client's samples
     are reshuffled in every epoch. ``pin_memory`` and ``persistent_workers`` are treated as true.
     Other samplers and batch samplers, ``num_samples`` other than all, weights without replacement,
-    ``IterableDataset`` and several loaders are refused.
+    ``IterableDataset`` and several loaders are refused, and so is
+    ``Trainer(reload_dataloaders_every_n_epochs=…)``.
 
     Args:
         datamodule: a LightningDataModule of ``pytorch_lightning`` or ``lightning.pytorch``.
@@ -234,7 +296,24 @@ class FromDataModule(FederatedDataModule):
         self._loader_size = batch_size == "loader"
         self._loader_drops = drop_last == "loader"
         self._torn_down = False
+        self._told = False
         self._named: dict[str, tuple[str, Any]] = {}
+
+    # The wrapped data module's attributes of these names are what a learner and callbacks read.
+    num_classes: Any = Theirs()
+    class_names: Any = Theirs()
+    mean: Any = Theirs()
+    std: Any = Theirs()
+    seed: Any = Theirs()
+    batch_size: Any = Theirs()
+    drop_last: Any = Theirs()
+    train_set: Any = Theirs()
+    val_set: Any = Theirs()
+    test_set: Any = Theirs()
+
+    @property
+    def _mine(self) -> Any:
+        return self.__dict__.setdefault("_own_attributes", Own(self))
 
     def _transfers(self) -> Any:
         return self.datamodule
@@ -243,6 +322,14 @@ class FromDataModule(FederatedDataModule):
         self.datamodule.prepare_data()
 
     def setup(self, stage: str | None = None) -> None:
+        every = getattr(self.trainer, "reload_dataloaders_every_n_epochs", 0)
+        if every and stage == "fit":
+            raise UserError(
+                f"The Trainer has reload_dataloaders_every_n_epochs={every}, but FromDataModule "
+                f"reads the training loader of {type(self.datamodule).__name__} once, because the "
+                "split over clients follows from its samples. Leave the option out; what changes "
+                "from round to round can be drawn in the data set's __getitem__."
+            )
         if stage not in (None, "fit"):
             self.datamodule.setup(stage)
         if self._torn_down:  # teardown has released its data
@@ -250,6 +337,9 @@ class FromDataModule(FederatedDataModule):
             self._split_seed = None
             self._torn_down = False
         super().setup(stage)
+        if not self._told:
+            self._told = True
+            self._say_of_attributes()
         if self._weights is not None and not self._weights.all():
             for client in range(self.num_clients):
                 self.order(client, 0, 0)  # report a wrong loader now, and not in a round
@@ -289,14 +379,38 @@ class FromDataModule(FederatedDataModule):
                 "num_workers of the training loader is not used: its dataset keeps a generator "
                 f"({where})",
             )
-        self.train_set = DatasetSamples(
-            dataset, targets, self._collate or facts.collate, workers, fetch
-        )
+        samples = DatasetSamples(dataset, targets, self._collate or facts.collate, workers, fetch)
+        self.train_set = compared(self.trainer, samples)
         self._weights = facts.weights
         if self._loader_size:
             self.batch_size = facts.batch_size
         if self._loader_drops:
             self.drop_last = facts.drop_last
+
+    def _say_of_attributes(self) -> None:
+        """Report which attributes the wrapped data module and this one both have."""
+        name = type(self.datamodule).__name__
+        other = []
+        for one in ("num_classes", "class_names", "batch_size", "drop_last", "seed"):
+            own = getattr(self._mine, one)
+            theirs = getattr(self.datamodule, one, MISSING)
+            known = theirs is not MISSING and own not in (None, ())
+            if known and str(theirs) != str(own) and not alike(theirs, own):
+                other.append(f"{one} {str(theirs)[:60]} (clients: {str(own)[:60]})")
+        if other:
+            say(
+                self.trainer,
+                f"a learner that reads self.trainer.datamodule gets {name}'s own "
+                f"{', '.join(other)}",
+            )
+        hidden = sorted(their_names(self.datamodule) & {*dir(type(self)), *vars(self)} - THEIRS)
+        if hidden:
+            say(
+                self.trainer,
+                f"FromDataModule has attributes of its own with these names of {name}'s: "
+                f"{', '.join(hidden)}; a learner reads {name}'s by "
+                f"self.trainer.datamodule.datamodule.{hidden[0]}",
+            )
 
     def val_dataloader(self) -> Any:
         if self._who.held_out is not None:
@@ -324,7 +438,7 @@ class FromDataModule(FederatedDataModule):
         """Compare the names of classes with those of the training loader's dataset."""
         self._named[name] = (f"The {name} of {type(self.datamodule).__name__}", dataset)
         names = check_classes(self._named.values())
-        self.class_names = self.class_names or names
+        self.class_names = self._mine.class_names or names
 
     def predict_dataloader(self) -> Any:
         return self.datamodule.predict_dataloader()
@@ -369,3 +483,6 @@ class FromDataModule(FederatedDataModule):
         if name.startswith("__") or "datamodule" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self.datamodule, name)
+
+
+THEIRS = {name for name, one in vars(FromDataModule).items() if isinstance(one, Theirs)}

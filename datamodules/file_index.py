@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fl_lightning.errors import UserError
 
 # The content of an index may change from version to version.
-FORMAT = 1
+FORMAT = 2
 FOLDER = ".fl_lightning"
 
 Arrays = dict[str, NDArray[Any]]

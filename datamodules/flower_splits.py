@@ -4,14 +4,20 @@ sample.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, UnitInterval
-from fl_lightning.datamodules.partitions import Indices, Partition, need_samples
+from fl_lightning.datamodules.partitions import (
+    Indices,
+    Partition,
+    groups_of,
+    need_samples,
+    no_groups,
+)
 from fl_lightning.datamodules.streams import (
     Stream,
     as_arrays,
@@ -94,77 +100,6 @@ class Shards(Partition):
         return shuffled(r, clients) if self.shuffle else as_arrays(clients)
 
 
-GROWTH: dict[str, Callable[[Any], Any]] = {
-    "linear": lambda u: u,
-    "square": np.square,
-    "exponential": np.exp,
-}
-
-
-class Sizes(Partition):
-    """Clients of given sizes, in the order of the data, or sizes by a rule.
-
-    Args:
-        sizes: one whole number per client; or ``"linear"``, ``"square"``, ``"exponential"`` or a
-            function of the numbers 1.0 … m: client i gets a share proportional to f(i), rounded
-            down, and the last client gets the rest.
-        shuffle: divide the samples in random order; False: in the order of the data, as
-            flwr-datasets' SizePartitioner, LinearPartitioner and similar ones do.
-    """
-
-    needs_labels = False
-
-    def __init__(
-        self,
-        sizes: (
-            list[PositiveInt] | Literal["linear", "square", "exponential"] | Callable[[Any], Any]
-        ),
-        shuffle: bool = False,
-    ) -> None:
-        if not callable(sizes) and not len(sizes):
-            raise UserError("Sizes has no sizes: give one whole number per client.")
-        self.sizes = sizes
-        self.shuffle = shuffle
-
-    @property
-    def clients(self) -> int | None:
-        fixed = not isinstance(self.sizes, str) and not callable(self.sizes)
-        return len(self.sizes) if fixed else None  # type: ignore[arg-type]
-
-    def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
-        need_samples(num_clients, len(labels))
-        sizes = self._sizes(len(labels), num_clients)
-        ends = np.cumsum(sizes)
-        tell_left(self, len(labels) - int(ends[-1]), len(labels), "as sizes leave them out")
-        order = np.arange(len(labels))
-        if self.shuffle:
-            order = stream(seed, None).permutation(len(labels))
-        return np.split(order[: ends[-1]], ends[:-1])
-
-    def _sizes(self, total: int, m: int) -> NDArray[np.int64]:
-        given = self.sizes
-        if isinstance(given, list | tuple):
-            check_same(self, m, len(given))
-            if sum(given) > total:
-                raise UserError(
-                    f"Sizes: the sizes are {sum(given)} samples, and there are {total} training "
-                    "samples: give smaller sizes."
-                )
-            return np.array(given, np.int64)
-        growth = GROWTH[given] if isinstance(given, str) else given
-        assert callable(growth)
-        units = np.asarray(growth(np.linspace(1, m, m)))
-        shares = units / units.sum()
-        sizes = np.array(shares * total, dtype=np.int64)
-        sizes[-1] += total - sizes.sum()
-        if sizes.min() < 1:
-            raise UserError(
-                f"{self!r} leaves client {int(sizes.argmin())} {sizes.min()} of {total} samples: "
-                "give fewer clients, or another rule."
-            )
-        return sizes
-
-
 class Grouped(Partition):
     """Each client is a bunch of ``size`` of the data's own groups (persons, files, …).
 
@@ -194,11 +129,13 @@ class Grouped(Partition):
         self.size = size
         self.mode = mode
         self.order = order
-        self.groups = None if groups is None else np.asarray(groups)
+        self.groups = None if groups is None else groups_of("Grouped", groups)
 
     def bound(self, data: Any) -> Partition:
-        if self.groups is not None or data.groups is None:
+        if self.groups is not None:
             return self
+        if data.groups is None:
+            raise no_groups(self, data)
         groups = data.groups
         # After a split the clients have the names of their bunches.
         if names := data._group_names or data.client_names:
@@ -223,10 +160,7 @@ class Grouped(Partition):
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if self.groups is None:
-            raise UserError(
-                "The partition Grouped has groups=None, and this data set brings no groups: give "
-                "groups, one value per training sample."
-            )
+            raise no_groups(self)
         if self.groups.shape != (len(labels),):
             raise UserError(
                 f"Grouped's groups have the shape {self.groups.shape}: give one for each of the "
@@ -305,11 +239,21 @@ class ByValue(Partition):
                 "ByValue needs values, one number per training sample, or column, the name of a "
                 "table's column: give one of the two."
             )
-        self.values = None if values is None else np.asarray(values, np.float32)
+        self.values = None if values is None else self._numbers(values)
         self.column = column
         self.strictness = strictness
         self.shuffle = shuffle
         self.tool_seed = tool_seed
+
+    @staticmethod
+    def _numbers(values: Any) -> NDArray[np.float64]:
+        try:
+            return np.asarray(values, np.float64)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"ByValue's values are not numbers ({str(error)[:120]}): give one number per "
+                "training sample."
+            ) from None
 
     def _with(self, values: Any) -> Partition:
         found = ByValue(values, None, self.strictness, self.shuffle, self.tool_seed)
@@ -345,8 +289,11 @@ class ByValue(Partition):
                 f"ByValue: the value of training sample {place} is {v[place]}: give a finite "
                 "number for each sample, or leave the sample out."
             )
+        # flwr-datasets calculates in single precision, which would merge large numbers.
+        if (v == v.astype(np.float32)).all():
+            v = v.astype(np.float32)
         std = np.std(v)
-        if std < 1e-6 and self.strictness > 0:
+        if v.min() == v.max() and self.strictness > 0:
             raise UserError(
                 f"ByValue: all values are {v[0]:g}, so they give no order: give other values, or "
                 "strictness=0 for a random split."

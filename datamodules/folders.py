@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +18,17 @@ from fl_lightning.accepted import Above, Below, PositiveInt
 from fl_lightning.datamodules.client_tests import OwnTests, stratified
 from fl_lightning.datamodules.digits5 import digits5
 from fl_lightning.datamodules.partitions import ByGroup
-from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
-from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side
+from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
+from fl_lightning.datamodules.readers import SHOWN, FileDataModule, Side, before_the_run
+from fl_lightning.datamodules.sample_labels import MOST_CLASSES
+from fl_lightning.datamodules.tables import refuse_twice
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.sampling import generator
 
 ENDINGS = {".jpg", ".jpeg", ".png", ".bmp", ".ppm", ".gif", ".tif", ".tiff", ".webp"}
 # Pictures are decoded once and kept if they take at most this number of bytes.
 IN_MEMORY = 2**30
+DIGITS = list(map(str, range(10)))
 
 
 @dataclass
@@ -37,6 +40,13 @@ class Domain:
     y: list[int] = field(default_factory=list)
     test_x: list[Any] = field(default_factory=list)
     test_y: list[int] = field(default_factory=list)
+
+    def keep(self, labels: Sequence[int]) -> None:
+        """Leave out other labels, and number these by their places."""
+        for x, y in ((self.x, self.y), (self.test_x, self.test_y)):
+            kept = [i for i, label in enumerate(y) if label in labels]
+            x[:] = [x[i] for i in kept]
+            y[:] = [labels.index(y[i]) for i in kept]
 
 
 class PictureSet(Dataset[Any]):
@@ -93,7 +103,8 @@ class FromFolders(FileDataModule):
         classes: likewise; with ``lists`` the names of the labels 0, 1, …
         image_size: pixels, or ``[height, width]``, to which pictures are resized; None: pictures
             keep their size, which has to be equal.
-        mode: PIL's mode: ``"RGB"``, ``"L"`` (grey), …
+        mode: PIL's mode, to which pictures are converted: ``"RGB"``, ``"L"`` (grey), ``"1"`` (0 and
+            1), …
         mean, std: x is (pixel / 255 − mean) / std, by channel.
         clients_per_domain: number of clients among which a domain's training samples are divided.
         test: None: the test lists; or a share of each domain, of each class alike, the same for
@@ -120,7 +131,7 @@ class FromFolders(FileDataModule):
         domains: Sequence[str] | None = None,
         classes: Sequence[str] | None = None,
         image_size: int | list[int] | None = None,
-        mode: str = "RGB",
+        mode: Mode = "RGB",
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
         clients_per_domain: PositiveInt = 1,
@@ -129,11 +140,16 @@ class FromFolders(FileDataModule):
         missing: Literal["refuse", "allow"] = "refuse",
         in_memory: bool | None = None,
         check: bool = False,
-        limit: list[int] | None = None,
+        limit: list[PositiveInt] | None = None,
         **arguments: Any,
     ) -> None:
         super().__init__(tests="common", **arguments)
         check_normalised(mean, std)
+        if limit is not None and len(limit) != 2:
+            raise UserError(
+                f"data.limit is {list(limit)}: give two numbers, of training and of test samples "
+                "of each domain, such as [25000, 9000]."
+            )
         self.path = Path(path).expanduser()
         self.layout = layout
         self.domains = None if domains is None else list(domains)
@@ -155,7 +171,9 @@ class FromFolders(FileDataModule):
         that of the first one.
         """
         size = size_of(arguments.get("image_size"))
-        channels = {"L": 1, "RGB": 3}.get(arguments.get("mode", "RGB"))
+        # An option is read as a number before the parser knows its type.
+        mode = str(arguments.get("mode", "RGB"))
+        channels = Image.getmodebands(mode) if mode in get_args(Mode) else None
         path = Path(str(arguments.get("path", ""))).expanduser()
         first = next((file for file in path.glob("*/*/*") if file.suffix.lower() in ENDINGS), None)
         if size is None and first is not None:
@@ -165,10 +183,21 @@ class FromFolders(FileDataModule):
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of folders of classes; with lists it depends on the data."""
+        """Return the number of classes: of the folders, or of the labels in the lists."""
         path = Path(str(arguments.get("path", ""))).expanduser()
-        if not path.is_dir() or layout_of(path) != "folders":
+        if not path.is_dir():
             return None
+        layout = arguments.get("layout") or "auto"
+        layout = layout_of(path) if layout == "auto" else layout
+        if layout == "digits5":
+            return len(DIGITS)
+        if layout == "lists":
+            try:
+                data = before_the_run(cls, arguments)
+                data._lists()
+            except Exception:  # the run reports what is wrong
+                return None
+            return len(data.class_names) or None
         names = set().union(*(folders_of(path / domain) for domain in folders_of(path)))
         return len(names) or None
 
@@ -183,8 +212,11 @@ class FromFolders(FileDataModule):
             layout = layout_of(self.path)
             self.tell(f"{str(self.path)!r} is read as layout={layout}")
         if layout == "digits5":
-            found, self.class_names = digits5(self.path, self.domains), list(map(str, range(10)))
+            found = digits5(self.path, self.domains)
             domains = [Domain(name, *sides) for name, sides in found.items()]
+            self.class_names = self._chosen(DIGITS, self.classes, "classes")
+            for domain in domains:
+                domain.keep([DIGITS.index(name) for name in self.class_names])
         elif layout == "lists":
             domains = self._lists()
         else:
@@ -201,6 +233,7 @@ class FromFolders(FileDataModule):
 
     def _chosen(self, there: Sequence[str], given: list[str] | None, option: str) -> list[str]:
         """Return the names that count, in their order."""
+        refuse_twice(f"data.{option}", given or ())
         for name in given or ():
             if name not in there:
                 raise UserError(
@@ -248,6 +281,12 @@ class FromFolders(FileDataModule):
 
     def _lists(self) -> list[Domain]:
         folder = self.path / "splits" if (self.path / "splits").is_dir() else self.path
+        if not any(folder.glob("*_train.txt")):
+            raise UserError(
+                f"data.layout is 'lists', and {str(folder)!r} has no lists <domain>_train.txt: "
+                "give the folder that holds them, or layout=folders for pictures in "
+                "path/<domain>/<class>."
+            )
         there = [file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")]
         made = []
         for domain in self._chosen(there, self.domains, "domains"):
@@ -283,6 +322,7 @@ class FromFolders(FileDataModule):
         """Refuse a class that a domain lacks, and names in leave_out that are not domains."""
         self._chosen([domain.name for domain in domains], self.leave_out, "leave_out")
         every = set(range(len(self.class_names)))
+        there = set().union(*({*domain.y, *domain.test_y} for domain in domains))
         for domain in domains:
             lacks = sorted(every - {*domain.y, *domain.test_y})
             if not lacks:
@@ -290,8 +330,9 @@ class FromFolders(FileDataModule):
             names = ", ".join(str(self.class_names[label]) for label in lacks[:SHOWN])
             text = f"the domain {domain.name!r} has no pictures of {names}"
             if self.missing == "refuse":
+                others = "other domains have" if there & set(lacks) else "no domain has"
                 raise UserError(
-                    f"data.path={str(self.path)!r}: {text}, which other domains have. Give "
+                    f"data.path={str(self.path)!r}: {text}, which {others}. Give "
                     "data.missing=allow, name the classes that all have by data.classes, or check "
                     "the folders' names."
                 )
@@ -311,6 +352,8 @@ class FromFolders(FileDataModule):
         h = int(Decimal(str(self.test)) * n + Decimal("0.5"))
         labels = np.array(domain.y, np.int64)
         order = generator(0, "files to test on", number).permutation(n)
+        if not h:
+            self.tell(f"data.test={self.test:g} holds out none of the {n} files of {domain.name!r}")
         held = np.sort(stratified(order, labels[order], h)) if h else np.zeros(0, np.int64)
         left = np.setdiff1d(np.arange(n), held)
         domain.test_x += [domain.x[i] for i in held]
@@ -443,7 +486,14 @@ def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
     """
     files: list[Path] = []
     labels: list[int] = []
-    for number, line in enumerate(file.read_text("utf-8").splitlines(), 1):
+    try:
+        text = file.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The list {str(file)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
+            f"{error.start}): save it as UTF-8."
+        ) from None
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
         name, _, label = line.rstrip().rpartition(" ")
@@ -452,6 +502,12 @@ def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
             raise UserError(
                 f"The list {str(file)!r} has {line[:80]!r} in line {number}: 'relative/file label' "
                 "is expected, with a whole number."
+            )
+        # Python refuses to make a number of thousands of digits.
+        if len(label) > len(str(MOST_CLASSES)) or int(label) >= MOST_CLASSES:
+            raise UserError(
+                f"The list {str(file)!r} has the label {label[:40]} in line {number}, and classes "
+                "are numbered from 0: number them anew."
             )
         if not where.is_file():
             raise UserError(

@@ -54,7 +54,17 @@ def as_tensor(values: Any, what: str) -> Tensor:
             error.
     """
     if not hasattr(values, "to_numpy"):
-        return torch.as_tensor(values)
+        try:
+            tensor = torch.as_tensor(values)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise UserError(
+                f"{what} is a {type(values).__name__} that does not become a tensor "
+                f"({str(error)[:160]}): give numbers, and y as whole numbers from 0 if they are "
+                "classes."
+            ) from None
+        if not tensor.ndim:
+            raise UserError(f"{what} is the single number {tensor.item()}: give one per sample.")
+        return tensor
     array = values.to_numpy()
     if array.dtype.kind not in "biuf":
         try:

@@ -21,6 +21,8 @@ from fl_lightning.datamodules.readers import (
     Side,
     ascending,
     missing_package,
+    no_class,
+    not_finite,
 )
 from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import opened_in_each
@@ -213,6 +215,11 @@ class FromHDF5(FileDataModule):
             return np.full(len(rows), -1, np.int64)
         if rows.dtype.kind not in "iufb":
             raise UserError(f"{where}: {x!r} holds {rows.dtype}, but x has to be numbers.")
+        if rows.dtype == np.uint8 and len(shape) == 3 and shape[2] > 4 and kind != "pixels":
+            raise UserError(
+                f"{where}: {x!r} holds bytes of the shape {shape}, which are taken for pictures "
+                "(height, width, channels), with 1 to 4 channels: store the channels last."
+            )
         first = like.setdefault("type", rows.dtype)
         like.setdefault("stored", rows.id.get_type())
         # Bytes may be pictures, which are scaled.
@@ -223,15 +230,13 @@ class FromHDF5(FileDataModule):
             )
         labels = np.asarray(client[y][()])
         labels = labels[:, 0] if labels.ndim == 2 and labels.shape[1] == 1 else labels
-        whole = labels.dtype.kind in "iub"
-        if labels.dtype.kind == "f":
-            whole = bool((np.isfinite(labels) & (labels == np.floor(labels))).all())
-        wrong = labels.ndim != 1 or not whole
-        # Numbers beyond int64 have become negative.
-        if wrong or (len(labels) and min(labels.min(), labels.astype(np.int64).min()) < 0):
-            raise UserError(
-                f"{where}: the labels {y!r} have to be whole numbers from 0, one per row."
-            )
+        needed = f"the labels {y!r} have to be whole numbers from 0, one per row"
+        if labels.ndim != 1 or labels.dtype.kind not in "iubf":
+            raise UserError(f"{where}: {needed}, and are {labels.dtype} {labels.shape}.")
+        wrong = no_class(labels)
+        if wrong is not None:
+            raise UserError(f"{where}: {needed}, and row {wrong} has {labels[wrong]}.")
+        _check_finite(np.asarray(rows[()]), where, x)
         return labels.astype(np.int64)
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
@@ -280,6 +285,11 @@ def _labels_like_first(clients: Any, name: str, like: dict[str, Any]) -> NDArray
             return None
         if kind in UNLABELLED:
             return np.full(count, -1, np.int64)
+        if like["type"].kind == "f":
+            values = np.empty(rows.shape, like["type"])
+            rows.read(h5s.ALL, h5s.ALL, values)
+            if not_finite(values) is not None:
+                return None
         own = np.empty(count, labels.dtype)
         labels.read(h5s.ALL, h5s.ALL, own)
     except Exception:  # h5py raises many kinds of errors, and the check names the place
@@ -352,20 +362,15 @@ def x_of(
         tokens = np.concatenate([inputs[:, :1], np.asarray(own[y][()], np.int64)], axis=1)
         rows = torch.from_numpy(np.where(tokens == pad, -1, tokens))
     else:
-        values = np.asarray(own[x][()])
-        if values.dtype.kind == "f":
-            _check_finite(values, f"The file {path!r}, group {own.name.strip('/')!r}", x)
-        rows = tensor(values, what)
+        rows = tensor(np.asarray(own[x][()]), what)
     return rows
 
 
 def _check_finite(values: NDArray[Any], where: str, x: str) -> None:
-    with np.errstate(over="ignore"):
-        single = values.astype(np.float32, copy=False)
-    finite = np.isfinite(single.reshape(len(values), -1)).all(1)
-    if not finite.all():
+    wrong = not_finite(values)
+    if wrong is not None:
         raise UserError(
-            f"{where}: sample {int(finite.argmin())} of {x!r} has a number that is not finite in "
+            f"{where}: sample {wrong} of {x!r} has a number that is not finite in "
             "single precision. Mend the sample, or leave it out."
         )
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,30 +13,47 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from fl_lightning.accepted import NonNegativeInt, PositiveInt
-from fl_lightning.datamodules.parquet_rows import ParquetRows
+from fl_lightning.datamodules.arrow_columns import (
+    check_numbers,
+    is_list,
+    is_numbers,
+    is_other,
+    is_text,
+    leaf_of,
+)
+from fl_lightning.datamodules.file_index import Arrays, indexed
 from fl_lightning.datamodules.partitions import Partition, own_or_grouped
-from fl_lightning.datamodules.pictures import Pictures, check_normalised, size_of
+from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import (
-    MOST_CLASSES,
     FileDataModule,
     Side,
     ascending,
-    missing_package,
 )
+from fl_lightning.datamodules.sample_labels import some_of
+from fl_lightning.datamodules.stored_rows import (
+    column_of,
+    distinct,
+    files_of_rows,
+    numbers_of,
+    pieces_of,
+    plain,
+    row_of,
+    same,
+    splits_of,
+    transforms,
+)
+from fl_lightning.datamodules.tables import refuse_answers, refuse_blanks, refuse_twice
 from fl_lightning.datamodules.tokens import padded, tokenizer_of
 from fl_lightning.errors import UserError, suggest
-
-SPLITS = ("train", "test", "validation", "valid", "val", "dev")
-# A file belongs to the split with which its name begins: "test-0", "test.parquet", "test00".
-OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(?![A-Za-z])")
 
 
 class Rows(Dataset[Any]):
     """Rows as ``(x, y)``, each read on request."""
 
     def __init__(self, data: FromHuggingFace, rows: Any, targets: NDArray[Any], name: str) -> None:
-        columns = data.x if isinstance(data.x, list) else [data.x]
-        self.rows = rows.select_columns(columns)
+        columns = data._columns()
+        # A transform of the data set gets all columns, as it does without this reader.
+        self.rows = rows if transforms(rows) else plain(rows).select_columns(columns)
         self.columns = columns
         self.targets = targets
         self.name = name
@@ -51,13 +67,13 @@ class Rows(Dataset[Any]):
     def __getitem__(self, i: int) -> tuple[Tensor, Any]:
         y = self.targets[i]
         label: Any = int(y) if self.targets.dtype.kind in "iu" else torch.tensor(y)
-        try:
-            row = self.rows[int(i)]
-        except Exception as error:  # the library and PIL raise many kinds of errors
-            raise UserError(
-                f"Row {i} of {self.name} cannot be read ({type(error).__name__}: "
-                f"{str(error)[:120]}): mend the data, or leave the row out."
-            ) from None
+        row = row_of(self.rows, int(i), self.name)
+        for column in self.columns:
+            if column not in row:
+                raise UserError(
+                    f"The transform of {self.name} makes no column {column!r} of row {i}; it makes "
+                    f"{', '.join(row)[:200]}. Give one of them as data.x, or mend the transform."
+                )
         return self._x(i, [row[column] for column in self.columns]), label
 
     def _x(self, i: int, values: list[Any]) -> Tensor:
@@ -124,7 +140,7 @@ class FromHuggingFace(FileDataModule):
         test: Any = None,
         val: Any = None,
         classes: Sequence[str] | None = None,
-        mode: str | None = None,
+        mode: Mode | None = None,
         image_size: int | list[int] | None = None,
         mean: Sequence[float] = (),
         std: Sequence[float] = (),
@@ -153,7 +169,11 @@ class FromHuggingFace(FileDataModule):
             )
         check_normalised(mean, std)
         self.data = data
-        self.x = x
+        self.x = list(x) if isinstance(x, tuple) else x
+        refuse_answers(self._columns(), {"y": y, "client": client}, "data.x")
+        refuse_twice("data.x", self._columns())
+        if not self._columns():
+            raise UserError("data.x is empty: give a column, or several.")
         self.y = y
         self.client = client
         self.splits = {"train": train, "test": test, "val": val}
@@ -169,50 +189,34 @@ class FromHuggingFace(FileDataModule):
         """Return whether a column gives the clients."""
         return arguments.get("client") is not None
 
-    @classmethod
-    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return the shape of the first training sample; None for a text."""
-        _, sides = cls._first_read(arguments)
-        try:
-            x, _ = sides[0].dataset[0]
-        except Exception:  # as in `_first_read`
-            return None
-        return tuple(x.shape) if x.is_floating_point() else None
-
-    @classmethod
-    def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes, as the run counts them: those that only test samples have
-        count, too. None if y are numbers to predict, or no labels of classes.
-        """
-        names, sides = cls._first_read(arguments)
-        if names:
-            return len(names)
-        found = [side.labels for side in sides if side.labels is not None and len(side.labels)]
-        if not found or any(labels.dtype.kind not in "iu" for labels in found):
-            return None
-        labels = np.concatenate(found)
-        # The run refuses other labels.
-        return int(labels.max()) + 1 if labels.min() >= 0 and labels.max() < MOST_CLASSES else None
-
-    @classmethod
-    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
-        """Return the classes' names, and the training and test samples.
-
-        Both are empty if something is wrong, which the run itself reports.
-        """
-        names = ["data", "x", "y", "train", "test", "classes", "mode", "image_size"]
-        names += ["mean", "std", "length", "tokenizer"]
-        given = {name: arguments[name] for name in names if arguments.get(name) is not None}
-        if not isinstance(given.get("data"), str):
-            return (), []
-        try:
-            data = cls(**given)
-            train, test, _ = data.read()
-        except Exception:  # arguments are not checked yet, and libraries raise many kinds
-            return (), []
-        return data.class_names, [train] if test is None else [train, test]
-
     def read(self) -> tuple[Side, Side | None, Side | None]:
+        sides = self._sides()
+        stored = [self.data, *self.splits.values()]
+        if all(one is None or isinstance(one, str | Path) for one in stored):
+            path = Path(self.data).expanduser()
+            beside = path if path.is_dir() else path.parent
+            options = {"reader": "huggingface", "x": self.x, "splits": str(self.splits)}
+            indexed(beside, self._files, options, self._look, self.tell)
+        else:
+            self._look()
+        return sides
+
+    def _look(self) -> Arrays:
+        """Read the columns x of numbers and texts once, and refuse rows that do not fit."""
+        like: dict[str, list[tuple[int, str]]] = {}
+        for rows, name in self._rows:
+            for column in [] if transforms(rows) else self._columns():
+                kind = leaf_of(rows.features.arrow_schema.field(column).type)
+                if is_numbers(kind) or is_text(kind):
+                    first = like.setdefault(column, [])
+                    check_numbers(pieces_of(rows, column), column, name, first)
+        return {"rows": np.array([len(rows) for rows, _ in self._rows])}
+
+    def _columns(self) -> list[str]:
+        return self.x if isinstance(self.x, list) else [self.x]
+
+    def _sides(self) -> tuple[Side, Side | None, Side | None]:
+        self._rows: list[tuple[Any, str]] = []
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
             path = Path(self.data).expanduser()
@@ -228,7 +232,23 @@ class FromHuggingFace(FileDataModule):
                 sides[side] = self._side(self._other(side, name, list(found)), side)
         train = sides["train"]
         assert train is not None
+        for one in ("test", "val"):
+            self._check_same_target(train, sides[one], one)
         return train, sides["test"], sides["val"]
+
+    def _check_same_target(self, train: Side, other: Side | None, name: str) -> None:
+        """Refuse numbers to predict on one side, and classes on the other."""
+        if other is None or train.labels is None or other.labels is None:
+            return
+        kinds = [
+            "numbers with fractions" if side.labels.dtype.kind == "f" else "classes"  # type: ignore
+            for side in (train, other)
+        ]
+        if kinds[0] != kinds[1]:
+            raise UserError(
+                f"Column {self.y!r} has {kinds[0]} in the training rows and {kinds[1]} in "
+                f"data.{name}: cast it to one type in both (cast_column)."
+            )
 
     def _other(self, side: str, given: Any, splits: list[str]) -> Any:
         """The rows of data that are given in place of a split's name."""
@@ -252,24 +272,79 @@ class FromHuggingFace(FileDataModule):
 
     def _side(self, rows: Any, split: str) -> Side:
         name = f"the split {split!r}"
-        wanted = [*(self.x if isinstance(self.x, list) else [self.x]), self.y]
-        for column in [*wanted, *([self.client] if self.client else [])]:
+        for column in [*self._columns(), self.y, *([self.client] if self.client else [])]:
+            if kind := getattr(rows, "unreadable", {}).get(column):
+                raise UserError(
+                    f"Column {column!r} of {name} holds {kind}, which the library datasets does "
+                    "not read: convert it, or choose another column."
+                )
             if column not in rows.column_names:
                 raise UserError(
                     f"There is no column {column!r} in {name}; it has "
                     f"{', '.join(rows.column_names)[:300]}.{suggest(column, rows.column_names)}"
                 )
+        self._rows.append((rows, name))
+        if transforms(rows):
+            self._check_label_kept(rows, name)
+        else:
+            self._check_kinds(rows, name)
         targets = self._targets(rows, name)
         groups = np.zeros(len(targets), np.int64)
         names = ["all"]
         if self.client is not None:
             found, codes = distinct(self._present(rows, self.client, name))
+            self._check_names(found, codes, name)
             order = ascending(found)
             names = [found[i] for i in order]
             places = np.empty(len(found), np.int64)
             places[order] = np.arange(len(found))
             groups = places[codes]
         return Side(names, groups, Rows(self, rows, targets, name))
+
+    def _check_kinds(self, rows: Any, name: str) -> None:
+        """Refuse columns x that hold neither numbers nor texts nor pictures."""
+        for column in self._columns():
+            kind = rows.features.arrow_schema.field(column).type
+            if len(self._columns()) > 1 and (is_list(kind) or not is_numbers(kind)):
+                raise UserError(
+                    f"data.x names {len(self._columns())} columns, which are joined and each need "
+                    f"one number per row, but the column {column!r} of {name} holds {kind}: "
+                    "leave it out, or give it as the only column."
+                )
+            feature = rows.features[column]
+            plain_values = isinstance(feature, dict) or type(feature).__name__ == "Value"
+            several_texts = is_list(kind) and is_text(leaf_of(kind))
+            if is_other(leaf_of(kind), plain_values) or several_texts:
+                raise UserError(
+                    f"Column {column!r} of {name} holds {kind}, and x has to be numbers, texts or "
+                    "pictures: convert it, for example by cast_column."
+                )
+
+    def _check_label_kept(self, rows: Any, name: str) -> None:
+        """Refuse a transform that changes the labels: the split reads them without it."""
+        for (i,) in some_of(len(rows)):
+            made = row_of(rows, int(i), name)
+            stored = plain(rows).select_columns([self.y])[int(i)][self.y]
+            if self.y in made and not same(made[self.y], stored):
+                raise UserError(
+                    f"The transform of {name} (with_transform or set_transform) changes the column "
+                    f"{self.y!r}: row {i} has {stored!r}, and the transform makes "
+                    f"{made[self.y]!r} of it. The split and y follow the stored values, so change "
+                    "the labels by map(…) before, which stores them."
+                )
+
+    def _check_names(self, found: list[str], codes: NDArray[Any], name: str) -> None:
+        """Refuse clients' names that are empty, or that differ only in blanks."""
+        spelled: dict[str, str] = {}
+        for place, one in enumerate(found):
+            first = spelled.setdefault(one.strip(), one)
+            if first != one or not one.strip():
+                row = int(np.flatnonzero(codes == place)[0])
+                what = f"the name {one!r} in row {row}"
+                why = f", and {first!r} before" if first != one else ", which names no client"
+                raise UserError(
+                    f"Column {self.client!r} of {name} has {what}{why}: write each name in one way."
+                )
 
     def _present(self, rows: Any, column: str, name: str) -> Any:
         """Return a column of pyarrow; a missing value is an error."""
@@ -298,6 +373,8 @@ class FromHuggingFace(FileDataModule):
 
         values = self._present(rows, self.y, name)
         own = getattr(rows.features[self.y], "names", None)
+        if pyarrow.types.is_decimal(values.type) and self.classes is None:
+            values = numbers_of(values, self.y, name)
         numbers = pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type)
         if own:
             codes = np.asarray(values.to_numpy(), np.int64)
@@ -308,6 +385,7 @@ class FromHuggingFace(FileDataModule):
             texts = list(map(str, own))
         elif numbers and self.classes is None:
             if pyarrow.types.is_floating(values.type):
+                check_numbers([(0, values.combine_chunks())], self.y, name, [])
                 return np.asarray(values.to_numpy(), np.float32)
             codes = np.asarray(values.to_numpy())
             if int(codes.max(initial=0)) > np.iinfo(np.int64).max:
@@ -318,6 +396,7 @@ class FromHuggingFace(FileDataModule):
             return codes.astype(np.int64)
         else:
             texts, codes = distinct(values)
+        refuse_blanks(sorted(texts), f"Column {self.y!r} of {name}")
         if not self.class_names:
             self.class_names = self.classes or sorted(texts)
         places = {one: place for place, one in enumerate(map(str, self.class_names))}
@@ -352,7 +431,7 @@ class FromHuggingFace(FileDataModule):
             )
         self.class_names = own
 
-    def column_values(self, column: str) -> NDArray[np.float32]:
+    def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
         rows = splits_of(self.data)[str(self.splits["train"])]
         if column not in rows.column_names:
@@ -361,105 +440,10 @@ class FromHuggingFace(FileDataModule):
                 + suggest(column, rows.column_names)
             )
         values = self._present(rows, column, "the training rows").to_numpy()
-        return np.asarray(values, np.float32)
-
-
-def column_of(rows: Any, column: str) -> Any:
-    """Return a column of all rows as a pyarrow array; other columns are not read."""
-    if isinstance(rows, ParquetRows):
-        return rows.column(column)
-    return rows.select_columns([column]).with_format("arrow")[:].column(column)
-
-
-def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
-    """Return the distinct values of a pyarrow column as texts, and the place of each row's
-    value.
-    """
-    import pyarrow
-
-    if pyarrow.types.is_decimal(values.type):
-        # pyarrow cannot tell their distinct values.
-        values = values.cast(pyarrow.string())
-    encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
-    found = [str(value) for value in encoded.dictionary.to_pylist()]
-    return found, np.asarray(encoded.indices.to_numpy(), np.int64)
-
-
-def package() -> Any:
-    try:
-        import datasets
-    except ImportError:
-        raise missing_package("datasets", "huggingface") from None
-    return datasets
-
-
-def files_of_rows(path: Path) -> list[Path]:
-    return [*sorted(path.rglob("*.arrow")), *sorted(path.rglob("*.parquet"))]
-
-
-def splits_of(data: Any, option: str = "data") -> dict[str, Any]:
-    """The splits of a data set, by name.
-
-    Raises:
-        UserError: it is not a data set, or cannot be read.
-    """
-    datasets = package()
-    if isinstance(data, str | Path):
-        data = opened(Path(data).expanduser(), option)
-    if isinstance(data, datasets.DatasetDict):
-        return dict(data)
-    if isinstance(data, datasets.Dataset):
-        return {"train": data}
-    if isinstance(data, dict):
-        return data
-    raise UserError(
-        f"data.{option} is of type {type(data).__name__}: give a Dataset or DatasetDict of the "
-        "library datasets, or the path of a folder or file."
-    )
-
-
-def opened(path: Path, option: str = "data") -> Any:
-    """A folder of save_to_disk, or Parquet or Arrow files by split."""
-    datasets = package()
-    files = [path] if path.is_file() else sorted([*path.glob("*.parquet"), *path.glob("*.arrow")])
-    saved = path.is_dir() and any((path / name).exists() for name in STATE)
-    if not saved and not files:
-        folders = sorted(one.name for one in path.iterdir() if one.is_dir())
-        raise UserError(
-            f"{str(path)!r} was not written by save_to_disk, and it has no Parquet or Arrow files; "
-            f"its folders are {', '.join(folders)[:200] or 'none'}. Give a folder that "
-            "save_to_disk wrote, or one that holds such files."
-        )
-    try:
-        if saved:
-            return datasets.load_from_disk(str(path))
-        parts: dict[str, list[Path]] = {}
-        for file in files:
-            of = OF_SPLIT.match(file.name)
-            split = of.group() if of else "train"
-            parts.setdefault(split, []).append(file)
-        return {split: rows_of(datasets, own) for split, own in parts.items()}
-    except UserError:
-        raise
-    except Exception as error:  # the library and pyarrow raise many kinds of errors
-        raise UserError(
-            f"data.{option} is {str(path)!r}, which cannot be read ({type(error).__name__}: "
-            f"{str(error)[:160]}): copy it again."
-        ) from None
-
-
-# Files that save_to_disk writes besides the rows.
-STATE = ("dataset_info.json", "dataset_dict.json", "state.json")
-
-
-def rows_of(datasets: Any, files: list[Path]) -> Any:
-    """Return the rows of files, without a copy in memory or in the library's cache."""
-    arrow = [file for file in files if file.suffix == ".arrow"]
-    if not arrow:
-        return ParquetRows(files, datasets)
-    if len(arrow) < len(files):
-        raise UserError(
-            f"{str(files[0].parent)!r} has Parquet and Arrow files of one split: keep one kind, or "
-            "begin their names with their splits (train-, test-)."
-        )
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(one)) for one in files])
+        try:
+            return np.asarray(values, np.float64)
+        except (TypeError, ValueError):
+            raise UserError(
+                f"Column {column!r} of the training rows has {str(values[0])[:60]!r}, which is not "
+                "a number: give another data.partition.column."
+            ) from None

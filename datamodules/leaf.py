@@ -81,6 +81,8 @@ class Kind:
             if label is None:
                 classes = CLASSES.get(self.name)
                 known = f" ({self.name} has the classes 0 to {classes - 1})" if classes else ""
+                if self.name == "shakespeare" and isinstance(y, str) and len(y) == 1:
+                    known = ": LEAF's alphabet lacks it (data.unknown=true makes it class 80)"
                 raise user.wrong(
                     f"has a sample {place} whose y is {y!r}, which is not a class{known}"
                 )
@@ -99,7 +101,19 @@ class Kind:
             except (TypeError, ValueError, OverflowError):
                 finite = False
             if not finite:
-                raise user.wrong(f"has a sample {place} with an x that is not a finite number")
+                raise user.wrong(
+                    f"has a sample {place} with an x that is not a finite number: {_odd(x)[:60]}"
+                )
+
+
+def _odd(x: Any) -> str:
+    """Return the first part of an x that is not a finite number in single precision, as text."""
+    if isinstance(x, list):
+        parts = [odd for part in x if (odd := _odd(part))]
+        return parts[0] if parts else ""
+    if isinstance(x, int | float) and abs(x) <= float(np.finfo(np.float32).max):
+        return ""
+    return repr(x)
 
 
 def kind_of(x: Any) -> str:
@@ -167,16 +181,18 @@ class FromLEAF(FileDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return the shape of x, if it follows from the kind."""
+        """Return the shape of x, which follows from the kind or from the first sample."""
         size = arguments.get("image_size", 84)
         shapes = {"femnist": (1, 28, 28), "celeba": (3, size, size), "shakespeare": (80,)}
-        return shapes.get(str(arguments.get("kind")))
+        known = shapes.get(str(arguments.get("kind")))
+        return known or super().shape_of_samples(**arguments)
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
-        """Return the number of classes, if it follows from the kind."""
+        """Return the number of classes, which follows from the kind or from the labels."""
         letters = len(ALPHABET) + bool(arguments.get("unknown"))
-        return {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
+        known = {**CLASSES, "shakespeare": letters}.get(str(arguments.get("kind")))
+        return known or super().classes_of_samples(**arguments)
 
     def read(self) -> tuple[Side, Side | None, Side | None]:
         sides = {side: sorted((self.path / side).glob("*.json")) for side in ("train", "test")}
@@ -243,6 +259,8 @@ class FromLEAF(FileDataModule):
             made[f"{side} rows"] = np.array([rows[i] for i in order], np.int64).reshape(-1, 4)
             parts = [labels[i] for i in order] or [np.zeros(0, np.int64)]
             made[f"{side} labels"] = np.concatenate(parts)
+        if kind.name == "auto":
+            raise UserError(f"data.path is {str(self.path)!r}, whose files have no samples.")
         return {**made, "kind": texts([kind.name]), "notes": texts(notes[:SHOWN])}
 
     def _side(self, index: Arrays, side: str) -> Side:

@@ -91,8 +91,8 @@ class RoundToken:
 
     def __init__(self, data: Any) -> None:
         self.dataset = SamplesOfAll(data)
-        self.batch_size: int | None = data.batch_size
-        self.drop_last: bool = data.drop_last
+        self.batch_size: int | None = data._mine.batch_size
+        self.drop_last: bool = data._mine.drop_last
 
     @classmethod
     def of(cls, data: Any) -> RoundToken:

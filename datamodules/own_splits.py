@@ -270,6 +270,12 @@ def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
     found: Any = _of_folder(path) if path.is_dir() else _one(path)
     if isinstance(found, Mapping) and set(found) == {"train", "test"}:
         train, test = found["train"], found["test"]
+        for side, lists in found.items():
+            if not isinstance(lists, Mapping | list):
+                raise UserError(
+                    f"The index lists {str(path)!r} have {str(lists)[:60]} as {side!r}: give a "
+                    "list of lists of positions, or {client: list}."
+                )
         pairs = train if isinstance(train, Mapping) else dict(enumerate(train))
         tests = test if isinstance(test, Mapping) else dict(enumerate(test))
         both_lists = not isinstance(train, Mapping) and len(pairs) != len(tests)
@@ -294,7 +300,8 @@ def _read(path: Path) -> tuple[list[str], list[Any], list[Any]]:
             "rename them."
         )
     names = list(named)
-    numbers = all(name.isdecimal() for name in names)
+    # Python refuses to make a number of thousands of digits.
+    numbers = all(name.isdecimal() and len(name) < 100 for name in names)
     names.sort(key=int if numbers else str)
     lists = []
     tests_of = []

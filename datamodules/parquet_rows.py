@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ class ParquetRows:
                         "begin their names with their splits (train-, test-)."
                     )
         self._schema = schema
-        self.features = datasets.Features.from_arrow_schema(schema)
+        self.features, self.unreadable = _features(datasets, schema)
         self._columns: list[str] | None = None
         self._groups: list[tuple[int, int]] = []
         rows: list[int] = []
@@ -83,6 +83,15 @@ class ParquetRows:
                 chunks += opened.read([name], use_threads=False).column(name).chunks
         return pyarrow.chunked_array(chunks, type=self._schema.field(name).type)
 
+    def pieces(self, name: str) -> Iterator[tuple[int, Any]]:
+        """Yield a column in parts, each with the number of its first row."""
+        first = 0
+        for file, metadata in zip(self.files, self._metadata, strict=True):
+            with self._parquet.ParquetFile(file, metadata=metadata) as opened:
+                for batch in opened.iter_batches(columns=[name], use_threads=False):
+                    yield first, batch.column(0)
+                    first += len(batch)
+
     def __getitem__(self, i: int) -> dict[str, Any]:
         group = int(np.searchsorted(self._ends, i, side="right"))
         table = self._latest.get(group)
@@ -111,3 +120,18 @@ class ParquetRows:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_latest": OrderedDict()}
+
+
+def _features(datasets: Any, schema: Any) -> tuple[Any, dict[str, str]]:
+    """Return the library's features of the columns, and the types of those that it cannot read."""
+    import pyarrow
+
+    found = datasets.Features()
+    unreadable: dict[str, str] = {}
+    for field in schema:
+        try:
+            one = pyarrow.schema([field], metadata=schema.metadata)
+            found |= datasets.Features.from_arrow_schema(one)
+        except Exception:  # a column that is not used need not be readable
+            unreadable[field.name] = str(field.type)
+    return datasets.Features(found), unreadable

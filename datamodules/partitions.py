@@ -219,11 +219,14 @@ class ByGroup(Partition):
     def __init__(self, groups: Sequence[int] | Sequence[str] | None = None) -> None:
         self.groups: NDArray[Any] | None = None
         if groups is not None:
-            self.groups = np.asarray(cast(ArrayLike, groups))
+            self.groups = groups_of("ByGroup", groups)
 
     def bound(self, data: Any) -> Partition:
-        known = self.groups is not None or data.groups is None
-        return self if known else ByGroup(data.groups.tolist())
+        if self.groups is not None:
+            return self
+        if data.groups is None:
+            raise no_groups(self, data)
+        return ByGroup(data.groups.tolist())
 
     @property
     def clients(self) -> int | None:
@@ -238,10 +241,7 @@ class ByGroup(Partition):
 
     def split(self, labels: Indices, num_clients: int, seed: int) -> Sequence[Indices]:
         if self.groups is None:
-            raise UserError(
-                "The partition ByGroup has groups=None, but this data set brings no groups: "
-                "give one group per training sample, or another partition such as IID."
-            )
+            raise no_groups(self)
         self.check_size(len(labels))
         _, group, sizes = np.unique(self.groups, return_inverse=True, return_counts=True)
         if num_clients != len(sizes):
@@ -265,6 +265,32 @@ class ByGroup(Partition):
 
     def __repr__(self) -> str:
         return f"ByGroup({'' if self.groups is None else f'{self.clients} groups'})"
+
+
+def groups_of(name: str, groups: Any) -> NDArray[Any]:
+    """Return the group of each sample ``(N,)``.
+
+    Raises:
+        UserError: a sample has no group.
+    """
+    found = np.asarray(cast(ArrayLike, groups))
+    missing = np.zeros(0, np.int64)
+    if found.dtype.kind in "Of" and found.ndim == 1:
+        missing = np.flatnonzero([one is None or one != one for one in found.tolist()])
+    if len(missing):
+        raise UserError(
+            f"{name}'s groups have {found[missing[0]]} for sample {missing[0]}: give each sample "
+            "a group, or leave it out."
+        )
+    return found
+
+
+def no_groups(partition: Partition, data: Any = None) -> UserError:
+    whose = "this data set" if data is None else type(data).__name__
+    return UserError(
+        f"The partition {partition!r} has groups=None, but {whose} brings no groups: give groups, "
+        "one value per training sample, or another partition such as IID."
+    )
 
 
 def _part(order: Indices, ends: Indices, sizes: Indices, client: int) -> Indices:
@@ -381,7 +407,14 @@ def check_client(client: int, indices: Any, total: int) -> None:
             f"Client {client} has no samples (indices of shape {array.shape}): give each at least "
             "one."
         )
-    if array.dtype.kind not in "iu" or array.min() < 0 or array.max() >= total:
+    if array.dtype.kind not in "iu":
+        odd = [one for one in array.tolist() if not isinstance(one, float) or one % 1]
+        first = str([*odd, *array.tolist()][0])[:60]
+        raise UserError(
+            f"Client {client} has sample indices of type {array.dtype}, such as {first}: give "
+            f"whole numbers from 0 to {total - 1}."
+        )
+    if array.min() < 0 or array.max() >= total:
         raise UserError(
             f"Client {client} has sample indices of type {array.dtype} from {array.min()} to "
             f"{array.max()}: give whole numbers from 0 to {total - 1}."

@@ -7,6 +7,7 @@ import json
 import pickle
 import zipfile
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fl_lightning.datamodules.file_index import Arrays, indexed
-from fl_lightning.datamodules.readers import KEPT, FileDataModule, OfClients, Side
+from fl_lightning.datamodules.readers import (
+    KEPT,
+    FileDataModule,
+    OfClients,
+    Side,
+    no_class,
+    not_finite,
+)
 from fl_lightning.errors import UserError
 
 # At most this number of bytes of x, of at most KEPT clients, is read at the start.
@@ -64,11 +72,12 @@ class FromPFLlib(FileDataModule):
                 f"data.path is {str(self.path)!r}, and there are no files train/0.npz, … in it: "
                 "give the folder that PFLlib wrote, such as dataset/MNIST."
             )
-        missing = sorted(set(range(max({*train, *test}) + 1)) - set(train))
-        if missing:
+        last = max({*train, *test})
+        if last >= len(train):
+            missing = next(number for number in count() if number not in train)
             raise UserError(
-                f"The folder {str(self.path / 'train')!r} has no file {missing[0]}.npz, and there "
-                f"are files up to {max({*train, *test})}.npz: make the data again with PFLlib."
+                f"The folder {str(self.path / 'train')!r} has no file {missing}.npz, and there "
+                f"are files up to {last}.npz: make the data again with PFLlib."
             )
         self._check_config(len(train))
         self._files = [*train.values(), *test.values()]
@@ -191,11 +200,17 @@ def arrays_of(file: Path) -> tuple[NDArray[Any], NDArray[np.int64]]:
             f"The file {str(file)!r} has x {x.dtype} of the shape {x.shape} and y {y.dtype} of "
             f"{y.shape}: numbers are expected, and one y for each x."
         )
-    whole = y.dtype.kind in "iu" or bool((np.isfinite(y) & (y == np.floor(y))).all())
-    if not whole or (len(y) and min(y.min(), y.astype(np.int64).min()) < 0):
+    wrong = no_class(y)
+    if wrong is not None:
         raise UserError(
-            f"The file {str(file)!r} has y that are not whole numbers from 0: classes are numbered "
-            "from 0."
+            f"The file {str(file)!r} has y that are not whole numbers from 0, such as {y[wrong]} "
+            f"in sample {wrong}: classes are numbered from 0."
+        )
+    beyond = not_finite(x)
+    if beyond is not None:
+        raise UserError(
+            f"The file {str(file)!r} has an x in sample {beyond} that is not finite in single "
+            "precision. Mend the sample, or leave it out."
         )
     if x.dtype == np.float64:
         x = x.astype(np.float32)

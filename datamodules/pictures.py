@@ -13,6 +13,9 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 
+# PIL's modes to which it converts any picture, with 8 bits per channel or 1.
+Mode = Literal["1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV"]
+
 
 @dataclass(frozen=True)
 class Pictures:
@@ -66,17 +69,30 @@ class Pictures:
         # The pixels of a palette picture are places in its palette, from which PIL makes colours.
         mode = self.mode or {"P": "RGB", "PA": "RGBA", "1": "L"}.get(picture.mode)
         if mode is not None:
-            picture = picture.convert(mode)
+            try:
+                picture = picture.convert(mode)
+            except ValueError:
+                raise UserError(
+                    f"A picture of the mode {picture.mode!r} cannot be converted to {mode!r} by "
+                    "PIL: give another data.mode, such as RGB."
+                ) from None
         if self.size is not None:
             (height, width) = self.size
             filters = {"bilinear": Image.Resampling.BILINEAR, None: None}
             picture = picture.resize((width, height), filters[self.filter])
-        return np.asarray(picture, np.uint8)
+        pixels = np.asarray(picture, np.uint8)
+        return pixels * np.uint8(255) if picture.mode == "1" else pixels
 
     def tensor(self, pixels: NDArray[np.uint8]) -> Tensor:
         """Return float32 ``(channels, height, width)``, in [0, 1], then normalised."""
         x = torch.from_numpy(np.array(pixels)).float() / 255
         x = x.unsqueeze(0) if x.ndim == 2 else x.permute(2, 0, 1).contiguous()
+        for name, given in (("mean", self.mean), ("std", self.std)):
+            if len(given) not in (0, 1, len(x)):
+                raise UserError(
+                    f"data.{name} is {list(given)}, and a picture has {len(x)} channels: give one "
+                    "number per channel, or data.mode, to which pictures are converted."
+                )
         if self.mean:
             x -= torch.tensor(self.mean).view(-1, 1, 1)
         if self.std:
@@ -88,8 +104,8 @@ def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
     """Return height and width, given one number or two."""
     if given is None:
         return None
-    pair = (given, given) if isinstance(given, int) else tuple(given)
-    if len(pair) != 2 or any(isinstance(n, bool) or n < 1 for n in pair):
+    pair = tuple(given) if isinstance(given, list | tuple) else (given, given)
+    if len(pair) != 2 or not all(type(n) is int and n > 0 for n in pair):
         raise UserError(
             f"data.image_size is {given!r}: give one number of pixels, or [height, width]."
         )
@@ -98,7 +114,8 @@ def size_of(given: int | Sequence[int] | None) -> tuple[int, int] | None:
 
 def check_normalised(mean: Sequence[float], std: Sequence[float]) -> None:
     """Refuse numbers by which x cannot be divided."""
-    if any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
+    finite = bool(np.isfinite([*mean, *std]).all())
+    if not finite or any(s <= 0 for s in std) or (mean and std and len(mean) != len(std)):
         raise UserError(
             f"data.mean is {list(mean)} and data.std {list(std)}: give one number per channel "
             "each, and std above 0."

@@ -46,7 +46,7 @@ class DirichletByClass(Partition):
         alpha: one number, or one per client.
         source: ``"flwr"`` (flwr-datasets' DirichletPartitioner), ``"pfllib"``, ``"niid-bench"`` or
             ``"fl-bench"``.
-        min_samples: None: 10, and with ``pfllib`` min(40, N / m / 2).
+        min_samples: 0: the first split is taken. None: 10, and with ``pfllib`` min(40, N / m / 2).
         balance: clients that have their share N / m get no more samples. None: ``source`` decides
             (only ``pfllib`` and ``niid-bench`` balance).
         shuffle: shuffle each client's list; None: as the tool does (``flwr`` and ``niid-bench``).
@@ -61,7 +61,7 @@ class DirichletByClass(Partition):
         self,
         alpha: PositiveFloat | list[PositiveFloat],
         source: Source = "flwr",
-        min_samples: PositiveInt | None = None,
+        min_samples: NonNegativeInt | None = None,
         balance: bool | None = None,
         shuffle: bool | None = None,
         tool_seed: NonNegativeInt | None = None,
@@ -98,7 +98,7 @@ class DirichletByClass(Partition):
         m = len(alpha)
         wanted = self.min_samples
         if wanted is None:
-            wanted = least(self.source, len(labels), m)
+            wanted = max(1, least(self.source, len(labels), m))
         _, members = by_class(labels)
         tries = TRIES_OF_FLWR if self.source == "flwr" else TRIES
         smallest = 0
@@ -107,8 +107,15 @@ class DirichletByClass(Partition):
             if clients is None:
                 continue
             smallest = max(smallest, min(map(len, clients)))
-            if min(map(len, clients)) >= max(wanted, 1):
+            sizes = [len(own) for own in clients]
+            if min(sizes) >= max(wanted, 1):
                 return clients
+            if wanted == 0:
+                raise UserError(
+                    f"DirichletByClass: min_samples=0 takes the first split, in which client "
+                    f"{sizes.index(0)} has no samples, so it cannot train. Give min_samples=1, by "
+                    "which such a split is drawn again, a larger alpha, or fewer clients."
+                )
         raise UserError(
             f"DirichletByClass: in {tries} tries with alpha={self.alpha!r} no split gave each of "
             f"{m} clients min_samples={wanted} samples; the best had a client of {smallest}. Give "

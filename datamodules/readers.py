@@ -5,15 +5,16 @@ and hash of the files for the run's card.
 from __future__ import annotations
 
 import hashlib
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from fl_lightning.accepted import NonNegativeInt
 from fl_lightning.datamodules.base import FederatedDataModule
@@ -22,14 +23,12 @@ from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup
 from fl_lightning.datamodules.read_ahead import Workers
+from fl_lightning.datamodules.sample_labels import MOST_CLASSES, classes_in
 from fl_lightning.datamodules.samples import DatasetSamples
 from fl_lightning.errors import UserError
 
 # Number of clients whose samples are kept in memory.
 KEPT = 1000
-# A label of at least this size is not the number of a class: tables would have a column for each
-# smaller number.
-MOST_CLASSES = 10_000_000
 SHOWN = 20
 
 
@@ -160,6 +159,44 @@ class FileDataModule(FederatedDataModule):
         """
         return arguments.get("partition") is None
 
+    @classmethod
+    def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
+        """Return the shape of the first training sample; None for tokens."""
+        _, sides = cls._first_read(arguments)
+        try:
+            x, _ = sides[0].dataset[0]
+        except Exception:  # as in `_first_read`
+            return None
+        return tuple(x.shape) if x.is_floating_point() else None
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Return the number of classes, as the run counts them: those that only test samples have
+        count, too. None if y are numbers to predict, or no labels of classes.
+        """
+        names, sides = cls._first_read(arguments)
+        if names:
+            return len(names)
+        found = [side.labels for side in sides if side.labels is not None and len(side.labels)]
+        if not found:
+            return None
+        # The run refuses labels that are not numbers of classes.
+        labels = classes_in(np.concatenate(found))
+        return None if labels is None else int(labels.max()) + 1
+
+    @classmethod
+    def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
+        """Return the classes' names, and the training and test samples.
+
+        Both are empty if something is wrong, which the run itself reports.
+        """
+        try:
+            data = before_the_run(cls, arguments)
+            train, test, _ = data.read()
+        except Exception:  # arguments are not checked yet, and libraries raise many kinds
+            return (), []
+        return data.class_names, [train] if test is None else [train, test]
+
     def load(self) -> None:
         train, test, val = self.read()
         if not len(train.groups):
@@ -175,6 +212,7 @@ class FileDataModule(FederatedDataModule):
             self.client_names = train.names
         if test is None or not len(test.groups):
             return
+        test = by_client(test)
         self.test_set = self._samples(test.dataset)
         if self._tests_are_own(train, test) and isinstance(self.partition, ByGroup):
             places = {name: i for i, name in enumerate(train.names)}
@@ -263,8 +301,51 @@ class FileDataModule(FederatedDataModule):
         return facts
 
 
+def by_client(side: Side) -> Side:
+    """Return the samples client by client, each client's in the order of the data."""
+    order = np.argsort(side.groups, kind="stable")
+    if (np.diff(order) > 0).all():
+        return side
+    dataset: Any = Subset(side.dataset, order.tolist())
+    if side.labels is not None:
+        dataset.targets = side.labels[order]
+    return Side(side.names, side.groups[order], dataset)
+
+
+def before_the_run(cls: Any, arguments: Mapping[str, Any]) -> Any:
+    """Return a data module that is made to ask for its samples' sizes, and that reports nothing.
+
+    Args:
+        arguments: as in a config, where objects are still texts; the class's own plain ones count.
+    """
+    own = set(inspect.signature(cls.__init__).parameters) - {"partition", "num_clients"}
+    given = {name: arguments[name] for name in own if arguments.get(name) is not None}
+    data = cls(**given)
+    vars(data)["tell"] = lambda text: None
+    return data
+
+
 def missing_package(package: str, extra: str) -> UserError:
     return UserError(
         f"This data module reads files with {package}, which is not installed: pip install "
         f"'fl-lightning[{extra}]'."
     )
+
+
+def no_class(labels: NDArray[Any]) -> int | None:
+    """Return the place of the first label ``(n,)`` that is no whole number from 0, if any."""
+    with np.errstate(invalid="ignore"):
+        # Numbers beyond int64 become negative.
+        whole = labels.astype(np.int64)
+    wrong = np.flatnonzero((whole < 0) | (whole != labels))
+    return int(wrong[0]) if len(wrong) else None
+
+
+def not_finite(x: NDArray[Any]) -> int | None:
+    """Return the first of the samples ``(n, …)`` that has a number beyond single precision."""
+    if x.dtype.kind != "f" or not x.size:
+        return None
+    with np.errstate(over="ignore"):
+        single = x.astype(np.float32, copy=False)
+    wrong = np.flatnonzero(~np.isfinite(single.reshape(len(x), -1)).all(1))
+    return int(wrong[0]) if len(wrong) else None

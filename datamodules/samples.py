@@ -17,11 +17,18 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
-from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset, default_collate
+from torch.utils.data import Dataset, Subset, default_collate
 
 from fl_lightning.datamodules.frames import as_tensor
 from fl_lightning.datamodules.own_generators import ONE_AT_A_TIME, generators_of, seed_all
 from fl_lightning.datamodules.read_ahead import AheadReader, Reading, Workers
+from fl_lightning.datamodules.sample_labels import (
+    classes_in,
+    find_targets,
+    label_that_differs,
+    some_of,
+    why_no_classes,
+)
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.errors import UserError
 from fl_lightning.machine.device_memory import to_device
@@ -64,8 +71,8 @@ class TensorSamples:
             raise UserError("The data have no samples: give at least one.")
         if not self.y.is_floating_point():
             self.y = self.y.long()
-        is_class = self.y.ndim == 1 and self.y.dtype == torch.int64 and int(self.y.min()) >= 0
-        self.labels: NDArray[np.int64] | None = self.y.numpy() if is_class else None
+        self.labels = classes_in(self.y.numpy())
+        self.why_no_classes = why_no_classes(self.y.numpy()) if self.labels is None else ""
         self.transform = transform
         self.image = self.x.dtype == torch.uint8
         shape = (-1, *[1] * (self.x.ndim - 2))
@@ -134,7 +141,7 @@ class TensorSamples:
         other = copy(self)
         other.x = x
         other.y = y
-        other.labels = None if self.labels is None else y.numpy()
+        other.labels = None if self.labels is None else classes_in(y.numpy())
         other._there = {}
         other._lock = threading.Lock()
         return other
@@ -197,11 +204,48 @@ class DatasetSamples:
                     f"targets have the shape {labels.shape}: give one label for each of the "
                     f"{len(self)} samples."
                 )
-            if labels.dtype.kind in "iub" and labels.min() >= 0:
-                self.labels = labels.astype(np.int64)
+            self.labels = classes_in(labels)
+        self._given = targets is not None
+        self.why_no_classes = why_no_classes(labels) if self.labels is None else ""
 
     def __len__(self) -> int:
         return len(self.read.dataset)
+
+    def compare_labels(self) -> str:
+        """Compare the labels with those in a few samples.
+
+        If the data set's own labels differ, they count as unknown.
+
+        Returns:
+            How they differ, for a note; empty if they do not.
+        """
+        if self.labels is None or self.read.fetch == "batch":
+            return ""
+        some = some_of(len(self))
+        try:
+            with drawing_apart():
+                for index, batch in zip(some, self.each(some, lambda k: k, CPU), strict=True):
+                    place = int(index[0])
+                    label = int(self.labels[place])
+                    other = label_that_differs(batch, label)
+                    if other is None:
+                        continue
+                    if self._given:
+                        follows = "the split and the counts of classes follow targets"
+                    else:
+                        self.labels = None
+                        self.why_no_classes = f"sample {place} is read with the label {other:g}"
+                        follows = "the labels count as unknown: give targets=[…], one per sample"
+                    return (
+                        f"sample {place} of the training data has the label {other:g} when it is "
+                        f"read, but {'targets' if self._given else 'its data set'} says {label}; "
+                        f"{follows}"
+                    )
+        except Exception:  # reading is the data set's own code, whose errors the run reports
+            return ""
+        finally:
+            self.close()
+        return ""
 
     @property
     def reads_ahead(self) -> bool:
@@ -343,32 +387,3 @@ def batch_to_device(batch: Batch, device: torch.device) -> Batch:
         Movable,
         lambda one: to_device(one, device) if isinstance(one, Tensor) else one.to(device),
     )
-
-
-def find_targets(dataset: Any) -> Any:
-    """Return a dataset's labels if it has them without reading its samples, else None."""
-    if isinstance(dataset, Subset):
-        whole = find_targets(dataset.dataset)
-        return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices, np.int64)]
-    if isinstance(dataset, ConcatDataset):
-        targets = [find_targets(part) for part in dataset.datasets]
-        if any(labels is None for labels in targets):
-            return None
-        return np.concatenate([np.asarray(labels) for labels in targets])
-    if isinstance(dataset, TensorDataset):
-        if len(dataset.tensors) > 1 and dataset.tensors[1].ndim == 1:
-            return dataset.tensors[1]
-        return None
-    for name in ("targets", "labels"):
-        labels = getattr(dataset, name, None)
-        if _one_per_sample(labels, len(dataset)):
-            return labels
-    return None
-
-
-def _one_per_sample(labels: Any, samples: int) -> bool:
-    """Return whether ``labels`` is one number or word per sample, and not a list of tags, say."""
-    try:
-        return len(labels) == samples and np.asarray(labels).ndim == 1
-    except (TypeError, ValueError):
-        return False

@@ -196,7 +196,7 @@ def split_samples(
         return Split(clients, total, kept, held_out, False, test, data.labels)
     wanted, default = counts
     num_clients = wanted or partition.clients or default
-    check_partition(partition, num_clients, data.labels)
+    check_partition(partition, num_clients, data.labels, data.why_no_classes)
     assert num_clients is not None
     labels = np.zeros(total, np.int64) if data.labels is None else data.labels
     labels = labels if kept is None else labels[kept]
@@ -284,7 +284,9 @@ def _kept_and_held_out(
     return drawn[kept], drawn[held_out]
 
 
-def check_partition(partition: Partition, num_clients: int | None, labels: object) -> None:
+def check_partition(
+    partition: Partition, num_clients: int | None, labels: object, why: str
+) -> None:
     """Refuse a partition without a number of clients, or one that uses classes if there are
     none.
     """
@@ -296,8 +298,8 @@ def check_partition(partition: Partition, num_clients: int | None, labels: objec
     if labels is None and partition.needs_labels:
         raise UserError(
             f"The partition is {partition!r}, which uses classes, but the training data have no "
-            "class labels (whole numbers from 0, one per sample): give targets, or a partition "
-            "such as IID."
+            f"class labels (whole numbers from 0, one per sample): {why}; give targets, or a "
+            "partition such as IID."
         )
 
 

@@ -10,21 +10,24 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.accepted import Above, Below, check
+from fl_lightning.accepted import Above, Below, FiniteFloat, check
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.client_tests import GroupTests
 from fl_lightning.datamodules.frames import located
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions import ByGroup, Partition
+from fl_lightning.datamodules.readers import before_the_run
 from fl_lightning.datamodules.samples import TensorSamples
 from fl_lightning.datamodules.table_columns import (
     Encoding,
     Kind,
+    Scale,
+    as_names,
     check_rule,
     held_out,
     joined_tables,
     refuse_both,
-    scaled,
+    single,
     under,
     without_missing,
 )
@@ -34,6 +37,7 @@ from fl_lightning.datamodules.tables import (
     coded,
     codes,
     columns_of,
+    exactly,
     is_number,
     labels,
     nothing_to_learn_from,
@@ -118,13 +122,14 @@ class FromTable(FederatedDataModule):
         missing_marks: Sequence[str] = ("?",),
         columns: Sequence[str] | None = None,
         root: str | Path | None = None,
-        above: float | None = None,
+        above: FiniteFloat | None = None,
         scale: Literal["client", "all"] | None = None,
         **arguments: Any,
     ) -> None:
         if isinstance(path, Mapping):
             client = client or "client"
-        refuse_both(client, partition, classes, regression)
+        target, client, features = as_names(target, client, features)
+        refuse_both(client, partition, classes, regression, above)
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
@@ -146,12 +151,12 @@ class FromTable(FederatedDataModule):
         self.columns = None if columns is None else list(columns)
         self.encoding = Encoding(encode, drop_first)
         self.missing = missing
-        self.missing_marks = list(missing_marks)
+        self.missing_marks = list(map(str, missing_marks))
         self.above = above
         self.scale = scale
         self.target = target
         self.client = client
-        self.features = None if features is None else list(features)
+        self.features = features
         self.test = test if isinstance(test, Mapping) else under(root, test)
         self.separator = separator
         self.classes = None if classes is None else [str(name) for name in classes]
@@ -175,7 +180,8 @@ class FromTable(FederatedDataModule):
         features = arguments.get("features")
         # Encoded texts may become several columns, and with one file per client there is one more.
         if arguments.get("encode") is not None or isinstance(arguments.get("path"), Mapping):
-            return None
+            data = cls._first_read(arguments)
+            return None if data is None else (len(data.column_names),)
         path = Path(under(arguments.get("root"), str(arguments.get("path")))).expanduser()
         if arguments.get("columns") is not None and features is None:
             others = [arguments.get(name) for name in ("target", "client")]
@@ -196,6 +202,24 @@ class FromTable(FederatedDataModule):
             if not features:
                 raise nothing_to_learn_from(f"The table {str(path)!r}", names)
         return None if features is None else (len(features),)
+
+    @classmethod
+    def classes_of_samples(cls, **arguments: Any) -> int | None:
+        """Return the number of the training rows' classes; None if y are numbers to predict."""
+        data = None if arguments.get("regression") else cls._first_read(arguments)
+        return len(data.class_names) or None if data is not None else None
+
+    @classmethod
+    def _first_read(cls, arguments: Mapping[str, Any]) -> FromTable | None:
+        """Return the table, read before the run; None if something is wrong, which the run
+        reports.
+        """
+        try:
+            data: FromTable = before_the_run(cls, arguments)
+            data.load()
+        except Exception:  # arguments are not checked yet, and pyarrow raises many kinds
+            return None
+        return data
 
     @property
     def num_classes(self) -> int | None:
@@ -221,6 +245,7 @@ class FromTable(FederatedDataModule):
         require(table.path, table.columns, given)
         if not features:
             raise nothing_to_learn_from(table.where, others)
+        self.encoding.check(features)
         table = self._without_missing(table, [*features, *others])
         y, classes = self._targets(table)
         self.class_names = list(classes or ())
@@ -228,17 +253,23 @@ class FromTable(FederatedDataModule):
             self.groups, self.client_names = codes(told_apart(table, self.client))
         rows = self._rows(y)
         self.encoding.learn(table, features, rows[0])
-        x = self.encoding.numbers(table, features, self._tell)
+        x = self.encoding.numbers(table, features, self.tell)
         self.column_names = self.encoding.names(features)
+        if not self.column_names:
+            raise UserError(
+                f"{table.where}: data.drop_first leaves out the only value of "
+                f"{', '.join(features)[:200]}, so x is empty: give drop_first=False, or more "
+                "columns."
+            )
         self._table = (table, rows[0])
         if not isinstance(self.test, (int, float, Mapping)) and self.test is not None:
             self._with_file(table, features, x, y, classes)
             return
         if self.scale is not None:
-            x = scaled(x, self._scaled_by(len(y)), rows[0])
-        self._set_rows(x, y, *rows)
+            x = self._scaled(x, self._scaled_by(len(y)), rows[0])
+        self._set_rows(single(x, self.column_names, self.tell), y, *rows)
 
-    def _tell(self, text: str) -> None:
+    def tell(self, text: str) -> None:
         say(self.trainer, text)
 
     def _read_training(self) -> FileTable:
@@ -254,21 +285,28 @@ class FromTable(FederatedDataModule):
 
     def _without_missing(self, table: FileTable, used: list[str]) -> FileTable:
         drop = self.missing == "drop"
-        return without_missing(table, used, self.missing_marks, drop, self._tell)
+        return without_missing(table, used, self.missing_marks, drop, self.tell)
 
     def _targets(self, table: FileTable) -> tuple[NDArray[Any], dict[str, int] | None]:
         """Return y ``(N,)``, and its classes by value."""
         if self.above is not None:
-            numbers = table.target_numbers(self.target)
-            return (numbers > self.above).astype(np.int64), {"0": 0, "1": 1}
+            table.target_numbers(self.target)  # refuses what is not a number
+            exceeds = [exactly(value) > self.above for value in table.present(self.target)]
+            return np.array(exceeds, np.int64), {"0": 0, "1": 1}
         if self.regression:
-            return table.target_numbers(self.target), None
+            return table.target_numbers(self.target).astype(np.float32), None
         if self.classes is None:
             y, classes = labels(table, self.target)
             self._say_of_whole_numbers(classes, len(y))
             return y, classes
         known = {name: place for place, name in enumerate(self.classes)}
         return coded(table, self.target, known, "data.classes"), known
+
+    def _scaled(
+        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: NDArray[np.int64]
+    ) -> NDArray[np.float64]:
+        whose = self.client_names if self.scale == "client" else ()
+        return Scale(self.column_names, whose, self.tell)(x, groups, trained)
 
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
         """Return the group by whose mean and deviation each row is scaled."""
@@ -303,7 +341,7 @@ class FromTable(FederatedDataModule):
         named = self.client is not None and self.client in other.columns
         used = [*features, self.target, *([str(self.client)] if named else [])]
         other = self._without_missing(other, used)
-        held = self.encoding.numbers(other, features, self._tell)
+        held = self.encoding.numbers(other, features, self.tell)
         of_tests = None
         if named:
             assert self.client is not None
@@ -314,23 +352,25 @@ class FromTable(FederatedDataModule):
             if self.scale == "client":
                 tests = np.full(len(held), -1) if of_tests is None else of_tests
             whole = np.concatenate([x, held])
-            whole = scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
+            whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
             (x, held) = np.split(whole, [len(x)])
-        self.train_set = TensorSamples(x, y)
+        rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
+        self.train_set = TensorSamples(rounded[: len(x)], y)
         tested = self._targets(other)[0] if self.above is not None else None
         if tested is None:
             tested = coded(other, self.target, classes)
-        self.test_set = TensorSamples(held, tested)
+        self.test_set = TensorSamples(rounded[len(x) :], tested)
         if of_tests is not None:
             assert self.groups is not None
             self.own_tests = GroupTests.of(self.test_set, self.groups, of_tests)
             self._say_of_nobodys_rows(other, of_tests)
 
-    def column_values(self, column: str) -> NDArray[np.float32]:
+    def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
         table, rows = self._table
         require(table.path, table.columns, {"partition.column": [column]})
-        found: NDArray[np.float32] = table.numbers([column])[rows, 0]
+        remedy = "convert the column to numbers, or give another data.partition.column"
+        found: NDArray[np.float64] = table.numbers([column], remedy)[rows, 0]
         return found
 
     def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:
@@ -339,8 +379,7 @@ class FromTable(FederatedDataModule):
         if not names or not all(map(is_number, names)):
             return
         if len(names) > MANY_CLASSES or len(names) > max(2, rows / 2):
-            say(
-                self.trainer,
+            self.tell(
                 f"data.target={self.target!r}: {len(names)} whole numbers in {rows} rows are taken "
                 f"for classes ({names[0]} is class 0, {names[-1]} class {len(names) - 1}); where "
                 "it is an amount, data.regression=true makes y the number itself, and where they "
@@ -353,8 +392,7 @@ class FromTable(FederatedDataModule):
         nobodys = np.flatnonzero(of_tests < 0).tolist()
         if nobodys:
             names = dict.fromkeys(str(table.columns[self.client][row]) for row in nobodys)
-            say(
-                self.trainer,
+            self.tell(
                 f"{table.where}: {len(nobodys)} of {len(of_tests)} rows to test on are of no "
                 f"client of the training data (column {self.client!r}: "
                 f"{', '.join(names)[:100]}), and are tested on in common alone",

@@ -11,8 +11,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.partitions import Indices
-from fl_lightning.datamodules.tables import FileTable, is_missing, is_number, ordered, truths
-from fl_lightning.errors import UserError
+from fl_lightning.datamodules.tables import (
+    SEVERAL,
+    FileTable,
+    by_value,
+    is_missing,
+    is_number,
+    ordered,
+    truths,
+)
+from fl_lightning.errors import UserError, suggest
 
 SMALL = 1e-9
 Kind = Literal["one-hot", "codes"]
@@ -59,10 +67,10 @@ def without_missing(
     """Return a table in which ``marks`` are missing values; if ``drop``, without the rows that
     lack a value.
     """
-    marked = {mark.strip() for mark in marks}
+    marked = {by_value(mark) for mark in marks}
     columns: dict[str, Sequence[Any]] = {}
     for name, values in table.columns.items():
-        gone = [isinstance(value, str) and value.strip() in marked for value in values]
+        gone = [not isinstance(value, SEVERAL) and by_value(value) in marked for value in values]
         if any(gone):
             values = [None if one else value for value, one in zip(values, gone, strict=True)]
         columns[name] = values
@@ -75,6 +83,14 @@ def without_missing(
         kept &= ~np.array([is_missing(value) for value in columns[name]], bool)
     if kept.all():
         return read
+    if not kept.any():
+        gaps = {name: sum(map(is_missing, columns[name])) for name in used}
+        most = max(gaps, key=lambda name: gaps[name])
+        raise UserError(
+            f"{table.where}: each of the {count} rows lacks a value, most often in the column "
+            f"{most!r} ({gaps[most]} rows), so data.missing=drop leaves none: leave such columns "
+            "out of data.features, or fill them in."
+        )
     tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
     return read.only(np.flatnonzero(kept).tolist())
 
@@ -99,6 +115,15 @@ class Encoding:
             return self.given.get(column)
         return self.given if column in self.categories else None
 
+    def check(self, features: Sequence[str]) -> None:
+        """Refuse to encode a column that is not a part of x."""
+        for name in self.given if isinstance(self.given, Mapping) else ():
+            if name not in features:
+                raise UserError(
+                    f"data.encode has {name!r}, which is not among the columns of x: "
+                    f"{', '.join(features)[:300]}.{suggest(name, features)}"
+                )
+
     def learn(self, table: FileTable, features: Sequence[str], rows: Indices) -> None:
         """Note the categories of the training rows."""
         for name in features:
@@ -106,8 +131,11 @@ class Encoding:
             named = isinstance(self.given, Mapping) and name in self.given
             texts = isinstance(self.given, str) and not all(map(is_number, values))
             if named or texts:
-                own = [values[row] for row in rows.tolist()]
-                self.categories[name] = [str(value) for value in ordered(own)]
+                # The first spelling names a category.
+                first: dict[Any, str] = {}
+                for row in rows.tolist():
+                    first.setdefault(by_value(values[row]), str(values[row]).strip())
+                self.categories[name] = ordered([*first.values()])
 
     def names(self, features: Sequence[str]) -> list[str]:
         """The columns of x."""
@@ -124,7 +152,7 @@ class Encoding:
 
     def numbers(
         self, table: FileTable, features: Sequence[str], tell: Callable[[str], None]
-    ) -> NDArray[np.float32]:
+    ) -> NDArray[np.float64]:
         """x ``(N, columns)``."""
         parts = []
         for name in features:
@@ -132,41 +160,98 @@ class Encoding:
             if kind is None:
                 parts.append(table.numbers([name]))
                 continue
-            values = [str(value) for value in truths(table.present(name))]
-            places = {one: place for place, one in enumerate(self.categories[name])}
+            places = {by_value(one): place for place, one in enumerate(self.categories[name])}
+            values = map(by_value, table.present(name))
             codes = np.array([places.get(value, len(places)) for value in values])
             unseen = int((codes == len(places)).sum())
             if unseen:
                 tell(f"{table.where}: {unseen} values of {name!r} occur in no training row")
             if kind == "codes":
-                parts.append(codes[:, None].astype(np.float32))
+                parts.append(codes[:, None].astype(np.float64))
             else:
-                table_of = np.eye(len(places) + 1, len(places), dtype=np.float32)[codes]
+                table_of = np.eye(len(places) + 1, len(places))[codes]
                 parts.append(table_of[:, 1 if self.drop_first else 0 :])
         return np.concatenate(parts, axis=1)
 
 
-def scaled(
-    x: NDArray[np.float32], groups: NDArray[np.int64], trained: Indices
-) -> NDArray[np.float32]:
-    """Return (x − mean) / (std + 1e-9) by the training rows of each group; std with n − 1.
+@dataclass
+class Scale:
+    """Converts x to (x − mean) / (std + 1e-9), by the training rows of each group; std with n − 1.
 
     Args:
-        groups: group of each row ``(N,)``.
-        trained: positions of the training rows.
+        columns: names of the columns of x.
+        whose: names of the groups, for notes; none if there is one group.
     """
-    left = np.zeros(len(x), bool)
-    left[trained] = True
-    found = x.astype(np.float64)
-    for group in np.unique(groups):
-        rows = groups == group
-        own = found[rows & left]
-        if not len(own):
-            # Rows that belong to no training client are standardised with the figures of all rows.
-            own = x[left].astype(np.float64)
-        spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
-        found[rows] = (found[rows] - own.mean(axis=0)) / (spread + SMALL)
-    return found.astype(np.float32)
+
+    columns: Sequence[str]
+    whose: Sequence[str]
+    tell: Callable[[str], None]
+
+    def __call__(
+        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices
+    ) -> NDArray[np.float64]:
+        """Return x ``(N, columns)``, scaled.
+
+        Args:
+            groups: group of each row ``(N,)``.
+            trained: positions of the training rows.
+        """
+        left = np.zeros(len(x), bool)
+        left[trained] = True
+        found = np.empty_like(x)
+        alone = 0
+        for group in np.unique(groups):
+            rows = groups == group
+            own = x[rows & left]
+            if not len(own):
+                # Rows that belong to no training client are standardised by all training rows.
+                own = x[left]
+            else:
+                alone += len(own) == 1
+                self._tell_of_no_spread(int(group), own, x[rows & ~left])
+            spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
+            found[rows] = (x[rows] - own.mean(axis=0)) / (spread + SMALL)
+        if alone:
+            self.tell(
+                f"data.scale: {alone} of {len(np.unique(groups[trained]))} clients have one "
+                "training row, which becomes 0 in every column: give data.scale=all, or leave "
+                "these clients out"
+            )
+        return found
+
+    def _tell_of_no_spread(
+        self, group: int, own: NDArray[np.float64], others: NDArray[np.float64]
+    ) -> None:
+        """Report columns that are constant in the training rows, but not in the test rows."""
+        for column in np.flatnonzero((own == own[0]).all(axis=0)).tolist():
+            rows = int((others[:, column] != own[0, column]).sum())
+            if not rows:
+                continue
+            of = f"the training rows of client {self.whose[group]!r}" if self.whose else "training"
+            many = f"{rows} test row{'s' * (rows > 1)}"
+            remedy = ", or give data.scale=all" if self.whose else ""
+            self.tell(
+                f"data.scale: the column {self.columns[column]!r} is always "
+                f"{own[0, column]:.12g} in {of}, so its spread is 0, and another value in {many} "
+                f"becomes as large as 1e9 times the difference: leave the column out of "
+                f"data.features{remedy}"
+            )
+
+
+def single(
+    x: NDArray[np.float64], columns: Sequence[str], tell: Callable[[str], None]
+) -> NDArray[np.float32]:
+    """Return x ``(N, columns)`` as float32; a note says where whole numbers lose digits."""
+    found = x.astype(np.float32)
+    for column, name in enumerate(columns):
+        lost = np.flatnonzero((found[:, column] != x[:, column]) & (x[:, column] % 1 == 0))
+        if len(lost):
+            tell(
+                f"x is float32, which does not hold all digits of the column {name!r}, such as "
+                f"{x[lost[0], column]:.0f}: give data.scale, or smaller numbers, such as the days "
+                "since the first"
+            )
+    return found
 
 
 def check_rule(test: Mapping[str, Any]) -> None:
@@ -181,8 +266,16 @@ def check_rule(test: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> None:
+def refuse_both(
+    client: Any, partition: Any, classes: Any, regression: bool, above: float | None
+) -> None:
     """Refuse options that contradict each other."""
+    if above is not None and (classes is not None or regression):
+        other = "data.regression=True" if regression else f"data.classes={list(classes)!r}"
+        raise UserError(
+            f"data.above={above:g} makes two classes of the target, 0 and 1, and {other} says "
+            "otherwise: give one of the two."
+        )
     if client is not None and partition is not None:
         raise UserError(
             f"data.client={client!r} says whose each row is, and data.partition splits the rows "
@@ -193,6 +286,16 @@ def refuse_both(client: Any, partition: Any, classes: Any, regression: bool) -> 
             f"data.classes={list(classes)!r} names the target's classes, and data.regression=True "
             "says that it is a number: give one of the two."
         )
+
+
+def as_names(
+    target: Any, client: Any, features: Sequence[Any] | None
+) -> tuple[str, str | None, list[str] | None]:
+    """Return names of columns as texts: a frame's may be numbers."""
+    if isinstance(features, str):
+        features = [features]
+    of_client = None if client is None else str(client)
+    return str(target), of_client, None if features is None else list(map(str, features))
 
 
 def held_out(

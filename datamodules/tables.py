@@ -19,6 +19,12 @@ from fl_lightning.errors import UserError, suggest
 
 # Texts of a cell without a value; Parquet has its own nulls.
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
+# Types of a cell that has several values, as Parquet and frames have them.
+SEVERAL = (list, tuple, dict, set, np.ndarray)
+TO_NUMBERS = (
+    "convert the column to numbers, give data.encode (one-hot or codes) if it holds names, or "
+    "leave it out of data.features"
+)
 # Names that pandas and R give to the column of row numbers: in a CSV, in a CSV read again, and in
 # Parquet.
 ROW_INDEX = re.compile(r"\s*|Unnamed: \d+|__index_level_\d+__")
@@ -47,7 +53,8 @@ class FileTable:
 
     def has(self, value: Any, column: str, row: int) -> str:
         """Return the beginning of an error about a row's value in a column."""
-        said = "no value" if is_missing(value) else repr(value)
+        several = isinstance(value, SEVERAL)
+        said = repr(value)[:200] if several or not is_missing(value) else "no value"
         file, line = str(self.files[row]), self.lines[row]
         return f"The table {file!r} has {said} in column {column!r} of line {line}"
 
@@ -65,6 +72,11 @@ class FileTable:
         """
         values = list(self.columns[name])
         for row, value in enumerate(values):
+            if isinstance(value, SEVERAL):
+                raise UserError(
+                    f"{self.has(value, name, row)[:300]}, but a table needs one number or name in "
+                    "each cell: make a column of each part, or choose another column."
+                )
             if is_missing(value):
                 missing = sum(map(is_missing, values))
                 raise UserError(
@@ -73,29 +85,35 @@ class FileTable:
                 )
         return values
 
-    def numbers(self, names: Sequence[str]) -> NDArray[np.float32]:
-        """Return columns of numbers as ``(N, k)``, float32."""
-        x = np.empty((len(self.columns[names[0]]), len(names)), np.float32)
+    def numbers(self, names: Sequence[str], remedy: str = TO_NUMBERS) -> NDArray[np.float64]:
+        """Return columns of numbers as ``(N, k)``, each within the range of float32.
+
+        Args:
+            remedy: what to do if a value is not a number.
+        """
+        x = np.empty((len(self.columns[names[0]]), len(names)))
         for k, name in enumerate(names):
             values = self.present(name, ", or leave the column out of data.features")
             try:
+                if any(isinstance(value, str) and "_" in value for value in values):
+                    raise ValueError
                 x[:, k] = np.asarray(truths(values), np.float64)
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
                 raise UserError(
-                    f"{self.has(values[row], name, row)}, which is not a number: convert the "
-                    "column to numbers, or leave it out of data.features."
+                    f"{self.has(values[row], name, row)}, which is not a number: {remedy}."
                 ) from None
-            if not np.isfinite(x[:, k]).all():
-                row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
+            beyond = np.flatnonzero(~(np.abs(x[:, k]) <= np.finfo(np.float32).max))
+            if len(beyond):
+                row = int(beyond[0])
                 raise UserError(
                     f"{self.has(values[row], name, row)}, which is not a finite number in single "
                     "precision."
                 )
         return x
 
-    def target_numbers(self, name: str) -> NDArray[np.float32]:
-        """Return the target's column ``(N,)``, float32."""
+    def target_numbers(self, name: str) -> NDArray[np.float64]:
+        """Return the target's column ``(N,)``."""
         for row, value in enumerate(self.present(name)):
             if not is_number(value):
                 raise UserError(
@@ -142,14 +160,16 @@ def nothing_to_learn_from(where: str, columns: Sequence[str]) -> UserError:
     return UserError(f"{where} has {besides}, so x is empty: give it columns of numbers.")
 
 
-def refuse_answers(features: Iterable[str], others: dict[str, str | None]) -> None:
+def refuse_answers(
+    features: Iterable[str], others: dict[str, str | None], chosen: str = "data.features"
+) -> None:
     """Refuse to use the target, or the client's column, as an input."""
     for name in map(str, features):
         for option, other in others.items():
             if name == other:
                 raise UserError(
-                    f"data.features has {name!r}, which is data.{option}={other!r}: the model "
-                    "would learn from it. Leave it out of data.features, or give another "
+                    f"{chosen} has {name!r}, which is data.{option}={other!r}: the model "
+                    f"would learn from it. Leave it out of {chosen}, or give another "
                     f"data.{option}."
                 )
 
@@ -171,10 +191,24 @@ def truths(values: Sequence[Any]) -> Sequence[Any]:
     """Return a column of true and false, as a CSV spells them, as 1 and 0; other columns
     unchanged.
     """
-    words = {"true": 1, "false": 0}
-    if not all(isinstance(value, str) and value.strip().lower() in words for value in values):
+    if not all(isinstance(value, str) and value.strip().lower() in TRUTHS for value in values):
         return values
-    return [words[value.strip().lower()] for value in values]
+    return [TRUTHS[value.strip().lower()] for value in values]
+
+
+TRUTHS = {"true": 1, "false": 0}
+
+
+def by_value(value: Any) -> Any:
+    """Return what equals for two spellings of one value, as pandas reads them.
+
+    >>> by_value("1.0") == by_value(1), by_value("red ") == by_value("red"), by_value("TRUE")
+    (True, True, 1)
+    """
+    if is_number(value):
+        return exactly(value)
+    text = str(value).strip()
+    return TRUTHS.get(text.lower(), text)
 
 
 def is_missing(value: Any) -> bool:
@@ -184,6 +218,9 @@ def is_missing(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
+    # Python reads 1_2 as 12, but in a table it is a name.
+    if isinstance(value, str) and "_" in value:
+        return False
     try:
         float(value)
     except (ValueError, TypeError):
@@ -210,7 +247,7 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
     spelled: dict[Any, Any] = {}
     # Use the order of the rows: the order of a set differs between processes.
     for value in dict.fromkeys(values):
-        first = spelled.setdefault(exactly(value) if numbers else str(value).strip(), value)
+        first = spelled.setdefault(exactly(value) if numbers else word(value), value)
         if first != value:
             row = values.index(value)
             raise UserError(
@@ -219,6 +256,12 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
                 f"{table.lines[row]}). Write it in one way."
             )
     return values
+
+
+def word(value: Any) -> str:
+    """Return a common form of names that differ only in spelling."""
+    text = str(value).strip()
+    return text.lower() if text.lower() in TRUTHS else text
 
 
 def exactly(value: Any) -> int | float:
@@ -275,7 +318,7 @@ def labels(table: FileTable, target: str) -> tuple[NDArray[Any], dict[str, int] 
     """
     values = table.present(target)
     if all(map(is_number, values)) and any(float(value) % 1 for value in values):
-        return table.target_numbers(target), None
+        return table.target_numbers(target).astype(np.float32), None
     y, names = codes(told_apart(table, target))
     return y, {name: place for place, name in enumerate(names)}
 
@@ -292,20 +335,25 @@ def coded(
         UserError: a value is not among the accepted ones.
     """
     if classes is None:
-        return table.target_numbers(target)
-    values = [str(value) for value in table.present(target)]
-    unknown = [value for value in values if value not in classes]
-    if unknown:
+        return table.target_numbers(target).astype(np.float32)
+    values = table.present(target)
+    alike = {by_value(name): place for name, place in classes.items()}
+    # Names such as 7 and 007 may be two classes.
+    found = [classes.get(str(value)) for value in values]
+    if len(alike) == len(classes):
+        found = [alike.get(by_value(value)) for value in values]
+    if None in found:
+        row = found.index(None)
         raise UserError(
-            f"{table.where} has {unknown[0]!r} in column {target!r}, which is not in {of}: "
+            f"{table.has(values[row], target, row)}, which is not in {of}: "
             f"{', '.join(classes)[:300]}."
         )
-    return np.array([classes[value] for value in values], np.int64)
+    return np.array(found, np.int64)
 
 
 def columns_of(path: Path, separator: str) -> list[str]:
     """Return the names of a table's columns; its rows are not read."""
-    if path.suffix == ".parquet":
+    if is_parquet(path):
         with reading(path):
             names: list[str] = parquet().ParquetFile(path).schema_arrow.names
             return names
@@ -327,7 +375,7 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
         path = Path(f"<{type(path).__name__}>")
         refuse_two_of_a_name(path, [name for name, _ in read])
         return _table(path, dict(read), range(1, 1 + max((len(v) for _, v in read), default=0)))
-    if path.suffix == ".parquet":
+    if is_parquet(path):
         with reading(path):
             refuse_two_of_a_name(path, parquet().ParquetFile(path).schema_arrow.names)
             read = parquet().read_table(path)
@@ -366,6 +414,17 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
     return _table(path, dict(zip(names, by_name, strict=True)), lines)
 
 
+def refuse_blanks(names: Iterable[Any], where: str) -> None:
+    """Refuse names that differ only in blanks around them, and would count as two."""
+    spelled: dict[str, str] = {}
+    for name in map(str, names):
+        first = spelled.setdefault(name.strip(), name)
+        if first != name:
+            raise UserError(
+                f"{where} has one name in two ways: {first!r} and {name!r}. Write it in one way."
+            )
+
+
 def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:
     """Refuse a table with two columns of the same name."""
     twice = [name for name in names if list(names).count(name) > 1]
@@ -381,9 +440,19 @@ def _table(path: Path, columns: dict[str, Sequence[Any]], lines: Sequence[int]) 
     return table
 
 
+def is_parquet(path: Path) -> bool:
+    """Return whether a file is Parquet, by its ending or its first bytes."""
+    if path.suffix.lower() in (".parquet", ".pq"):
+        return True
+    if not path.is_file():
+        return False
+    with reading(path), open(path, "rb") as file:
+        return file.read(4) == b"PAR1"
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[TextIO]:
-    if path.suffix == ".gz":
+    if path.suffix.lower() == ".gz":
         with gzip.open(path, "rt", encoding="utf-8-sig", newline="") as file:
             yield file
     else:

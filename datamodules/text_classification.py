@@ -18,6 +18,13 @@ from fl_lightning.datamodules.flower_splits import Grouped
 from fl_lightning.datamodules.language_modelling import no_pixels
 from fl_lightning.datamodules.partitions import ByGroup, Partition, own_or_grouped
 from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.datamodules.tables import (
+    codes,
+    ordered,
+    refuse_blanks,
+    refuse_twice,
+    refuse_two_of_a_name,
+)
 from fl_lightning.datamodules.tokens import Bytes, Folder, padded, read_text, tokenizer_of
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.papers import Paper
@@ -42,9 +49,9 @@ class TextClassification(FederatedDataModule):
         text: the column of the text, or two for pairs.
         label: the column of the class; rows with ``-`` in it are left out.
         classes: the values of the label's column, in the order of their numbers; None: the values
-            in the training data, sorted.
-        group: the column whose values are the clients, in sorted order; None: ``IID``, unless
-            ``partition`` is given.
+            in the training data, sorted, by number if all are numbers.
+        group: the column whose values are the clients, sorted in the same way; None: ``IID``,
+            unless ``partition`` is given.
         length: number of tokens of a text; longer texts are cut.
         tokenizer: a local folder with a tokenizer of transformers; None: the tokens are bytes, 259
             numbers.
@@ -88,6 +95,7 @@ class TextClassification(FederatedDataModule):
                 "TextClassification's download is true, but texts are put into data.root by "
                 f"hand: MultiNLI is multinli_1.0.zip of {URL}."
             )
+        refuse_twice("data.classes", classes or ())
         self.text = [text] if isinstance(text, str) else list(text)
         if not 1 <= len(self.text) <= 2:
             raise UserError(
@@ -114,11 +122,14 @@ class TextClassification(FederatedDataModule):
         self.encoder = tokenizer = tokenizer_of(self.tokenizer)
         groups: list[str] = []
         texts, labels = self._read(self.train, groups)
+        where = f"The file {str(self.root / self.train)!r}"
         if self.classes is None:
-            self.classes = sorted(set(labels))
+            refuse_blanks(sorted(set(labels)), f"{where}, column {self.label!r},")
+            self.classes = ordered(labels)
         self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
-            names, self.groups = np.unique(groups, return_inverse=True)
+            refuse_blanks(sorted(set(groups)), f"{where}, column {self.group!r},")
+            self.groups, names = codes(groups)
             if isinstance(self.partition, ByGroup | Grouped):
                 self.client_names = [str(name) for name in names]
 
@@ -192,13 +203,47 @@ class TextClassification(FederatedDataModule):
         return np.asarray([number[label] for label in labels], np.int64)
 
 
+def _cells(path: Path, text: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a table; in a tab-separated one a quote is a part of the text.
+
+    Raises:
+        UserError: a quote is not closed, or a row has more or fewer cells than the header; the
+            error has the line.
+    """
+    delimiter = DELIMITERS[path.suffix.lower()]
+    quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
+    reader = csv.reader(
+        io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
+    )
+    before = csv.field_size_limit(len(text) + 1)
+    line = 1
+    try:
+        header: list[str] = next(reader, [])
+        refuse_two_of_a_name(path, header)
+        line = reader.line_num + 1
+        for row in reader:
+            if row and len(row) != len(header):
+                raise UserError(
+                    f"{str(path)!r}, line {line}, has {len(row)} cells, and the header has "
+                    f"{len(header)} ({', '.join(header)[:200]}): mend the line."
+                )
+            if row:
+                yield dict(zip(header, row, strict=True))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"{str(path)!r}, line {line}, cannot be read ({error}): close each quote, with nothing "
+            "between it and the separator."
+        ) from None
+    finally:
+        csv.field_size_limit(before)
+
+
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield rows with their numbers, from 1."""
     text = read_text(path, "TextClassification's file")
-    if path.suffix in DELIMITERS:
-        yield from enumerate(
-            csv.DictReader(io.StringIO(text, newline=""), delimiter=DELIMITERS[path.suffix]), 1
-        )
+    if path.suffix.lower() in DELIMITERS:
+        yield from enumerate(_cells(path, text), 1)
         return
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():

@@ -37,7 +37,8 @@ class Bytes:
 
     def whole(self, text: str) -> NDArray[np.int32]:
         """Return a long text ``(tokens,)``, without an end."""
-        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + FIRST_BYTE
+        # JSON may escape half a character, which UTF-8 does not have.
+        return np.frombuffer(text.encode(errors="replace"), np.uint8).astype(np.int32) + FIRST_BYTE
 
     def text(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without special tokens; bytes that are not UTF-8 are
@@ -148,7 +149,8 @@ def read_text(path: Path, what: str) -> str:
         UserError: the file does not exist, or is not such a text.
     """
     try:
-        return path.read_text(encoding="utf-8")
+        # A byte order mark is no part of the text.
+        return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(
             f"{what} is expected in {str(path)!r}, which does not exist. Give the right "

@@ -49,6 +49,8 @@ class Partitioned(Protocol):
     @property
     def partition_hash(self) -> str: ...
     @property
+    def _mine(self) -> Any: ...
+    @property
     def _train(self) -> Samples: ...
     def client_sizes(self) -> NDArray[np.int64]: ...
     def client_indices(self, client: int) -> Indices: ...
@@ -70,11 +72,13 @@ def card(data: Partitioned, split: Split) -> dict[str, str]:
         "clients": f"{data.num_clients} of {spread} samples",
         "partition": repr(data.partition) if split.by_partition else "given",
         "partition hash": data.partition_hash,
-        "batch size": "the whole client" if data.batch_size is None else str(data.batch_size),
+        "batch size": "the whole client"
+        if data._mine.batch_size is None
+        else str(data._mine.batch_size),
     }
     if getattr(data, "_pooled", False):
         facts["data"] += ", training and test data pooled"
-    if data.drop_last:
+    if data._mine.drop_last:
         facts["batch size"] += ", shorter ones dropped"
     if data.client_names:
         names = ", ".join(data.client_names[:SHOWN_IN_TABLE])
@@ -93,7 +97,7 @@ def class_counts(data: Partitioned, limit: int) -> NDArray[np.int64] | None:
     """Return samples of the first ``limit`` clients ``(clients, classes)``; None without labels, or
     if there are too many classes to show.
     """
-    classes = data.num_classes
+    classes = data._mine.num_classes
     labels = data._train.labels
     if classes is None or labels is None or classes > MOST_CLASSES_SHOWN:
         return None
@@ -105,7 +109,7 @@ def class_totals(data: Partitioned, clients: int = MANY_CLIENTS) -> NDArray[np.i
     """Return samples of all clients by class ``(classes,)``; None without labels, with too many
     classes to show, or if there are more than ``clients`` clients.
     """
-    classes = data.num_classes
+    classes = data._mine.num_classes
     labels = data._train.labels
     if classes is None or labels is None or data.num_clients > clients:
         return None
@@ -149,7 +153,7 @@ def measures_text(data: Partitioned, short: bool = False) -> str:
         words = [f"total variation {found['total_variation']:.2f}", f"{classes:.1f} classes each"]
     elif "total_variation" in found:
         words.append(f"mean total variation to the global labels: {found['total_variation']:.3f}")
-        of = f"{found['effective_classes']:.2f} of {data.num_classes}"
+        of = f"{found['effective_classes']:.2f} of {data._mine.num_classes}"
         words.append(f"effective number of classes: {of}")
     words.append(f"Gini of sizes: {found['gini']:.3f}")
     return ", ".join(words)
@@ -168,8 +172,8 @@ def partition_table(data: Partitioned) -> str:
         header.append("test")
         rows = [[*row, str(len(data.client_test_indices(i)))] for i, row in enumerate(rows)]
     if counts is not None and counts.shape[1] <= 20:
-        names = list(data.class_names) or range(counts.shape[1])
-        header += [str(name) for name in names]
+        names = list(data._mine.class_names)
+        header += names if len(names) == counts.shape[1] else map(str, range(counts.shape[1]))
         for row, line in zip(rows, counts, strict=True):
             row += [str(k) if k else "·" for k in line]
         if totals is not None:

@@ -64,6 +64,15 @@ class Mixed(Lit):
         self.net[0].double()
 
 
+class Complex(Lit):
+    """With a trainable complex parameter beside real ones, or alone."""
+
+    def __init__(self, alone: bool) -> None:
+        super().__init__()
+        self.net.requires_grad_(not alone)
+        self.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
 @pytest.mark.parametrize(
     ("learner", "words"),
     [
@@ -87,6 +96,8 @@ class Mixed(Lit):
         (Manual, ["manual optimization", "training_step", "one optimizer"]),
         (Lazy, ["lazy", "net.0.weight"]),
         (Mixed, ["several dtypes", "torch.float64"]),
+        (lambda: Complex(alone=False), ["phase is complex64", "torch.view_as_real"]),
+        (lambda: Complex(alone=True), ["phase is complex64", "torch.view_as_real"]),
     ],
 )
 def test_learners_that_cannot_be_honoured_are_refused(learner: Any, words: list[str]) -> None:

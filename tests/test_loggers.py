@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning.errors import UserError
 from fl_lightning.metrics import read_rows
 from fl_lightning.record.metrics_csv import MetricsCSV
-from tests.helpers.learners import blobs, federated, trainer
+from tests.helpers.learners import Lit, blobs, federated, trainer
 
 torch.set_num_threads(1)
 
@@ -242,3 +242,25 @@ def test_a_trainer_writes_training_and_validation_in_one_row(tmp_path: Path) -> 
     lines = text(tmp_path).splitlines()
     assert lines[0] == "round,train/loss,val/acc" and len(lines) == 3 and lines[1] == "0,0.5,0.0"
     assert (tmp_path / "checkpoints").is_dir()  # Lightning's checkpoints find their way beside it
+
+
+def test_the_learner_s_example_gives_the_graph_and_the_sizes(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from pytorch_lightning.loggers import TensorBoardLogger
+    from pytorch_lightning.utilities.model_summary import summarize
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    class Drawn(Lit):
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.net(x)
+
+    learner = Drawn()
+    learner.example_input_array = torch.zeros(2, 20, dtype=torch.float64)
+    module = federated(learner)
+    logger = TensorBoardLogger(tmp_path, log_graph=True)
+    with warnings.catch_warnings(record=True) as told:
+        trainer(1, logger=logger).fit(module, blobs())
+    assert not [one for one in told if "example_input_array" in str(one.message)]
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    assert events.Tags()["graph"] and summarize(module).in_sizes == [[2, 20]]

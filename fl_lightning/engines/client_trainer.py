@@ -182,8 +182,8 @@ class ClientLoader:
 
     @property
     def batch_size(self) -> int:
-        return int(self._data.batch_size or self._data.client_sizes()[self._client])
+        return int(self._data._mine.batch_size or self._data.client_sizes()[self._client])
 
     @property
     def drop_last(self) -> bool:
-        return bool(self._data.drop_last)
+        return bool(self._data._mine.drop_last)

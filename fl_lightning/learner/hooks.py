@@ -82,6 +82,15 @@ class LearnerHooks(pl.LightningModule):
         """Return the hyper-parameters with which the learner was made."""
         return self.learner.hparams_initial
 
+    @property
+    def example_input_array(self) -> Any:
+        """Return the learner's example, from which the summary and the logged graph are made."""
+        return self.learner.example_input_array
+
+    @example_input_array.setter
+    def example_input_array(self, example: Any) -> None:
+        self.learner.example_input_array = example
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.learner(*args, **kwargs)
 

@@ -21,8 +21,8 @@ def check_learner_parameters(learner: nn.Module) -> None:
     """Refuse parameters that cannot be part of one flat vector.
 
     Raises:
-        UserError: there are lazy parameters, several dtypes, less than float32, nothing to train,
-            or two parameters in the same memory.
+        UserError: there are lazy or complex parameters, several dtypes, less than float32, nothing
+            to train, or two parameters in the same memory.
     """
     for name, parameter in learner.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter):
@@ -30,6 +30,15 @@ def check_learner_parameters(learner: nn.Module) -> None:
                 f"learner {type(learner).__name__} has lazy parameters ({name}, …), whose shape "
                 "is not known yet. Run one batch through it first, or build it with the sizes "
                 "written out (Linear, not LazyLinear)."
+            )
+    for name, parameter in trainable(learner):
+        if parameter.is_complex():
+            raise UserError(
+                f"learner {type(learner).__name__}: the trainable parameter {name} is "
+                f"{str(parameter.dtype).removeprefix('torch.')}, and a federated run needs real "
+                "numbers. Keep its real and imaginary parts as one real Parameter, "
+                "nn.Parameter(torch.view_as_real(value)), and use torch.view_as_complex(parameter) "
+                "in forward."
             )
     dtypes = {p.dtype for _, p in trainable(learner)}
     if len(dtypes) > 1:

@@ -222,3 +222,69 @@ def test_another_seed_deals_a_domain_anew(domains: Path, monkeypatch: pytest.Mon
         hashes.append(data.partition_hash)
     assert hashes[0] != hashes[1]
     assert hashes[1] == FromFolders(domains, clients_per_domain=2, seed=1).partition_hash
+
+
+@pytest.mark.parametrize("classes", [None, ["3", "0"], ["0", "3", "5"]])
+def test_digits_5_of_some_classes(classes: list[str] | None, tmp_path: Path) -> None:
+    """Files in which digits are lacking: in one domain, or in all."""
+    pixels = np.arange(2 * 28 * 28).reshape(2, 1, 28, 28) % 7 / 7
+    colour = np.arange(2 * 32 * 32 * 3).reshape(32, 32, 3, 2).astype(np.uint8)
+    for side in ("train", "test"):
+        both = {"X": colour, "y": np.array([[3], [10]])}
+        savemat(tmp_path / f"svhn_{side}_32x32.mat", both)
+    cells = np.empty((2, 2), object)
+    cells[0] = cells[1] = [pixels, np.array([3, 5])]
+    savemat(tmp_path / "usps_28x28.mat", {"dataset": cells})
+    given: dict[str, Any] = {"layout": "digits5", "domains": ["usps", "svhn"], "image_size": 8}
+    with pytest.raises(UserError, match=r"domain 'usps' has no pictures of 0.*data\.classes"):
+        FromFolders(tmp_path, classes=classes, **given).setup()
+    only = FromFolders(tmp_path, classes=["3"], **given)
+    assert only.num_classes == 1 and only.client_sizes().tolist() == [1, 1]
+    data = FromFolders(tmp_path, classes=classes, missing="allow", **given)
+    data.setup()
+    names = classes or list(map(str, range(10)))
+    found: Any = [[data.class_names[y] for _, y in data.client_dataset(i)] for i in (0, 1)]
+    assert list(data.class_names) == names == list(data.class_names)
+    assert found == [[name for name in own if name in names] for own in (["3", "5"], ["3", "0"])]
+    assert list(data.client_names) == ["usps", "svhn"]
+
+
+def lists(path: Path, text: bytes) -> Path:
+    for name in ("cat", "dog"):
+        (path / "art" / name).mkdir(parents=True)
+        Image.new("RGB", (2, 2)).save(path / "art" / name / "0.png")
+    (path / "art_train.txt").write_bytes(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (b"art/cat/0.png 0\nart/dog/0.png 1700000000000\n", r"label 1700000000000 in line 2"),
+        (b"art/cat/0.png 0\nart/dog/0.png " + b"9" * 5000, r"label 9{40} in line 2"),
+        (b"art/cat/0.png 0\nart/d\xf6g/0.png 1\n", "not in UTF-8.* at byte 21"),
+    ],
+)
+def test_a_list_that_is_odd_is_refused_by_its_place(
+    text: bytes, words: str, tmp_path: Path
+) -> None:
+    """A name for each class up to such a label would take the machine's memory."""
+    with pytest.raises(UserError, match=rf"art_train\.txt' .*{words}"):
+        FromFolders(lists(tmp_path, text)).setup()
+
+
+def test_a_byte_order_mark_is_no_part_of_a_name(tmp_path: Path) -> None:
+    data = FromFolders(lists(tmp_path, b"\xef\xbb\xbfart/cat/0.png 0\nart/dog/0.png 1\n"))
+    assert data.num_classes == 2
+
+
+def test_lists_that_are_not_there_are_named(tmp_path: Path) -> None:
+    (tmp_path / "art" / "cat").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"layout is 'lists', and .* no lists .*layout=folders"):
+        FromFolders(tmp_path, layout="lists", leave_out=["art"]).setup()
+
+
+@pytest.mark.parametrize("limit", [[1], [1, 2, 3]])
+def test_a_limit_has_two_numbers(limit: list[int]) -> None:
+    with pytest.raises(UserError, match=r"data\.limit is \[1.*give two numbers"):
+        FromFolders("anywhere", limit=limit)

@@ -70,6 +70,39 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "NaN label": (lambda p: pfllib(p, TWO, np.array([0, np.nan])), "not whole numbers from 0"),
     "negative label": (lambda p: pfllib(p, TWO, np.array([0, -1])), "not whole numbers from 0"),
+    "a label with a place": (
+        lambda p: pfllib(p, TWO, np.array([0, -3])),
+        r"1\.npz' has y .* such as -3 in sample 1",
+    ),
+    "a label with a row": (
+        lambda p: hdf5(p, TWO, np.array([0, 2.5])),
+        "'examples/b': the labels 'y' .* row 1 has 2.5",
+    ),
+    "labels of two dimensions": (
+        lambda p: hdf5(p, TWO, np.zeros((2, 3))),
+        r"the labels 'y' .*float64 \(2, 3\)",
+    ),
+    "an x that is not finite": (
+        lambda p: pfllib(p, np.array([[0.0, 1], [2, np.nan]]), np.zeros(2)),
+        r"1\.npz' has an x in sample 1 that is not finite",
+    ),
+    "a number far beyond the others": (
+        lambda p: pfllib(p, TWO, np.zeros(2), "99999999999999"),
+        r"has no file 1\.npz, and there are files up to 99999999999999\.npz",
+    ),
+    "a letter that LEAF does not have": (
+        lambda p: leaf(p, {"a": {"x": ["b" * 80], "y": ["é"]}}),
+        r"user 'a' .* sample 0 whose y is 'é'.*data\.unknown=true",
+    ),
+    "no samples at all": (lambda p: leaf(p, {"a": {"x": [], "y": []}}), "files have no samples"),
+    "an x with its value": (
+        lambda p: leaf(p, {"a": {"x": [[1.0, 2.0], [3.0, None]], "y": [0, 1]}}),
+        "a sample 1 with an x that is not a finite number: None",
+    ),
+    "channels first": (
+        lambda p: hdf5(p, np.zeros((2, 3, 8, 9), np.uint8), np.zeros(2), "examples/0"),
+        r"bytes of the shape \(3, 8, 9\), .*store the channels last",
+    ),
     "another type": (lambda p: pfllib(p, TWO.astype(int), np.zeros(2)), "and int64, and the"),
     "one number twice": (lambda p: pfllib(p, TWO, np.zeros(2), "00"), "have the same number"),
 }
@@ -190,3 +223,11 @@ def test_data_that_change_after_their_index_are_read_anew(tmp_path: Path) -> Non
     os.utime(file, ns=(later, later))
     again: Any = FromLEAF(tmp_path).client_dataset(0)
     assert [y for _, y in again] == [3, 3]
+
+
+def test_clients_without_samples_are_left_out(tmp_path: Path) -> None:
+    for data in (
+        pfllib(tmp_path, np.zeros((0, 2)), np.zeros(0)),
+        hdf5(tmp_path, np.zeros((0, 2)), np.zeros(0, np.int64)),
+    ):
+        assert data.client_sizes().tolist() == [1]

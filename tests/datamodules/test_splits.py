@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -381,3 +382,95 @@ def test_the_picture_has_sizes_and_names() -> None:
     assert [label.get_text() for label in axes.get_yticklabels()] == ["anna", "ben"]
     assert [bar.get_width() for bar in sizes.patches] == [100, 140]
     assert "classes each" in above.get_title(loc="left")
+
+
+@pytest.mark.parametrize("partition", [Grouped(size=5), ByGroup()])
+def test_groups_that_the_data_do_not_have_are_asked_for(partition: Partition) -> None:
+    """It is no question of num_clients."""
+    data = InMemoryDataModule((torch.zeros(6, 1), torch.arange(6) % 2), partition=partition)
+    with pytest.raises(UserError, match=r"groups=None, but InMemoryDataModule brings no groups"):
+        data.setup()
+
+
+def test_positions_that_are_no_whole_numbers_are_named() -> None:
+    data = InMemoryDataModule((torch.zeros(6, 1), torch.arange(6) % 2), clients=[[0, 2.5]])
+    with pytest.raises(UserError, match=r"Client 0 .* type float64, such as 2.5"):
+        data.setup()
+
+
+def sizes_of(partition: Partition, clients: int = 4) -> list[int]:
+    data = (torch.zeros(100, 1), torch.arange(100) % 10)
+    return (
+        InMemoryDataModule(data, partition=partition, num_clients=clients).client_sizes().tolist()
+    )
+
+
+def test_sizes_by_a_function_of_the_client_s_place() -> None:
+    assert sizes_of(Sizes(np.sqrt)) == sizes_of(Sizes(math.sqrt)) == [16, 23, 28, 33]
+    assert sizes_of(Sizes(lambda place: 1.0)) == [25] * 4
+    assert repr(Sizes(np.sqrt)) == "Sizes(sizes=sqrt)" and "0x" not in repr(Sizes(lambda u: u))
+    for wrong in (lambda u: np.ones(3), lambda u: "x"):
+        with pytest.raises(UserError, match="for 4 clients: it needs one number for each place"):
+            sizes_of(Sizes(wrong))
+
+
+def test_the_first_dirichlet_split_is_taken_if_that_is_asked_for() -> None:
+    """With enough samples for all it is what FL-bench draws first; a smaller one is refused."""
+    first = DirichletByClass(100.0, "fl-bench", min_samples=0, tool_seed=3)
+    other = DirichletByClass(100.0, "fl-bench", min_samples=1, tool_seed=3)
+    assert sizes_of(first) == sizes_of(other)
+    labels = np.arange(100) % 2
+    r = np.random.RandomState(3)
+    expected: list[list[int]] = [[] for _ in range(4)]
+    for c in range(2):
+        own = np.flatnonzero(labels == c)
+        r.shuffle(own)
+        cuts = (np.cumsum(r.dirichlet([0.5] * 4)) * len(own)).astype(int)[:-1]
+        for client, piece in zip(expected, np.split(own, cuts), strict=True):
+            client += piece.tolist()
+    law = DirichletByClass(0.5, "fl-bench", min_samples=0, tool_seed=3)
+    assert [list(own) for own in law.split(labels, 4, 0)] == expected
+    with pytest.raises(
+        UserError, match=r"min_samples=0 takes the first split, in which client \d+"
+    ):
+        sizes_of(DirichletByClass(0.01, "fl-bench", min_samples=0), clients=20)
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (lambda: ByGroup(["b", None, "a"]), "ByGroup's groups have None for sample 1"),
+        (lambda: Grouped(2, groups=[1.0, 2.0, np.nan]), "Grouped's groups have nan for sample 2"),
+        (lambda: ByValue(values=["a", "b"]), "ByValue's values are not numbers .*'a'"),
+    ],
+)
+def test_samples_without_a_group_or_a_number_are_named(made: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        made()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"train": 5, "test": [[1]]}', "have 5 as 'train': give a list of lists"),
+        ('{"' + "9" * 5000 + '": [9], "1": [0]}', "client 9+ has position 9, and there are 6"),
+    ],
+)
+def test_odd_index_lists_are_refused(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "lists.json").write_text(text)
+    with pytest.raises(UserError, match=words):
+        made = (torch.zeros(6, 1), torch.arange(6))
+        InMemoryDataModule(made, partition=Imported(tmp_path / "lists.json")).setup()
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "words"),
+    [
+        (torch.zeros(2, 1), ["a", "b"], "y is a list that does not become a tensor .*from 0"),
+        (np.array([[1, None]] * 2), [0, 1], "x is a ndarray that does not become a tensor"),
+        (torch.zeros(2, 1), torch.tensor(1), "y is the single number 1: give one per sample"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(x: Any, y: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        InMemoryDataModule((x, y), num_clients=1).setup()

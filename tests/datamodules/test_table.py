@@ -206,7 +206,9 @@ def test_classes_that_are_named_have_their_numbers_in_a_file_that_lacks_one(
     assert data.train_set is not None and data.train_set.y.tolist() == [1, 1, 1]
     assert data.num_classes == 2
     other = FromTable(path, "outcome", features=["age"], classes=["ill", "dead"], num_clients=1)
-    with pytest.raises(UserError, match=r"has 'well' in column 'outcome', .* data.classes: ill"):
+    with pytest.raises(
+        UserError, match=r"has 'well' in column 'outcome' of line 2, .* data.classes: ill"
+    ):
         other.setup()
 
 

@@ -165,3 +165,96 @@ def test_rows_are_split_by_a_columns_value(tmp_path: Path) -> None:
             num_clients=2,
             partition=ByValue(column="weight"),
         ).setup()
+
+
+def columns_of(data: FromTable) -> Any:
+    data.setup()
+    train: Any = data.train_set
+    test: Any = data.test_set
+    return list(data.column_names), train.x.tolist(), test.x.tolist()
+
+
+def test_categories_are_compared_by_value(tmp_path: Path) -> None:
+    """A whole number beside gaps is written 1.0, and without gaps 1."""
+    train = table(tmp_path, "grade,colour,y\n1.0,red,0\n2.0,blue,1\n1.0,red ,0\n?,red,1\n")
+    test = table(tmp_path, "grade,colour,y\n1,blue ,0\n2, red,1\n02.0,red,1\n", "u.csv")
+    kinds = {"grade": "one-hot", "colour": "codes"}
+    data = FromTable(train, "y", encode=kinds, test=test, missing="drop", num_clients=1)
+    names, x, held = columns_of(data)
+    assert names == ["grade=1.0", "grade=2.0", "colour"]
+    assert x == [[1, 0, 1], [0, 1, 0], [1, 0, 1]]
+    assert held == [[1, 0, 0], [0, 1, 1], [0, 1, 1]]
+
+
+def test_truth_values_are_one_category_in_every_spelling(tmp_path: Path) -> None:
+    train = table(tmp_path, "smokes,x,y\nTrue,1,0\nFALSE,2,1\nTRUE,3,0\n")
+    test = table(tmp_path, "smokes,x,y\nfalse,1,0\n1,2,1\n", "u.csv")
+    data = FromTable(train, "y", encode={"smokes": "one-hot"}, test=test, num_clients=1)
+    _, x, held = columns_of(data)
+    assert [row[:2] for row in x] == [[0, 1], [1, 0], [0, 1]]
+    assert [row[:2] for row in held] == [[1, 0], [0, 1]]
+
+
+def test_a_truth_value_in_two_spellings_is_no_third_class(tmp_path: Path) -> None:
+    train = table(tmp_path, "x,y\n1,True\n2,False\n3,TRUE\n")
+    with pytest.raises(UserError, match="one name in two ways in column 'y': 'True' and 'TRUE'"):
+        FromTable(train, "y", num_clients=1).setup()
+
+
+@pytest.mark.parametrize(
+    ("train", "test"), [("1.0 0.0 1.0", "1 0"), ("TRUE FALSE TRUE", "True False")]
+)
+def test_classes_of_a_test_file_are_compared_by_value(
+    train: str, test: str, tmp_path: Path
+) -> None:
+    rows = [
+        table(tmp_path, "x,y\n" + "".join(f"{k},{y}\n" for k, y in enumerate(text.split())), name)
+        for text, name in ((train, "t.csv"), (test, "u.csv"))
+    ]
+    data = FromTable(rows[0], "y", test=rows[1], num_clients=1)
+    data.setup()
+    assert data.train_set.y.tolist() == [1, 0, 1]  # type: ignore[union-attr]
+    assert data.test_set.y.tolist() == [1, 0]  # type: ignore[union-attr]
+
+
+def test_a_name_with_an_underscore_is_no_number(tmp_path: Path) -> None:
+    """Python reads 1_2 as 12, but pandas reads it as a text."""
+    path = table(tmp_path, "room,y\n1_2,0\n12,1\n3_1,0\n")
+    with pytest.raises(UserError, match="'1_2' in column 'room' of line 2, which is not a number"):
+        FromTable(path, "y", num_clients=1).setup()
+    coded = FromTable(path, "y", encode="codes", num_clients=1)
+    assert len({x for (x,) in x_of(coded)}) == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"encode": {"color": "codes"}}, "encode has 'color'.*Did you mean 'colour'"),
+        ({"encode": {"sick": "codes"}}, "encode has 'sick', which is not among the columns of x"),
+        ({"above": 1.0, "classes": ["a"]}, r"above=1 makes two classes .*classes=\['a'\]"),
+        ({"above": 1.0, "regression": True}, "above=1 makes two classes .*regression=True"),
+        ({"above": float("nan")}, "above=nan is not accepted"),
+        ({"features": ["colour"], "encode": "one-hot", "drop_first": True}, "x is empty"),
+        ({"features": ["size"], "missing": "drop", "missing_marks": ["7"]}, "'size' .3 rows"),
+        ({"features": ["size"], "partition": ByValue(column="colour")}, "partition.column"),
+    ],
+)
+def test_options_that_do_not_fit_the_table_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    path = table(tmp_path, "colour,size,sick\nred,7,1\nred,7,0\nred,7,1\n")
+    with pytest.raises(UserError, match=words):
+        FromTable(path, "sick", num_clients=1, **given).setup()
+
+
+def test_marks_of_missing_values_are_compared_by_value(tmp_path: Path) -> None:
+    """As Parquet and frames have them, which hold numbers and no texts."""
+    path = table(tmp_path, "size,y\n1,0\n-999.0,1\n3,1\n -999,0\n")
+    data = FromTable(path, "y", missing="drop", missing_marks=["-999"], num_clients=1)
+    assert x_of(data) == [[1], [3]]
+
+
+def test_clients_of_one_row_are_told_if_each_is_scaled(tmp_path: Path) -> None:
+    path = table(tmp_path, "who,size,y\na,1,0\nb,2,1\nb,4,0\n")
+    with pytest.warns(UserWarning, match="1 of 2 clients have one training row"):
+        assert x_of(FromTable(path, "y", client="who", scale="client"))[0] == [0]

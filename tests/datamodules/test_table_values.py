@@ -162,3 +162,46 @@ def test_frames_are_taken_in_memory_as_numbers_that_a_network_takes() -> None:
     named = InMemoryDataModule((x, Column(["no", "yes"])), num_clients=2)
     with pytest.raises(UserError, match=r"y is a Column with .*'no'.*FromTable\(df, target"):
         named.setup()
+
+
+@pytest.mark.parametrize("name", ["T.PARQUET", "t.pq", "t.data"])
+def test_a_parquet_file_is_known_whatever_its_ending(name: str, tmp_path: Path) -> None:
+    columns = {"x": [1.0, 2.0], "y": [0, 1]}
+    table(tmp_path / "t.parquet", columns).rename(tmp_path / name)
+    data = FromTable(tmp_path / name, target="y", num_clients=1)
+    data.setup()
+    assert data.num_classes == 2
+    assert FromTable.shape_of_samples(path=tmp_path / name, target="y") == (1,)
+
+
+@pytest.mark.parametrize("role", ["target", "client", "features", "encode"])
+def test_cells_of_several_values_are_refused_by_place(role: str, tmp_path: Path) -> None:
+    columns = {"x": [1.0, 2.0], "y": [0, 1], "tags": [[1, 2], []]}
+    path = table(tmp_path / "t.parquet", columns)
+    given: dict[str, Any] = {"target": "y", "features": ["x"], "num_clients": 1}
+    given |= {
+        "target": {"target": "tags"},
+        "client": {"client": "tags"},
+        "features": {"features": ["x", "tags"]},
+        "encode": {"features": ["x", "tags"], "encode": "one-hot"},
+    }[role]
+    with pytest.raises(UserError, match=r"has \[1, 2\] in column 'tags' of line 1, but a table"):
+        FromTable(path, **given).setup()
+
+
+def test_columns_of_a_frame_may_have_numbers_as_names() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame([[1.0, 0, 5], [2.0, 1, 6]])
+    data = FromTable(frame, target=1, features=[2, 0], num_clients=1)  # type: ignore[arg-type]
+    data.setup()
+    x: Any = data.train_set
+    assert x.x.tolist() == [[5, 1], [6, 2]] and data.num_classes == 2
+
+
+def test_marks_of_missing_values_hold_in_a_frame() -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"x": [1, -999, 3], "y": [0, 1, 1]})
+    data = FromTable(frame, "y", missing="drop", missing_marks=["-999"], num_clients=1)
+    data.setup()
+    x: Any = data.train_set
+    assert x.x.tolist() == [[1], [3]]

@@ -88,12 +88,13 @@ def test_genres_are_clients_and_texts_without_a_label_are_left_out(tmp_path: Pat
 
 def test_other_columns_a_table_and_an_order_of_classes(tmp_path: Path) -> None:
     rows = sentence_rows(30)
-    for name, delimiter in (("a.csv", ","), ("b.tsv", "\t")):
+    plain: Any = {"delimiter": "\t", "quoting": csv.QUOTE_NONE, "quotechar": None}
+    for name, form in (("a.csv", {}), ("b.tsv", plain)):
         with open(tmp_path / name, "w", newline="") as file:
-            table = csv.DictWriter(file, ["kind", "review"], delimiter=delimiter)
+            table = csv.DictWriter(file, ["kind", "review"], **form)
             table.writeheader()
             table.writerows(
-                {"kind": row["gold_label"], "review": row["sentence1"] + ', "so"\nhe said'}
+                {"kind": row["gold_label"], "review": row["sentence1"] + ', "so" he said'}
                 for row in rows
             )
     of: Any = {
@@ -236,3 +237,80 @@ def test_another_seed_bunches_the_same_groups(
         data.setup()
         names.append(list(data.client_names))
     assert names[0] == names[1] and "+" in names[0][0]
+
+
+def rows_of(path: Path) -> list[tuple[str, int]]:
+    options: dict[str, Any] = {"text": "sentence", "label": "label", "group": None}
+    data = TextClassification(path.parent, path.name, None, num_clients=1, **options)
+    data.setup()
+    own: Any = data.train_set
+    return [(decoded(x).rstrip("|"), int(y)) for x, y in zip(own.x, own.y, strict=True)]
+
+
+def test_a_quote_is_text_in_a_tab_separated_file(tmp_path: Path) -> None:
+    """As in GLUE's files, in which a line is a sample."""
+    (tmp_path / "t.tsv").write_text('sentence\tlabel\n"a\t0\nb\t1\nc "d\t1\n"e"\t0\n')
+    assert rows_of(tmp_path / "t.tsv") == [('"a', 0), ("b", 1), ('c "d', 1), ('"e"', 0)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("t.tsv", "sentence\tlabel\na\t0\nb\n", "line 3, has 1 cells, and the header has 2"),
+        ("t.tsv", "sentence\tlabel\na\t0\tb\n", "line 2, has 3 cells"),
+        ("t.csv", "sentence,label\na,0\n\nb,1,2\n", "line 4, has 3 cells"),
+        ("t.csv", 'sentence,label\na,0\n"b,1\nc,0\n', "line 3, cannot be read .*close each quote"),
+    ],
+)
+def test_rows_that_do_not_fit_the_header_are_refused_by_line(
+    name: str, text: str, words: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    with pytest.raises(UserError, match=words):
+        rows_of(tmp_path / name)
+
+
+def test_long_cells_and_a_byte_order_mark_are_read(tmp_path: Path) -> None:
+    long = "a" * 200_000
+    (tmp_path / "t.csv").write_bytes(f'\ufeffsentence,label\n{long},0\n"b, c",1\n'.encode())
+    (first, second) = rows_of(tmp_path / "t.csv")
+    assert first[0].startswith("aaa") and second == ("b, c", 1)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "T.CSV"])
+def test_classes_and_clients_that_are_numbers_are_in_their_order(name: str, tmp_path: Path) -> None:
+    rows = [f"text,{label},{who}" for label, who in ((10, 11), (9, 2), (2, 11), (10, 2))]
+    (tmp_path / name).write_text("\n".join(["s,y,who", *rows]) + "\n")
+    data = TextClassification(tmp_path, name, None, text="s", label="y", group="who")
+    data.setup()
+    assert data.class_names == ["2", "9", "10"] and list(data.client_names) == ["2", "11"]
+    train: Any = data.train_set
+    assert train.y.tolist() == [2, 1, 0, 2]
+    assert [data.client_indices(i).tolist() for i in (0, 1)] == [[1, 3], [0, 2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "given", "words"),
+    [
+        ("s,y\na,x\nb,x \n", {}, "column 'y', has one name in two ways: 'x' and 'x '"),
+        ("s,y,g\na,x,p\nb,x, p\n", {"group": "g"}, "column 'g', has one name in two ways"),
+        ("s,s,y\na,b,x\n", {}, "two columns 's'"),
+        ("s,y\na,x\n", {"classes": ["x", "x"]}, "classes names 'x' twice"),
+    ],
+)
+def test_names_that_would_count_twice_are_refused(
+    text: str, given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    (tmp_path / "t.csv").write_text(text)
+    options: dict[str, Any] = {"text": "s", "label": "y", "group": None, **given}
+    with pytest.raises(UserError, match=words):
+        TextClassification(tmp_path, "t.csv", None, **options).setup()
+
+
+def test_half_a_character_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"s": "a\\ud800", "y": "x"}\n')
+    options: dict[str, Any] = {"text": "s", "label": "y", "group": None, "num_clients": 1}
+    data = TextClassification(tmp_path, "t.jsonl", None, **options)
+    data.setup()
+    train: Any = data.train_set
+    assert decoded(train.x[0]) == "a?|"

@@ -1,0 +1,237 @@
+"""Rows of Hugging Face's library that would give wrong numbers, or fail in a later round."""
+
+from __future__ import annotations
+
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fl_lightning import UserError
+from fl_lightning.datamodules import ByValue, FromHuggingFace
+
+datasets = pytest.importorskip(
+    "datasets", reason="datasets, of the extra huggingface, is not installed"
+)
+
+
+def samples(data: FromHuggingFace) -> list[tuple[Any, Any]]:
+    data.setup()
+    found: Any = data.client_dataset(0)
+    return [found[i] for i in range(len(found))]
+
+
+def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+    """Return a Parquet file of these columns."""
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    pa.parquet.write_table(pa.table(columns), path, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [(["0", "2", "10", "2"], torch.int64), (["0.50", "2.25", "10.00", "3.10"], torch.float32)],
+)
+def test_decimals_are_numbers(values: list[str], kind: torch.dtype, tmp_path: Path) -> None:
+    """As texts 10 came before 2, and prices were classes."""
+    columns = {"x": [0.0, 1, 2, 3], "y": list(map(Decimal, values))}
+    data = FromHuggingFace(written(tmp_path / "a.parquet", columns), "x", "y", num_clients=1)
+    found = {float(x): y for x, y in samples(data)}
+    assert [float(found[i]) for i in range(4)] == pytest.approx(list(map(float, values)))
+    assert torch.as_tensor(found[0]).dtype == kind
+    assert data.num_classes == (11 if kind == torch.int64 else None)
+
+
+def test_decimals_beyond_64_bits_are_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet", {"x": [0.0, 1], "y": [Decimal(10**20), Decimal(1)]})
+    with pytest.raises(UserError, match=r"'y' of the split 'train' holds decimal.*64 bits"):
+        FromHuggingFace(path, "x", "y", num_clients=1).setup()
+
+
+def table(count: int = 40) -> Any:
+    labels = [i % 4 for i in range(count)]
+    return datasets.Dataset.from_dict({"x": [[i, 0.5] for i in range(count)], "y": labels})
+
+
+def test_a_transform_that_changes_labels_is_refused() -> None:
+    def coarse(batch: Any) -> Any:
+        return {**batch, "y": [y % 2 for y in batch["y"]]}
+
+    with pytest.raises(UserError, match=r"changes the column 'y': row 2 has 2.*makes 0.*by map"):
+        FromHuggingFace(table().with_transform(coarse), "x", "y", num_clients=1).setup()
+    stored = table().map(coarse, batched=True)
+    assert FromHuggingFace(stored, "x", "y", num_clients=1).num_classes == 2
+
+
+def test_a_transform_gets_the_whole_row() -> None:
+    def by_label(batch: Any) -> Any:
+        pairs = zip(batch["x"], batch["y"], strict=True)
+        return {"x": [torch.tensor(x) * (y + 1) for x, y in pairs], "y": batch["y"]}
+
+    data = FromHuggingFace(table().with_transform(by_label), "x", "y", num_clients=1)
+    for x, y in samples(data):
+        assert x[1] == 0.5 * (y + 1)
+
+
+def test_a_transform_that_fails_is_told_from_a_row_that_does() -> None:
+    def fails(batch: Any) -> Any:
+        raise KeyError("pixels")
+
+    with pytest.raises(UserError, match=r"The transform of the split 'train' .*row 0 .KeyError"):
+        FromHuggingFace(table().with_transform(fails), "x", "y", num_clients=1).setup()
+
+    def other(batch: Any) -> Any:
+        return {"pixels": batch["x"]}
+
+    data = FromHuggingFace(table().with_transform(other), "x", "y", num_clients=1)
+    data.setup()
+    with pytest.raises(UserError, match=r"makes no column 'x' of row .*it makes pixels"):
+        samples(data)
+
+
+@pytest.mark.parametrize("form", ["torch", "numpy", "columns"])
+def test_the_format_of_a_data_set_changes_nothing(form: str) -> None:
+    rows = table()
+    expected = samples(FromHuggingFace(rows, "x", "y", num_clients=1))
+    other = rows.with_format(columns=["y"]) if form == "columns" else rows.with_format(form)
+    for (x, y), (z, label) in zip(
+        samples(FromHuggingFace(other, "x", "y", num_clients=1)), expected, strict=True
+    ):
+        assert torch.equal(x, z) and x.dtype == z.dtype and y == label
+
+
+ODD: dict[str, tuple[Any, str]] = {
+    "nan": ([1.0, float("nan"), 3.0], "Row 1 .*nan"),
+    "infinity": ([1.0, 2.0, float("-inf")], "Row 2 .*-inf"),
+    "too large": ([1.0, 2.0, 1e300], r"Row 2 .*1e\+300"),
+    "nan in a list": ([[1.0, 2.0], [3.0, 4.0], [5.0, float("nan")]], "Row 2 .*nan"),
+    "gap": ([1, None, 3], "Row 1 .* no value"),
+    "gap in a list": ([[1, 2], [3, None], [4, 5]], "Row 1 .* no value"),
+    "lengths": ([[1, 2], [3, 4], [5]], "Row 2 .* 1 values .*row 0 of the split .train. has 2"),
+    "inner lengths": ([[[1, 2], [3, 4]], [[5, 6], [7]], [[1, 2], [3, 4]]], "Row 1 .* 1 values"),
+    "text": (["a", None, "c"], "Row 1 .* no value"),
+    "beyond int64": ([*np.array([[1], [2**63 + 1], [2]], np.uint64)], "Row 1 .*64 bits"),
+    "texts in lists": ([["a"], ["b"], ["c"]], "holds list.*has to be numbers"),
+    "bytes": ([b"a", b"b", b"c"], "holds binary.*has to be numbers"),
+    "parts": ([{"a": 1}, {"a": 2}, {"a": 3}], "holds struct.*has to be numbers"),
+    "dates": (np.array(["2020-01-01"] * 3, "datetime64[s]"), "holds timestamp.*has to be numbers"),
+    "decimals": ([Decimal("1.5")] * 3, "holds decimal"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("form", ["file", "groups", "memory"])
+def test_odd_x_are_refused_before_the_run(name: str, form: str, tmp_path: Path) -> None:
+    (values, what) = ODD[name]
+    size = {"row_group_size": 1} if form == "groups" else {}
+    path: Any = written(tmp_path / "a.parquet", {"x": values, "y": [0, 1, 1]}, **size)
+    if form == "memory":
+        path = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
+    with pytest.raises(UserError, match=what):
+        FromHuggingFace(path, "x", "y", num_clients=1).setup()
+
+
+def test_files_are_looked_through_once(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet", {"x": [[1.0], [2.0]], "y": [0, 1]})
+    FromHuggingFace(path, "x", "y", num_clients=1).setup()
+    index = {file: file.stat().st_mtime_ns for file in (tmp_path / ".fl_lightning").iterdir()}
+    FromHuggingFace(path, "x", "y", num_clients=1).setup()
+    assert index == {one: one.stat().st_mtime_ns for one in (tmp_path / ".fl_lightning").iterdir()}
+    written(path, {"x": [[1.0], [float("nan")]], "y": [0, 1]})
+    with pytest.raises(UserError, match=r"Row 1 .*nan"):
+        FromHuggingFace(path, "x", "y", num_clients=1).setup()
+
+
+def test_several_columns_hold_one_number_each(tmp_path: Path) -> None:
+    columns = {"a": [1.0, 2.0], "vector": [[1.0], [2.0]], "name": ["p", "q"], "y": [0, 1]}
+    path = written(tmp_path / "a.parquet", columns)
+    for other in ("vector", "name"):
+        with pytest.raises(UserError, match=f"the column '{other}' .*leave it out"):
+            FromHuggingFace(path, ["a", other], "y", num_clients=1).setup()
+
+
+def test_a_column_that_the_library_does_not_read_is_refused_if_it_is_used(tmp_path: Path) -> None:
+    import pyarrow as pa
+
+    tags = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
+    path = written(tmp_path / "a.parquet", {"x": [1.0, 2.0], "y": [0, 1], "tags": tags})
+    assert len(samples(FromHuggingFace(path, "x", "y", num_clients=1))) == 2
+    with pytest.raises(UserError, match="Column 'tags' of the split 'train' holds map"):
+        FromHuggingFace(path, "tags", "y", num_clients=1).setup()
+
+
+def test_a_target_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path / "a.parquet", {"x": [1.0, 2.0], "y": [0.5, float("inf")]})
+    with pytest.raises(UserError, match=r"Row 1 .*inf in the column 'y'"):
+        FromHuggingFace(path, "x", "y", num_clients=1).setup()
+
+
+@pytest.mark.parametrize("name", ["TRAIN.PARQUET", "rows.pq"])
+def test_endings_of_parquet_files(name: str, tmp_path: Path) -> None:
+    written(tmp_path / name, {"x": [1.0, 2.0], "y": [0, 1]})
+    for path in (tmp_path, tmp_path / name):
+        assert len(samples(FromHuggingFace(path, "x", "y", num_clients=1))) == 2
+
+
+def test_a_split_is_known_by_its_name_in_capitals(tmp_path: Path) -> None:
+    for name, labels in (("Train.parquet", [0, 1]), ("TEST.PARQUET", [1])):
+        written(tmp_path / name, {"x": [1.0] * len(labels), "y": labels})
+    data = FromHuggingFace(tmp_path, "x", "y", test="test", num_clients=1)
+    assert len(samples(data)) == 2 and len(data.test_set or ()) == 1
+
+
+def test_test_rows_lie_client_by_client() -> None:
+    """In each client they have the order of the data."""
+    train = datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": [0, 1], "who": ["a", "b"]})
+    rows = {"x": [5.0, 6.0, 7.0, 8.0], "y": [1, 0, 1, 0], "who": ["b", "a", "b", "a"]}
+    both = datasets.DatasetDict(train=train, test=datasets.Dataset.from_dict(rows))
+    data = FromHuggingFace(both, "x", "y", client="who", test="test")
+    data.setup()
+    held: Any = data.test_set
+    found = [held.read.dataset[i] for i in range(4)]
+    assert [(x.item(), y) for x, y in found] == [(6, 0), (8, 0), (5, 1), (7, 1)]
+    assert held.labels.tolist() == [0, 0, 1, 1]
+    assert [data.client_test_indices(i).tolist() for i in (0, 1)] == [[2, 3], [4, 5]]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"x": ["a", "y"]}, r"data\.x has 'y', which is data\.y='y'"),
+        ({"x": "who", "client": "who"}, r"data\.x has 'who', which is data\.client"),
+        ({"x": ["a", "a"]}, r"data\.x names 'a' twice"),
+        ({"x": []}, r"data\.x is empty"),
+        ({"y": "who"}, r"Column 'who' .* has one name in two ways: 'p' and 'p '"),
+        ({"client": "who"}, r"Column 'who' .* has the name 'p ' in row 1, and 'p' before"),
+        ({"client": "blank"}, r"Column 'blank' .* has the name '' in row 1, which names no client"),
+        ({"partition": ByValue(column="who")}, r"Column 'who' .*'p', which is not a number"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(
+    given: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    columns = {"a": [1.0, 2.0], "y": [0, 1], "who": ["p", "p "], "blank": ["p", ""]}
+    arguments = {"x": "a", "y": "y", "num_clients": 1, **given}
+    with pytest.raises(UserError, match=words):
+        FromHuggingFace(written(tmp_path / "a.parquet", columns), **arguments).setup()
+
+
+@pytest.mark.parametrize(
+    ("test", "words"),
+    [
+        ({"x": [[1.0]], "y": [1]}, "Row 0 of the split 'test' has 1 values .*'train' has 2"),
+        ({"x": [[1.0, 2.0]], "y": [0.5]}, r"'y' has classes in .* fractions in data\.test"),
+    ],
+)
+def test_test_rows_of_another_kind_are_refused(
+    test: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    written(tmp_path / "train.parquet", {"x": [[1.0, 2.0]] * 2, "y": [0, 1]})
+    written(tmp_path / "test.parquet", test)
+    with pytest.raises(UserError, match=words):
+        FromHuggingFace(tmp_path, "x", "y", test="test", num_clients=1).setup()
