@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import time
 from contextlib import ExitStack
@@ -87,6 +88,28 @@ def step_seconds(copies: LearnerCopies) -> float:
                 waits.append(waits_so_far() > before)
         copies.step_seconds = min(by_clock if all(waits) else of_processor)
     return copies.step_seconds
+
+
+def measure_step(copies: LearnerCopies) -> bool:
+    """Take a local step on a GPU, so that torch's statistics have the peak of its memory.
+
+    Returns:
+        Whether the step could be taken.
+    """
+    situation = copies.situation
+    # Copies and what holds them refer to each other, so only a collection frees their memory.
+    copies.forget_trials()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(situation.w.device)
+    try:
+        with tried_apart(situation):
+            DryRun(copies).run(situation.largest(), 1)
+    except Exception:  # if it is not only that memory does not suffice, round 0 meets it again
+        return False
+    finally:
+        copies.forget_trials()
+        gc.collect()
+    return True
 
 
 def waits_so_far() -> int:
