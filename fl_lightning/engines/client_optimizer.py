@@ -371,7 +371,9 @@ class ClientOptimizer:
     def _load(self, state: dict[str, Tensor]) -> None:
         kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
         groups = self.optimizer.param_groups
-        parameters = [(p, group) for group in groups for p in group["params"]]
+        parameters: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        for group in groups:
+            parameters += ((parameter, group) for parameter in group["params"])
         for key, value in state.items():
             _, place, name = key.split(".", 2)
             name, _, kind = name.partition(":")

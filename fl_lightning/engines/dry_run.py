@@ -91,19 +91,22 @@ def step_seconds(copies: LearnerCopies) -> float:
 
 
 def measure_step(copies: LearnerCopies) -> bool:
-    """Take a local step on a GPU, so that torch's statistics have the peak of its memory.
+    """Take two local steps on a GPU, so that torch's statistics have the peak of their memory.
+
+    The second step has the optimizer's state, which the first one makes.
 
     Returns:
-        Whether the step could be taken.
+        Whether the steps could be taken.
     """
     situation = copies.situation
+    client = situation.largest()
     # Copies and what holds them refer to each other, so only a collection frees their memory.
     copies.forget_trials()
     gc.collect()
     torch.cuda.reset_peak_memory_stats(situation.w.device)
     try:
         with tried_apart(situation):
-            DryRun(copies).run(situation.largest(), 1)
+            DryRun(copies).run(client, min(situation.cohort.steps_tried(client), 2))
     except Exception:  # if it is not only that memory does not suffice, round 0 meets it again
         return False
     finally:

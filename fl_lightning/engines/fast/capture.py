@@ -295,7 +295,7 @@ class Unrecordable(RuntimeError):
     """A step does what no CUDA graph can hold."""
 
 
-class Watch(TorchDispatchMode):
+class Refusing(TorchDispatchMode):
     """Refuses the calls that no CUDA graph can hold: reads of values, and copies to or from a GPU.
 
     Raises:
@@ -320,7 +320,7 @@ class Watch(TorchDispatchMode):
 
 
 class Watched:
-    """Takes steps as they are, within :class:`Watch`."""
+    """Takes steps as they are, within :class:`Refusing`."""
 
     stream = None
 
@@ -333,7 +333,7 @@ class Watched:
         copy: LearnerCopy,
     ) -> None:
         for index, batch in enumerate(batches):
-            with Watch():
+            with Refusing():
                 step(batch, index)
 
     def forget(self) -> None:

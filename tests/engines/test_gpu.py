@@ -1,0 +1,300 @@
+"""Whole runs on a make-believe GPU: the CPU's bits, streams that wait, and no wait in a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fl_lightning import FederatedCallback
+from fl_lightning import callbacks as c
+from fl_lightning.callback import ClientState, Server
+from fl_lightning.evaluation.measured_samples import samples_of
+from fl_lightning.lab.contracts.federation import (
+    Learner,
+    Outcome,
+    fit,
+    in_processes,
+    outcome,
+    quiet,
+    require_same,
+)
+from tests.helpers.fake_gpu import fake_gpu
+from tests.helpers.processes import nccl_over_gloo
+
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+ON_GPU = {"accelerator": "gpu", "devices": 1}
+SIDE_BY_SIDE: dict[str, Any] = {"engine": "concurrent", "capture": True, "workers": 2}
+ENGINES: dict[str, dict[str, Any]] = {
+    "sequential": {"engine": "sequential"},
+    "concurrent": SIDE_BY_SIDE,
+}
+Methods = Callable[[], list[Any]]
+COMPOSITIONS: dict[str, tuple[Methods, dict[str, Any]]] = {
+    "FedAvg": (lambda: [], {"weighting": "samples"}),
+    "kept momentum": (
+        lambda: [],
+        {
+            "client_optimizer": lambda p: SGD(p, lr=0.05, momentum=0.9),
+            "keep_optimizer_state": True,
+        },
+    ),
+    "kept Adam": (
+        lambda: [],
+        {"client_optimizer": lambda p: Adam(p, lr=0.01), "keep_optimizer_state": True},
+    ),
+    "RMSprop": (lambda: [], {"client_optimizer": lambda p: torch.optim.RMSprop(p, lr=0.01)}),
+    "Adam at the server": (lambda: [], {"server_optimizer": lambda p: Adam(p, lr=0.01)}),
+    "SCAFFOLD": (lambda: [c.ControlVariates()], {}),
+    "SAM": (lambda: [c.SharpnessAwareMinimization()], {"clip_norm": 0.5}),
+    "FedSMOO": (lambda: [c.GlobalSharpnessAwareMinimization()], {}),
+    "top-k": (lambda: [c.TopKCompression()], {}),
+    "FedALA": (lambda: [c.AdaptiveLocalAggregation(), c.PerClientEvaluation()], {}),
+}
+
+
+def on_gpu(methods: list[Any], trainer: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """Two rounds of nine steps per client on the make-believe GPU, and what happened on it."""
+    settings = {"local_steps": 9, "rounds": 2, **settings}
+    with quiet(), fake_gpu() as gpu:
+        module = fit(methods, trainer={**ON_GPU, **(trainer or {})}, **settings)
+        return outcome(module), gpu, module
+
+
+def on_cpu(methods: list[Any], **settings: Any) -> Outcome:
+    with quiet():
+        return outcome(fit(methods, **{"local_steps": 9, "rounds": 2, **settings}))
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_a_run_has_the_bits_of_the_cpu(name: str) -> None:
+    made, settings = COMPOSITIONS[name]
+    there = on_cpu(made(), **settings)
+    for engine, how in ENGINES.items():
+        here, gpu, module = on_gpu(made(), **settings, **how)
+        require_same(here, there, 0.0, engine, "")
+        assert not gpu.races
+        if engine == "concurrent":
+            # every client in both rounds is recorded, as is one in the trial
+            assert module.engine_facts["capture"] == "yes" and gpu.graphs == 7
+            # a worker's recordings share their memory
+            assert len(gpu.pools) == 3
+
+
+def in_two(methods: Methods, trainer: dict[str, Any] | None = None, **settings: Any) -> Outcome:
+    """What is left of a run in two processes, each with a GPU."""
+    both = {"accelerator": "gpu", "devices": 2, "strategy": "federated", **(trainer or {})}
+
+    def job() -> Outcome:
+        with fake_gpu(2), nccl_over_gloo():
+            left = outcome(fit(methods(), trainer=both, rounds=2, **settings))
+        # At a timeout NCCL would abort the process, before it names the one that was lost.
+        assert os.environ["TORCH_NCCL_BLOCKING_WAIT"] == "1"
+        return left
+
+    return in_processes(2, job)
+
+
+TOGETHER: dict[str, Methods] = {
+    "FedAvg": lambda: [],
+    "SCAFFOLD": lambda: [c.ControlVariates()],
+    "FedALS": lambda: [c.PartialAveraging(periods={"first.*": 2, "head.bias": "never"})],
+    "Krum": lambda: [c.RobustAggregation("krum", byzantine=0)],
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_processes_have_the_sums_of_one(name: str) -> None:
+    with quiet():
+        one = outcome(fit(TOGETHER[name](), rounds=2))
+        require_same(in_two(TOGETHER[name]), one, 0.0, name, "")
+
+
+class Wide(Learner):
+    """Its activations take much memory."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        wide = batch[0].new_ones(1000, 1000) * self.head.bias.sum()
+        return loss + 0 * wide.square().mean()
+
+
+@pytest.mark.parametrize("engine", ["concurrent", "auto"])
+@pytest.mark.parametrize("capture", [True, False])
+def test_as_many_clients_train_beside_each_other_as_fit(engine: str, capture: bool) -> None:
+    """A step takes 40 MB: `wide` has 8 MB, as have its factor, its square and two gradients."""
+    if engine == "auto" and capture:
+        return
+    settings = {"engine": engine, "capture": "auto" if engine == "auto" else capture}
+    with quiet(), fake_gpu(free=120 * 10**6):
+        module = fit([], learner=Wide(), trainer=ON_GPU, rounds=1, participation=6, **settings)
+        assert module.engine_facts["engine"] == "concurrent"
+        assert module.engine_facts["workers"] == "2"  # 0.8 × 120 MB / 40 MB
+    with quiet(), fake_gpu():
+        module = fit([], trainer=ON_GPU, rounds=1, participation=6, **settings)
+        assert module.engine_facts["workers"] == "6"
+
+
+class Long(Learner):
+    """Has 100,000 parameters more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.more = nn.Parameter(torch.zeros(100_000, dtype=torch.float64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step(batch, batch_idx) + self.more.sum()
+
+
+def test_rows_of_methods_and_states_of_optimizers_count() -> None:
+    """A vector has 0.8 MB, and 48 MB are free."""
+    found = []
+    for methods, optimizer in (([], SGD), ([], Adam), ([c.ControlVariates()], SGD)):
+        given = {"client_optimizer": lambda p, made=optimizer: made(p, lr=0.1)}
+        with quiet(), fake_gpu(free=48 * 10**6):
+            module = fit(
+                methods,
+                learner=Long(),
+                trainer=ON_GPU,
+                rounds=1,
+                participation=6,
+                engine="auto",
+                **given,
+            )
+            found.append(int(module.engine_facts["workers"]))
+    assert found[1] < found[0] < 6 and found[2] < found[0], found
+
+
+class Logs(Learner):
+    """Logs a Python number and a tensor in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train/loss", loss)
+        self.log("train/number", 0.5)
+        return loss
+
+
+IN_STEPS: dict[str, tuple[Methods, dict[str, Any]]] = {
+    "logs": (lambda: [], {"learner": Logs}),
+    "accumulated": (lambda: [], {"accumulate": 2, "learner": Logs}),
+    "SCAFFOLD": (lambda: [c.ControlVariates()], {}),
+    "HetLoRA": (lambda: [c.PaddedRanks()], {}),
+    "FedMuon": (lambda: [c.MuonDirection()], {}),
+}
+
+
+@pytest.mark.parametrize("name", IN_STEPS)
+def test_no_step_waits_for_the_gpu(name: str) -> None:
+    """Three times as many steps wait as often."""
+    methods, settings = IN_STEPS[name]
+    waits = []
+    for steps in (4, 12):
+        made = {**settings, "learner": settings["learner"]()} if "learner" in settings else {}
+        given = {**settings, **made, "engine": "concurrent", "capture": False, "workers": 2}
+        waits.append(on_gpu(methods(), local_steps=steps, rounds=1, **given)[1].syncs)
+    assert waits[0] == waits[1]
+
+
+def test_no_batch_of_an_evaluation_waits_for_the_gpu() -> None:
+    """Eight batches wait as often as two: when their sums are read."""
+    with quiet(), fake_gpu() as gpu:
+        module = fit([], learner=Logs(), trainer=ON_GPU, rounds=1)
+        evaluator = module.evaluator()
+        samples = samples_of(module.trainer.datamodule)
+        x, batches = module.evaluated_vector, evaluator.shares(samples, 4, keep=True)
+        counts = []
+        for some in (batches[:2], batches[:8]):
+            before = gpu.syncs.total()
+            evaluator.mean_of(x, some, step="validation_step")
+            counts.append(gpu.syncs.total() - before)
+    assert counts[0] == counts[1]
+
+
+class Reads(Learner):
+    """Reads a value in each step, or copies a number to the GPU, from a round on."""
+
+    def __init__(self, read: Callable[[Tensor], Any], first: int) -> None:
+        super().__init__()
+        self.read = read
+        self.first_round = first
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        if self.trainer.current_epoch >= self.first_round:
+            self.read(loss.detach())
+        return loss
+
+
+READS: dict[str, Callable[[Tensor], Any]] = {
+    "item": lambda loss: loss.item(),
+    "if": lambda loss: bool(loss > 0),
+    "to the CPU": lambda loss: loss.cpu(),
+    "to the GPU": lambda loss: torch.tensor(1.0, device=loss.device),
+    "pinned": lambda loss: torch.ones(2).pin_memory().to(loss.device, non_blocking=True),
+    "mask": lambda loss: loss.reshape(1)[loss.reshape(1) > 0],
+}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("read", READS)
+def test_a_step_that_reads_a_value_is_not_recorded(read: str, first: int) -> None:
+    """It is refused before CUDA meets it: a failed capture would leave torch's allocator in it."""
+    with quiet(), fake_gpu() as gpu:
+        module = fit(
+            [], learner=Reads(READS[read], first), trainer=ON_GPU, local_steps=9, **SIDE_BY_SIDE
+        )
+    assert not gpu.underway
+    facts = module.engine_facts["capture"]
+    if first == 0:
+        assert facts.startswith("no: a step reads") or facts.startswith("no: a step copies"), facts
+        assert gpu.graphs == 0
+
+
+def test_no_pinned_memory_is_kept() -> None:
+    with quiet(), fake_gpu() as gpu:
+        module = fit([c.ControlVariates()], trainer=ON_GPU, rounds=2)
+        store = module.client_rows.store
+        for name in store.names():
+            for client in store.clients(name):
+                row = store.read(name, int(client))
+                assert row is not None and row.untyped_storage()._cdata not in gpu.pinned
+    assert store.names()
+
+
+class ByClient(FederatedCallback):
+    """Indexes what a round staged by the clients' numbers."""
+
+    last = ClientState(shape=(), synchronised=False)
+
+    def on_local_end(self, clients: Any) -> None:
+        self.last[clients] = clients.x.mean(1)
+
+    def on_round_end(self, server: Server) -> None:
+        table = torch.zeros(server.num_clients, dtype=server.w.dtype, device=server.w.device)
+        for ids, rows in self.last.staged(server):
+            table[ids] = rows
+        server.log("last", table.sum())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_staged_rows_lie_with_the_clients_numbers(engine: str) -> None:
+    here, _, _ = on_gpu([ByClient()], **ENGINES[engine])
+    require_same(here, on_cpu([ByClient()]), 0.0, engine, "")
+
+
+@pytest.mark.parametrize(("precision", "allowed"), [("highest", False), ("high", True)])
+def test_convolutions_round_their_inputs_only_if_products_do(precision: str, allowed: bool) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        with quiet(), fake_gpu():
+            torch.backends.cudnn.allow_tf32 = True
+            fit([], trainer=ON_GPU, rounds=1)
+            assert torch.backends.cudnn.allow_tf32 is allowed
+    finally:
+        torch.set_float32_matmul_precision(before)

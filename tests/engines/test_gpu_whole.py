@@ -1,0 +1,221 @@
+"""Every packaged callback on a make-believe GPU, and what else a run may have there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from fl_lightning import callbacks as c
+from fl_lightning.callback import FederatedCallback
+from fl_lightning.errors import UserError
+from fl_lightning.lab.contracts.federation import (
+    Learner,
+    Outcome,
+    fit,
+    outcome,
+    quiet,
+    require_same,
+)
+from tests.contracts.test_contracts import OURS
+from tests.engines.test_gpu import ENGINES, ON_GPU, SIDE_BY_SIDE, in_two, on_cpu, on_gpu
+from tests.helpers.fake_gpu import fake_gpu
+
+pytestmark = pytest.mark.slow
+SGD, Adam = torch.optim.SGD, torch.optim.Adam
+KEPT = {"client_optimizer": lambda p: SGD(p, lr=0.05, momentum=0.9), "keep_optimizer_state": True}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "kept": KEPT,
+    "Adam": {"client_optimizer": lambda p: Adam(p, lr=0.01)},
+    "accumulation": {"accumulate": 2},
+    "clip": {"clip_norm": 0.5},
+    "weights": {"weighting": "samples"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", OURS)
+def test_a_callback_has_the_bits_of_the_cpu(name: str, settings: str) -> None:
+    """In the sequential engine, and beside each other, where no client reads what is not there."""
+    given = {"local_steps": 3, **SETTINGS[settings]}
+    try:
+        there = on_cpu([OURS[name]()], **given)
+    except (UserError, ValueError) as refused:
+        with pytest.raises(type(refused)):
+            on_gpu([OURS[name]()], **given)
+        return
+    for engine in ENGINES:
+        more = {"engine": engine} if engine == "sequential" else {**SIDE_BY_SIDE, "capture": False}
+        here, gpu, _ = on_gpu([OURS[name]()], **given, **more)
+        require_same(here, there, 0.0, engine, "")
+        assert not gpu.races
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_recorded_steps_of_a_callback_wait_for_what_they_read(name: str) -> None:
+    given = {"local_steps": 9, "participation": 4}
+    here, gpu, _ = on_gpu([OURS[name]()], **given, **SIDE_BY_SIDE)
+    require_same(here, on_cpu([OURS[name]()], **given), 0.0, name, "")
+    assert not gpu.races
+
+
+LOGGERS = [name for name in OURS if name.endswith("Logger")]
+TOGETHER: dict[str, Callable[[], list[FederatedCallback]]] = {
+    "FedSMOO": lambda: [c.GlobalSharpnessAwareMinimization()],
+    "FedInit": lambda: [c.RelaxedInitialization(aggregate="updates")],
+    "Ditto": lambda: [c.ProximalPersonalModel(), c.PerClientEvaluation()],
+    "loggers": lambda: [OURS[name]() for name in LOGGERS],
+    "DP": lambda: [OURS["DifferentialPrivacy"]()],
+}
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_two_processes_have_the_sums_of_one(name: str) -> None:
+    with quiet():
+        one = outcome(fit(TOGETHER[name](), rounds=2))
+        require_same(in_two(TOGETHER[name]), one, 0.0, name, "")
+
+
+class Outside(Metric):
+    """Counts its updates in an attribute that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.updates += 1
+        self.total += value
+
+    def reset(self) -> None:
+        super().reset()
+        self.updates = 0
+
+    def compute(self) -> Tensor:
+        return self.total / max(1, self.updates)
+
+
+class Measured(Learner):
+    """Logs a number, a tensor, and a metric whose clients' values cannot be merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Outside()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss.detach())
+        self.log("train/metric", self.metric)
+        self.log("train/loss", loss)
+        self.log("train/number", float(len(batch[0])))
+        return loss
+
+
+class Normed(Learner):
+    """With batch normalisation, whose statistics its steps change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3).double()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        norm = self.norm if len(x) > 1 else nn.Identity()
+        return super().training_step((norm(x), y), batch_idx)
+
+
+class Drawing(Learner):
+    """Draws random numbers in each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        return super().training_step((nn.functional.dropout(x, 0.5), y), batch_idx)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "concurrent", "auto"])
+@pytest.mark.parametrize("learner", [Measured, Normed, Drawing])
+def test_learners_that_log_draw_or_have_statistics(learner: type[Learner], engine: str) -> None:
+    if learner is Drawing and engine == "concurrent":
+        return  # refused: streams would share the GPU's generator
+    how = ENGINES.get(engine, {"engine": engine})
+    given = {"client_optimizer": lambda p: SGD(p, lr=0.05), "participation": 4}
+    there = on_cpu([], learner=learner(), **given)
+    here, gpu, module = on_gpu([], learner=learner(), **given, **how)
+    require_same(here, there, 0.0, engine, "")
+    assert not gpu.races
+    if learner is Drawing and engine == "auto":
+        assert module.engine_facts["engine"] == "sequential"
+
+
+def test_metrics_of_two_processes_are_sent_from_the_cpu() -> None:
+    with quiet():
+        one = outcome(fit([], learner=Measured(), rounds=2))
+        two = in_two(lambda: [], learner=Measured())
+    logged = {name for name in one if name.startswith("log train/")}
+    assert logged
+    require_same({n: two[n] for n in two}, one, 1e-12, "two processes", "")
+
+
+VALIDATED = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_validation_and_clients_own_models(world: int) -> None:
+    """Means of validation agree up to rounding, as the docs promise."""
+
+    def made() -> list[FederatedCallback]:
+        return [c.ProximalPersonalModel(), c.PerClientEvaluation()]
+
+    there = on_cpu(made(), trainer=VALIDATED, local_steps=3)
+    assert {"log val/loss", "log val/acc"} <= there.keys()
+    if world == 1:
+        here = on_gpu(made(), trainer=VALIDATED, local_steps=3)[0]
+    else:
+        with quiet():
+            here = in_two(made, trainer=VALIDATED, local_steps=3)
+    means = {name for name in there if name.startswith("log val/")}
+    require_same({n: here[n] for n in means}, {n: there[n] for n in means}, 1e-12, "means", "")
+    rest = there.keys() - means
+    require_same({n: here[n] for n in rest}, {n: there[n] for n in rest}, 0.0, "bits", "")
+
+
+def half(folder: Path, gpu: bool, resume: bool, **settings: Any) -> Outcome:
+    """The first round of a run with kept Adam and SCAFFOLD, or its other rounds."""
+    given: dict[str, Any] = {"folder": str(folder), "resume": resume, "rounds": 3 if resume else 1}
+    given |= {"client_optimizer": lambda p: Adam(p, lr=0.01), "keep_optimizer_state": True}
+    with quiet():
+        if not gpu:
+            return outcome(fit([c.GlobalSharpnessAwareMinimization()], **given, **settings))
+        with fake_gpu():
+            trainer = {"trainer": ON_GPU}
+            return outcome(fit([c.GlobalSharpnessAwareMinimization()], **given, **trainer))
+
+
+@pytest.mark.parametrize(("before", "after"), [(True, True), (True, False), (False, True)])
+def test_a_run_resumes_on_another_device(tmp_path: Path, before: bool, after: bool) -> None:
+    half(tmp_path / "whole", False, False)
+    whole = half(tmp_path / "whole", False, True)
+    half(tmp_path / "moved", before, False)
+    require_same(half(tmp_path / "moved", after, True), whole, 0.0, "resumed", "")
+
+
+@pytest.mark.parametrize("name", ["FedAvg", "SCAFFOLD", "FedProto"])
+def test_half_precision(name: str) -> None:
+    """The make-believe GPU computes as a CPU does; that no part mixes devices is what shows."""
+    made = {"FedAvg": list, "SCAFFOLD": lambda: [c.ControlVariates()]}.get(
+        name, lambda: [OURS["PrototypePull"]()]
+    )
+    mixed = {"precision": "bf16-mixed"}
+    results = []
+    for engine in ENGINES:
+        here, gpu, _ = on_gpu(made(), trainer=mixed, learner=Learner().float(), **ENGINES[engine])
+        assert not gpu.races
+        results.append(here)
+    require_same(*results, 0.0, "engines", "")
