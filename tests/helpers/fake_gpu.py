@@ -20,7 +20,9 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo  # at its first import it reads the functions that are replaced here
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
@@ -270,7 +272,7 @@ class Gpu(TorchDispatchMode):
         self.races: Counter[tuple[str, str]] = Counter()
         self.graphs = self.debug = 0
         self.underway = self.sends_objects = False
-        self.pinned: set[int] = set()
+        self.pinned: dict[int, StorageWeakRef] = {}
         self.pools: dict[Any, int] = {}
         self.capturing: Graph | None = None
         self.live = weakref.WeakSet[Any]()  # tensors that were made while memory is measured
@@ -313,8 +315,9 @@ class Gpu(TorchDispatchMode):
         if not (fakes or there):
             out = func(*args, **kwargs)
             if pins:
-                self.pinned.add(out.untyped_storage()._cdata)
-                weakref.finalize(out, self.pinned.discard, out.untyped_storage()._cdata)
+                # As long as this weak reference lives, the storage's address is its own.
+                storage = StorageWeakRef(out.untyped_storage())
+                self.pinned[storage.cdata] = storage
             return out
         changed = written(func, args, kwargs)
         if self.capturing is not None:
@@ -402,7 +405,8 @@ def refuse(func: Any, name: str, given: list[Tensor]) -> None:
     numbers = torch.Tag.pointwise in func.tags and not any(each.dim() for each in on_cpu)
     changes = name.endswith("_") and not on_gpu(given[0])
     if name in MIXING:
-        wrong = name.startswith("index") and not on_gpu(given[0])
+        ends = [given[0]] if name == "index" else [given[0], given[-1]]  # indices may lie elsewhere
+        wrong = name.startswith("index") and any(each.dim() and not on_gpu(each) for each in ends)
     else:
         wrong = changes or not numbers
     if wrong:

@@ -94,14 +94,17 @@ def nccl_over_gloo() -> Iterator[None]:
     GPU, and what is sent as an object holds no such tensor."""
     begin = dist.init_process_group
 
-    def joined(backend: str | None = None, *_: Any, timeout: Any = None, **__: Any) -> None:
-        assert backend == "nccl"
+    joined_by: list[str] = []
+
+    def joined(backend: str, *_: Any, timeout: Any = None, **__: Any) -> None:
+        joined_by.append(backend)
         begin("gloo", timeout=timeout)
 
     def of_tensors(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
             sent = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            if group in (None, dist.group.WORLD) and not all(map(on_gpu, sent)):
+            by_nccl = joined_by == ["nccl"] and group in (None, dist.group.WORLD)
+            if by_nccl and not all(map(on_gpu, sent)):
                 raise RuntimeError(f"No backend type associated with device type cpu, at {place()}")
             mean = kwargs.get("op") == dist.ReduceOp.AVG  # gloo has none
             given = {**kwargs, "op": dist.ReduceOp.SUM} if mean else kwargs
@@ -132,7 +135,7 @@ def nccl_over_gloo() -> Iterator[None]:
     objects = ("all_gather_object", "broadcast_object_list")
     patches = {name: of_tensors(getattr(dist, name)) for name in tensors}
     patches |= {name: of_objects(getattr(dist, name)) for name in objects}
-    patches |= {"init_process_group": joined, "get_backend": lambda *_: "nccl"}
+    patches |= {"init_process_group": joined, "get_backend": lambda *_: joined_by[0]}
     patches["barrier"] = lambda *_, **__: barrier()
     begins_alike = mock.patch.object(strategies, "_sync_module_states", same_start)
     with mock.patch.multiple(dist, **patches), begins_alike:

@@ -266,6 +266,7 @@ def tried(trial: DryRun, recorder: Capture, by_choice: bool) -> str:
     if situation.w.is_cuda:
         trial.worker.recorder = Watched()
         trial.run(client, min(steps, 2))
+        recorder.wait()
     ends = []
     for how in (None, recorder):
         trial.worker.recorder = how
