@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, Methods
 from fl_lightning import FederatedCallback, FederatedStrategy
 from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, Server
@@ -33,33 +34,11 @@ ENGINES: dict[str, dict[str, Any]] = {
     "sequential": {"engine": "sequential"},
     "concurrent": SIDE_BY_SIDE,
 }
-Methods = Callable[[], list[Any]]
-COMPOSITIONS: dict[str, tuple[Methods, dict[str, Any]]] = {
-    "FedAvg": (lambda: [], {"weighting": "samples"}),
-    "kept momentum": (
-        lambda: [],
-        {
-            "client_optimizer": lambda p: SGD(p, lr=0.05, momentum=0.9),
-            "keep_optimizer_state": True,
-        },
-    ),
-    "kept Adam": (
-        lambda: [],
-        {"client_optimizer": lambda p: Adam(p, lr=0.01), "keep_optimizer_state": True},
-    ),
-    "RMSprop": (lambda: [], {"client_optimizer": lambda p: torch.optim.RMSprop(p, lr=0.01)}),
-    "Adam at the server": (lambda: [], {"server_optimizer": lambda p: Adam(p, lr=0.01)}),
-    "SCAFFOLD": (lambda: [c.ControlVariates()], {}),
-    "SAM": (lambda: [c.SharpnessAwareMinimization()], {"clip_norm": 0.5}),
-    "FedSMOO": (lambda: [c.GlobalSharpnessAwareMinimization()], {}),
-    "top-k": (lambda: [c.TopKCompression()], {}),
-    "FedALA": (lambda: [c.AdaptiveLocalAggregation(), c.PerClientEvaluation()], {}),
-}
 
 
 def on_gpu(methods: list[Any], trainer: dict[str, Any] | None = None, **settings: Any) -> Any:
     """Two rounds of nine steps per client on the make-believe GPU, and what happened on it."""
-    settings = {"local_steps": 9, "rounds": 2, **settings}
+    settings = {**COMMON, **settings}
     with quiet(), fake_gpu() as gpu:
         module = fit(methods, trainer={**ON_GPU, **(trainer or {})}, **settings)
         return outcome(module), gpu, module
@@ -67,7 +46,7 @@ def on_gpu(methods: list[Any], trainer: dict[str, Any] | None = None, **settings
 
 def on_cpu(methods: list[Any], **settings: Any) -> Outcome:
     with quiet():
-        return outcome(fit(methods, **{"local_steps": 9, "rounds": 2, **settings}))
+        return outcome(fit(methods, **{**COMMON, **settings}))
 
 
 @pytest.mark.parametrize("name", COMPOSITIONS)

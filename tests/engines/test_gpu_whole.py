@@ -73,6 +73,14 @@ def test_recorded_steps_of_a_callback_wait_for_what_they_read(name: str) -> None
     assert not gpu.races
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Rprop])
+def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
+    given = {"client_optimizer": lambda p: kind(p, lr=0.01), "keep_optimizer_state": True}
+    here, gpu, module = on_gpu([], **given, **SIDE_BY_SIDE)
+    require_same(here, on_cpu([], **given), 0.0, "", "")
+    assert module.engine_facts["capture"] == "yes" and gpu.graphs == 7
+
+
 LOGGERS = [name for name in OURS if name.endswith("Logger")]
 TOGETHER: dict[str, Callable[[], list[FederatedCallback]]] = {
     "FedSMOO": lambda: [c.GlobalSharpnessAwareMinimization()],
