@@ -93,7 +93,6 @@ class MuonDirection(FederatedCallback):
     moves_start = False
     first = Scratch(shape=("V",))  # Adam's moments of vectors
     second = Scratch(shape=("V",))
-    place = Scratch(shape=("V",), dtype=torch.int64)  # of vectors in x
 
     def __init__(
         self,
@@ -196,9 +195,6 @@ class MuonDirection(FederatedCallback):
             self.held[clients] = self.M
         if self.variates:
             self.begun[clients] = self.M[clients]
-        if self.vectors == "adam" and len(self.places):
-            # Every step reads it, and moving it to a GPU takes long.
-            self.place[clients] = self.places.to(clients.x.device)
 
     def precondition(self, clients: Clients, gradient: Tensor) -> Tensor:
         m = self.rows(clients)
@@ -247,7 +243,7 @@ class MuonDirection(FederatedCallback):
 
     def _adam(self, clients: Clients, gradient: Tensor, direction: Tensor) -> None:
         """Write Adam's direction of vectors, with fresh moments."""
-        places = self.place[clients][0]  # the same for all clients
+        places = self.places.to(gradient.device)
         beta1, beta2 = self.betas
         g = gradient[:, places]
         m = self.first[clients]

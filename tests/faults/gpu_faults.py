@@ -145,16 +145,6 @@ GPU_FAULTS = [
         ],
     ),
     Fault(
-        "on a GPU: Muon moves the places of vectors in each step",
-        [
-            (
-                "callbacks/directions/muon_direction.py",
-                "places = self.place[clients][0]",
-                "places = self.places.to(gradient.device)",
-            )
-        ],
-    ),
-    Fault(
         "on a GPU: an NCCL timeout aborts the process",
         [
             (
@@ -169,8 +159,8 @@ GPU_FAULTS = [
         [
             (
                 "fl_lightning/aggregation/metric_states.py",
-                "value.to(device or value.device)\n    # `check_reset`",
-                "value\n    # `check_reset`",
+                "values[name] = value.to(device or value.device)",
+                "values[name] = value",
             )
         ],
     ),
