@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, Methods
 from fl_lightning import FederatedCallback, FederatedStrategy
@@ -94,6 +95,50 @@ def test_two_processes_have_the_sums_of_one(name: str, backend: str) -> None:
     with quiet():
         one = outcome(fit(TOGETHER[name](), rounds=2))
         require_same(in_two(TOGETHER[name], by), one, 0.0, name, "")
+
+
+class Outside(Metric):
+    """Counts its updates in an attribute that is no state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.updates = 0
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor) -> None:
+        self.updates += 1
+        self.total += value
+
+    def reset(self) -> None:
+        super().reset()
+        self.updates = 0
+
+    def compute(self) -> Tensor:
+        return self.total / max(1, self.updates)
+
+
+class Measured(Learner):
+    """Logs a number, a tensor, and a metric whose clients' values cannot be merged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.metric = Outside()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.metric(loss.detach())
+        self.log("train/metric", self.metric)
+        self.log("train/loss", loss)
+        self.log("train/number", float(len(batch[0])))
+        return loss
+
+
+def test_metrics_of_two_processes_are_sent_from_the_cpu() -> None:
+    with quiet():
+        one = outcome(fit([], learner=Measured(), rounds=2))
+        two = in_two(lambda: [], learner=Measured())
+    assert "log train/metric" in one
+    require_same(two, one, 1e-12, "two processes", "")
 
 
 class Wide(Learner):
@@ -231,8 +276,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("first", [0, 1])
-@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize(("read", "first"), [*((read, 0) for read in READS), ("item", 1)])
 def test_a_step_that_reads_a_value_is_not_recorded(read: str, first: int) -> None:
     """It is refused before CUDA meets it: a failed capture would leave torch's allocator in it."""
     with quiet(), fake_gpu() as gpu:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torchmetrics import Metric
 
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
@@ -23,7 +22,7 @@ from fl_lightning.lab.contracts.federation import (
     require_same,
 )
 from tests.contracts.test_contracts import OURS
-from tests.engines.test_gpu import ENGINES, ON_GPU, SIDE_BY_SIDE, in_two, on_cpu, on_gpu
+from tests.engines.test_gpu import ENGINES, ON_GPU, SIDE_BY_SIDE, Measured, in_two, on_cpu, on_gpu
 from tests.helpers.fake_gpu import fake_gpu
 
 pytestmark = pytest.mark.slow
@@ -98,42 +97,6 @@ def test_two_processes_have_the_sums_of_one(name: str) -> None:
         require_same(in_two(TOGETHER[name]), one, 0.0, name, "")
 
 
-class Outside(Metric):
-    """Counts its updates in an attribute that is no state."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.updates = 0
-        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-
-    def update(self, value: Tensor) -> None:
-        self.updates += 1
-        self.total += value
-
-    def reset(self) -> None:
-        super().reset()
-        self.updates = 0
-
-    def compute(self) -> Tensor:
-        return self.total / max(1, self.updates)
-
-
-class Measured(Learner):
-    """Logs a number, a tensor, and a metric whose clients' values cannot be merged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.metric = Outside()
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = super().training_step(batch, batch_idx)
-        self.metric(loss.detach())
-        self.log("train/metric", self.metric)
-        self.log("train/loss", loss)
-        self.log("train/number", float(len(batch[0])))
-        return loss
-
-
 class Normed(Learner):
     """With batch normalisation, whose statistics its steps change."""
 
@@ -168,15 +131,6 @@ def test_learners_that_log_draw_or_have_statistics(learner: type[Learner], engin
     assert not gpu.races
     if learner is Drawing and engine == "auto":
         assert module.engine_facts["engine"] == "sequential"
-
-
-def test_metrics_of_two_processes_are_sent_from_the_cpu() -> None:
-    with quiet():
-        one = outcome(fit([], learner=Measured(), rounds=2))
-        two = in_two(lambda: [], learner=Measured())
-    logged = {name for name in one if name.startswith("log train/")}
-    assert logged
-    require_same({n: two[n] for n in two}, one, 1e-12, "two processes", "")
 
 
 VALIDATED = {"limit_val_batches": 1.0, "num_sanity_val_steps": 0}

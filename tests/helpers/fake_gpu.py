@@ -1,10 +1,10 @@
 """A make-believe GPU: its tensors say ``cuda``, compute on the CPU, and refuse what CUDA refuses.
 
-Within ``fake_gpu()`` a whole ``Trainer(accelerator="gpu").fit`` runs, with real numbers. The context
-counts where the host waits (``syncs``), and finds memory that one stream reads or writes before
-another stream is done with it (``races``). A CUDA graph records ATen calls, computes nothing while
-it is captured, and replays them. It does not show bits and speed of kernels, foreach optimizers,
-autocast's kernels, or fragmented memory.
+Within ``fake_gpu()`` a whole ``Trainer(accelerator="gpu").fit`` runs, with real numbers. The
+context counts where the host waits (``syncs``), and finds memory that one stream reads or writes
+before another one is done with it (``races``, by ``fake_streams.py``). A CUDA graph records ATen
+calls, computes nothing while it is captured, and replays them. It does not show bits and speed of
+kernels, foreach optimizers, autocast's kernels, or fragmented memory.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
-from functools import cache
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -25,6 +24,8 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from tests.helpers.fake_streams import Stream, Streams, storages, traits, written
 
 # For `cuda`, autograd would start a thread of the device; for `meta` it does not.
 META = torch.device("meta")
@@ -153,29 +154,6 @@ class Data:
         torch.utils.swap_tensors(tensor, made)
 
 
-class Stream:
-    """``clock``: of each stream, up to which of its calls this one has waited."""
-
-    device = torch.device("cuda", 0)
-
-    def __init__(self, *_: Any) -> None:
-        self.number = len(GPU[-1].streams)
-        self.clock: dict[int, int] = {}
-        GPU[-1].streams.append(self)
-
-    def wait_stream(self, other: Stream) -> None:
-        later(self.clock, GPU[-1].host)
-        later(self.clock, other.clock)
-
-    def synchronize(self) -> None:
-        later(GPU[-1].host, self.clock)
-
-
-def later(clock: dict[int, int], other: dict[int, int]) -> None:
-    for number, tick in other.items():
-        clock[number] = max(clock.get(number, 0), tick)
-
-
 class Graph:
     """A CUDA graph; ``pools``: how many graphs live in each pool, whose id dies with the last."""
 
@@ -212,7 +190,7 @@ class Graph:
             raise RuntimeError("CUDA error: operation failed due to a previous error in capture")
         for _, args, kwargs, out in self.calls:
             for key in storages(tree_leaves(out)) - storages(tree_leaves((args, kwargs))):
-                gpu.memory[key] = (None, {})
+                gpu.streams.memory[key] = (None, {})
         gpu.graphs += bool(self.calls)
 
     def replay(self) -> None:
@@ -220,7 +198,9 @@ class Graph:
             given = storages(tree_leaves((args, kwargs)))
             changed = storages(written(func, args, kwargs))
             new = func(*args, **kwargs)
-            GPU[-1].touch(given - changed, changed | (storages(tree_leaves(out)) - given), ())
+            GPU[-1].streams.touch(
+                given - changed, changed | (storages(tree_leaves(out)) - given), ()
+            )
             if not any(r.alias_info is not None for r in func._schema.returns):
                 for old, value in zip(tree_leaves(out), tree_leaves(new), strict=True):
                     if isinstance(old, Tensor):
@@ -231,45 +211,19 @@ class Graph:
             self.pools[self.pool] -= 1
 
 
-def storages(leaves: Collection[Any]) -> set[int]:
-    return {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, Tensor)}
-
-
-@cache
-def traits(func: Any) -> tuple[bool, list[tuple[int, str]]]:
-    """Whether a call makes a view, and which of its arguments it writes."""
-    schema = func._schema
-    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
-    found = []
-    for j, argument in enumerate(schema.arguments):
-        writes = argument.alias_info is not None and argument.alias_info.is_write
-        # These calls write running statistics without saying so.
-        if writes or ("batch_norm" in schema.name and argument.name.startswith("running")):
-            found.append((j, argument.name))
-    return views, found
-
-
-def written(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """The tensors among its arguments that a call writes."""
-    values = [args[j] if j < len(args) else kwargs.get(name) for j, name in traits(func)[1]]
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
 class Gpu(TorchDispatchMode):
     """What happened on the make-believe GPU.
 
-    ``syncs``, ``races``: (what, file:line) → how often. ``graphs``: how many were captured.
-    ``underway``: whether a failed capture has left the allocator in it. ``free``: bytes.
+    ``syncs``: (what, file:line) → how often. ``graphs``: how many were captured. ``underway``:
+    whether a failed capture has left the allocator in it. ``free``: bytes. ``streams``: who reads
+    and writes what.
     """
-
-    current: Stream
 
     def __init__(self, index: int, free: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = torch.device("cuda", index)
         self.free = free
         self.syncs: Counter[tuple[str, str]] = Counter()
-        self.races: Counter[tuple[str, str]] = Counter()
         self.graphs = self.debug = 0
         self.underway = self.sends_objects = False
         self.pinned: dict[int, StorageWeakRef] = {}
@@ -277,10 +231,11 @@ class Gpu(TorchDispatchMode):
         self.capturing: Graph | None = None
         self.live = weakref.WeakSet[Any]()  # tensors that were made while memory is measured
         self.peak: int | None = None  # bytes; None: nobody measures
-        # memory → its write (stream, tick), and each stream's latest read
-        self.memory: dict[int, tuple[tuple[int, int] | None, dict[int, int]]] = {}
-        self.host: dict[int, int] = {}
-        self.streams: list[Stream] = []
+        self.streams = Streams(place)
+
+    @property
+    def races(self) -> Counter[tuple[str, str]]:
+        return self.streams.races
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.call(func, args, kwargs or {})
@@ -292,7 +247,7 @@ class Gpu(TorchDispatchMode):
         if self.capturing is not None:
             self.capturing.invalid = True
             raise RuntimeError(f"operation not permitted when stream is capturing: {what}")
-        later(self.host, self.current.clock)
+        self.streams.current.synchronize()
         self.syncs[what, place()] += 1
 
     def call(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -328,7 +283,7 @@ class Gpu(TorchDispatchMode):
                 mine = storages([each.inner for each in fakes])
                 writes = storages(changed) & mine
                 new = storages(tree_leaves(out)) - mine if there else ()
-                self.touch(mine - writes, writes, new)
+                self.streams.touch(mine - writes, writes, new)
         if self.peak is not None:
             self.peak = max(self.peak, self.allocated())
         if not there:
@@ -363,36 +318,6 @@ class Gpu(TorchDispatchMode):
     def measured(self, device: Any = None) -> int:
         peak, self.peak = self.peak, None
         return peak or 0
-
-    def touch(self, read: Collection[int], changed: Collection[int], new: Collection[int]) -> None:
-        """The present stream reads and writes memory, and gets new memory."""
-        number, clock = self.current.number, self.current.clock
-        later(clock, self.host)
-        tick = clock[number] = clock.get(number, 0) + 1
-        for key in new:
-            self.memory[key] = ((number, tick), {})
-        for key in (*read, *changed):
-            write, readers = self.memory.setdefault(key, (None, {}))
-            if write and clock.get(write[0], 0) < write[1]:
-                self.races["read or written before it is written", place()] += 1
-            if key in changed:
-                if any(clock.get(other, 0) < at for other, at in readers.items()):
-                    self.races["written before it is read", place()] += 1
-                self.memory[key] = ((number, tick), {})
-            else:
-                readers[number] = tick
-
-    def synchronize(self, device: Any = None) -> None:
-        for stream in self.streams:
-            later(self.host, stream.clock)
-
-    @contextlib.contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
-        before, self.current = self.current, stream
-        try:
-            yield
-        finally:
-            self.current = before
 
 
 def wrapped(value: Any) -> Any:
@@ -429,14 +354,14 @@ def functions(gpu: Gpu, devices: int) -> dict[str, Any]:
         **dict.fromkeys(("memory_reserved", "memory_allocated"), gpu.allocated),
         "max_memory_allocated": gpu.measured,
         "reset_peak_memory_stats": gpu.measure,
-        "synchronize": gpu.synchronize,
+        "synchronize": gpu.streams.synchronize,
         "get_rng_state": lambda device=None: torch.get_rng_state(),
         "get_rng_state_all": list,
         "get_sync_debug_mode": lambda: gpu.debug,
         "set_sync_debug_mode": lambda mode: setattr(gpu, "debug", 2 * (mode in ("error", 2))),
-        "Stream": Stream,
-        "current_stream": lambda device=None: gpu.current,
-        "stream": gpu.on,
+        "Stream": lambda *_: Stream(gpu.streams),
+        "current_stream": lambda device=None: gpu.streams.current,
+        "stream": gpu.streams.on,
         "CUDAGraph": Graph,
         "graph_pool_handle": object,
         "is_current_stream_capturing": lambda: gpu.capturing is not None,
@@ -453,7 +378,6 @@ def fake_gpu(devices: int = 1, free: int = MEMORY) -> Iterator[Gpu]:
     """Within this context the process has so many GPUs, and uses that of its local rank."""
     gpu = Gpu(int(os.environ.get("LOCAL_RANK", 0)) if devices > 1 else 0, free)
     GPU.append(gpu)
-    gpu.current = Stream()
     capturing = mock.Mock(is_capturing=lambda: gpu.capturing is not None)
     accelerator = {"is_available": lambda: True, "current_stream": lambda device=None: capturing}
     accelerator["current_accelerator"] = lambda *_, **__: torch.device("cuda")

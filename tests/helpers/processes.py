@@ -90,8 +90,8 @@ def _in_group(target: Callable[..., None], arguments: Any, rank: int, world: int
 
 @contextmanager
 def nccl_over_gloo() -> Iterator[None]:
-    """Within ``fake_gpu(2)``, processes join by gloo and keep NCCL's rule: it sends what lies on the
-    GPU, and what is sent as an object holds no such tensor."""
+    """Within ``fake_gpu(2)``, processes join by gloo and keep NCCL's rule: what they send lies on
+    the GPU, and what they send as an object holds no such tensor."""
     begin = dist.init_process_group
 
     joined_by: list[str] = []
