@@ -80,6 +80,16 @@ def test_recorded_steps_of_other_optimizers(kind: Any) -> None:
     assert module.engine_facts["capture"] == "yes" and gpu.graphs == 7
 
 
+@pytest.mark.parametrize("kind", ["Adagrad", "NAdam", "RAdam", "ASGD", "Adamax"])
+def test_a_step_count_on_the_cpu_is_not_recorded(kind: str) -> None:
+    """A replay would not count."""
+    made = getattr(torch.optim, kind)
+    given = {"client_optimizer": lambda p: made(p, lr=0.01), "keep_optimizer_state": True}
+    here, _, module = on_gpu([], **given, **SIDE_BY_SIDE)
+    require_same(here, on_cpu([], **given), 0.0, "", "")
+    assert module.engine_facts["capture"].startswith("no: ")
+
+
 LOGGERS = [name for name in OURS if name.endswith("Logger")]
 TOGETHER: dict[str, Callable[[], list[FederatedCallback]]] = {
     "FedSMOO": lambda: [c.GlobalSharpnessAwareMinimization()],

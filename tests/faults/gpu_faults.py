@@ -84,7 +84,7 @@ GPU_FAULTS = [
     ),
     Fault(
         "on a GPU: a step is not watched before it is captured",
-        [(CAPTURE, "            with Refusing():\n", "            with suppress():\n")],
+        [(CAPTURE, "            with Refusing():", "            with suppress():")],
     ),
     Fault(
         "on a GPU: pinned memory is kept for rows",

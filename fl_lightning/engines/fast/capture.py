@@ -297,7 +297,8 @@ class Unrecordable(RuntimeError):
 
 
 class Refusing(TorchDispatchMode):
-    """Refuses the calls that no CUDA graph can hold: reads of values, and copies to or from a GPU.
+    """Refuses what no CUDA graph can hold: reads of values, copies to or from a GPU, and changes on
+    the CPU, such as that of Adagrad's step count.
 
     Raises:
         Unrecordable: at such a call, before CUDA meets it.
@@ -317,13 +318,18 @@ class Refusing(TorchDispatchMode):
             places.add(torch.device(kwargs["device"]).type != "cpu")
         if (func in COPYING and len(places) > 1) or (func in FRESH and True in places):
             raise Unrecordable(f"a step copies a tensor to or from the GPU ({func})")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            leaves = tree_leaves(value) if changes else []
+            if any(isinstance(leaf, Tensor) and not on_gpu(leaf) for leaf in leaves):
+                raise Unrecordable(f"a step changes a tensor on the CPU ({func})")
         return func(*args, **kwargs)
 
 
 class Watched:
     """Takes steps as they are, within :class:`Refusing`."""
 
-    stream = None
+    stream: torch.cuda.Stream | None = None
 
     def run(
         self,
@@ -334,7 +340,7 @@ class Watched:
         copy: LearnerCopy,
     ) -> None:
         for index, batch in enumerate(batches):
-            with Refusing():
+            with Refusing():  # type: ignore[no-untyped-call]  # torch has no types there
                 step(batch, index)
 
     def forget(self) -> None:
