@@ -4,7 +4,7 @@ Within ``fake_gpu()`` a whole ``Trainer(accelerator="gpu").fit`` runs, with real
 context counts where the host waits (``syncs``), and finds memory that one stream reads or writes
 before another one is done with it (``races``, by ``fake_streams.py``). A CUDA graph records ATen
 calls, computes nothing while it is captured, and replays them. It does not show bits and speed of
-kernels, foreach optimizers, autocast's kernels, or fragmented memory.
+kernels, foreach optimizers, autocast's kernels, sparse tensors, or fragmented memory.
 """
 
 from __future__ import annotations
