@@ -145,7 +145,7 @@ class Data:
         return self if tensor is None else torch._C.TensorBase.data.__get__(tensor)
 
     def __set__(self, tensor: Any, value: Any) -> None:
-        if not on_gpu(value):
+        if on_gpu(tensor) or not on_gpu(value):
             torch._C.TensorBase.data.__set__(tensor, value)
             return
         made: Any = OnGpu(value.inner, tensor.requires_grad)

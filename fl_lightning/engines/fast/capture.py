@@ -133,13 +133,10 @@ class Capture:
         self._recorded = None
         before = dict(copy.numbers)
         leaves = tree_leaves(batch)
-        changing = [
-            copy.x,
-            *own.values(),
-            *copy.buffers.values(),
-            *copy.logs.totals.values(),
-            *leaves,
-        ]
+        changing: list[Tensor] = []
+        if self.stream is None:  # recording a graph computes nothing
+            changing += [copy.x, *own.values(), *copy.buffers.values()]
+            changing += [*copy.logs.totals.values(), *leaves]
         held = [tensor.clone() for tensor in changing]
         unchanged = Unchanged(clients, own, copy, before)
         copy.recording = self.stream is None
