@@ -70,7 +70,7 @@ def test_recorded_steps_of_a_callback_wait_for_what_they_read(name: str) -> None
     here, gpu, module = on_gpu([CALLBACKS[name]()], **SIDE_BY_SIDE)
     require_same(here, there, 0.0, name, "")
     assert not gpu.races
-    assert (module.engine_facts["capture"] == "yes") == (gpu.graphs >= 6), module.engine_facts
+    assert (module.engine_facts["capture"] == "yes") == (gpu.graphs > 2), module.engine_facts
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adadelta, torch.optim.Rprop])

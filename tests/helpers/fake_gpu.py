@@ -103,6 +103,12 @@ class OnGpu(torch.Tensor):
     def new_tensor(self, data: Any, dtype: Any = None, device: Any = None, **more: Any) -> Tensor:
         return torch.tensor(data, dtype=dtype or self.dtype, device=device or "cuda", **more)
 
+    def __getitem__(self, index: Any) -> Any:
+        # Of a list torch makes an index on the device, which is without numbers on `meta`.
+        parts = index if isinstance(index, tuple) else (index,)
+        given: Any = [torch.tensor(p, device="cuda") if isinstance(p, list) else p for p in parts]
+        return torch.Tensor.__getitem__(self, tuple(given))
+
     def data_ptr(self) -> int:
         return self.inner.data_ptr()
 
@@ -289,7 +295,7 @@ class Gpu(TorchDispatchMode):
         if not there:
             return out
         back = {id(each.inner): each for each in fakes}  # what is written stays the same object
-        return tree_map(lambda t: wrapped(back.get(id(t), t)), out)
+        return tree_map(lambda t: back.get(id(t), OnGpu(t)) if isinstance(t, Tensor) else t, out)
 
     def count_waits(self, name: str, args: Any, kwargs: Any, here: bool, there: bool) -> None:
         blocks = not kwargs.get("non_blocking")
@@ -318,10 +324,6 @@ class Gpu(TorchDispatchMode):
     def measured(self, device: Any = None) -> int:
         peak, self.peak = self.peak, None
         return peak or 0
-
-
-def wrapped(value: Any) -> Any:
-    return OnGpu(value) if isinstance(value, Tensor) and not on_gpu(value) else value
 
 
 def refuse(func: Any, name: str, given: list[Tensor]) -> None:
@@ -381,8 +383,7 @@ def fake_gpu(devices: int = 1, free: int = MEMORY) -> Iterator[Gpu]:
     capturing = mock.Mock(is_capturing=lambda: gpu.capturing is not None)
     accelerator = {"is_available": lambda: True, "current_stream": lambda device=None: capturing}
     accelerator["current_accelerator"] = lambda *_, **__: torch.device("cuda")
-    cudnn = torch.backends.cudnn
-    settings = cudnn.deterministic, cudnn.allow_tf32
+    settings = (cudnn := torch.backends.cudnn).deterministic, cudnn.allow_tf32
     with contextlib.ExitStack() as stack:
         stack.callback(GPU.remove, gpu)
         stack.enter_context(mock.patch.multiple(torch.cuda, **functions(gpu, devices)))
