@@ -283,11 +283,25 @@ def test_a_step_that_reads_a_value_is_not_recorded(read: str, first: int) -> Non
         module = fit(
             [], learner=Reads(READS[read], first), trainer=ON_GPU, local_steps=9, **SIDE_BY_SIDE
         )
-    assert not gpu.underway
+    assert not gpu.underway and not gpu.races
     facts = module.engine_facts["capture"]
     if first == 0:
         assert facts.startswith("no: a step "), facts
         assert gpu.graphs == 0
+
+
+class Indexed(Learner):
+    """Uses the number of its batch from round 1 on, which no recording can hold."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        return loss * (1 + batch_idx) if self.trainer.current_epoch else loss
+
+
+def test_a_recording_that_fails_changes_nothing_that_others_read() -> None:
+    here, gpu, _ = on_gpu([], learner=Indexed(), **SIDE_BY_SIDE)
+    require_same(here, on_cpu([], learner=Indexed()), 0.0, "", "")
+    assert not gpu.races
 
 
 def test_no_pinned_memory_is_kept() -> None:

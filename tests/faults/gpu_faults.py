@@ -87,6 +87,16 @@ GPU_FAULTS = [
         [(CAPTURE, "            with Refusing():", "            with suppress():")],
     ),
     Fault(
+        "on a GPU: a recording that fails puts w's own bits back",
+        [
+            (
+                CAPTURE,
+                "if self.stream is None:  # recording a graph",
+                "if True:  # recording a graph",
+            )
+        ],
+    ),
+    Fault(
         "on a GPU: pinned memory is kept for rows",
         [(MEMORY, "row.clone() for key, row in pinned", "row for key, row in pinned")],
     ),
