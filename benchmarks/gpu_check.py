@@ -1,9 +1,10 @@
 """``python -m benchmarks.gpu_check``: what a GPU computes, then how fast, in one table each (``make
 gpu-check``).
 
-Correctness first: side by side on streams, captured or not, has to leave the bits of one client
-after the other; stacked, and the CPU, the same to rounding. Then seconds a round, and where they
-go. Exits with 1 if anything differs.
+Correctness first: the compositions that the tests run on a make-believe GPU have to leave here what
+they leave on a CPU. Then side by side on streams, captured or not, has to leave the bits of one
+client after the other; stacked, and the CPU, the same to rounding. Then seconds a round, and where
+they go. Exits with 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from torch import Tensor
 
 from benchmarks import workloads
 from benchmarks.bare import prepared
+from benchmarks.gpu_compositions import COMMON, COMPOSITIONS
 from benchmarks.speed import timed
 from benchmarks.workloads import WORKLOADS, Ours, Workload
 from fl_lightning import callbacks
+from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
 
 METHODS: dict[str, tuple[str, ...]] = {
     "FedAvg": (),
@@ -126,6 +129,26 @@ def check(case: Case) -> tuple[bool, str]:
     asked = case.other.get("capture") is True
     told = f" ({captured})" if asked and captured != "yes" else ""
     return apart <= case.tolerance and not told, f"{apart:.1e}, at most {case.tolerance:g}{told}"
+
+
+def composed(accelerator: str) -> Iterator[tuple[bool, str, str]]:
+    """Whether each composition of the tests holds here, its name, and what was seen."""
+    there = {"trainer": {"accelerator": accelerator, "devices": 1}}
+    beside = {**there, "engine": "concurrent", "capture": True, "workers": 2}
+    for name, (methods, settings) in COMPOSITIONS.items():
+        try:
+            with quiet():
+                cpu, alone, together = (
+                    fit(methods(), **COMMON, **settings, **how) for how in ({}, there, beside)
+                )
+                left = [outcome(module) for module in (cpu, alone, together)]
+            require_same(left[1], left[0], DOUBLE, "not as on a CPU in float64", "")
+            require_same(left[2], left[1], 0.0, "side by side it is not as one by one", "")
+        except Exception as error:  # it is told, and the other compositions are tried
+            yield False, name, f"{type(error).__name__}: {error}"
+            continue
+        captured = together.engine_facts["capture"]
+        yield accelerator == "cpu" or captured == "yes", name, f"captured: {captured}"
 
 
 def workload(name: str, small: bool) -> Workload:
@@ -270,6 +293,9 @@ def main() -> int:
     for method in set(METHODS) - set(given.methods):
         METHODS.pop(method)
     failed = 0
+    for holds, name, told in composed(given.accelerator):
+        failed += not holds
+        print(f"  {'ok    ' if holds else 'FAILED'} {name} (tests): {told}", flush=True)
     for case in cases(given.accelerator, given.check):
         holds, told = check(case)
         failed += not holds

@@ -279,6 +279,7 @@ class FederatedLoop:
             self.progress(done, len(clients))
 
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
+        ledger.make_server_states(self.methods.declared)
         for trained, group in self.by_version(round, ledger, leaves):
             with ledger.clients_at(trained.t):
                 self.engine.train(trained, group, contributions, one_more)

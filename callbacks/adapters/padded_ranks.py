@@ -87,6 +87,7 @@ class PaddedRanks(FederatedCallback):
     present = Scratch(shape=(), dtype=torch.int64)
     smaller = Scratch(shape=(), dtype=torch.int64)
     begun = Scratch(shape=())
+    place = Scratch(dtype=torch.int64)
 
     def __init__(
         self,
@@ -131,6 +132,8 @@ class PaddedRanks(FederatedCallback):
         table = after_pruning(self.gamma, low_rank.largest_rank(clients.layout))
         smaller = torch.tensor(table, device=clients.x.device)
         self.smaller[clients] = smaller[self.present[clients]]
+        # Every step reads it, and moving it to a GPU takes long.
+        self.place[clients] = low_rank.numbers(clients.layout, clients.x.device)
         self.begun[clients] = self._tail(clients)[0]
 
     def _penalise(self, clients: Clients, gradient: Tensor) -> None:
@@ -139,7 +142,7 @@ class PaddedRanks(FederatedCallback):
     def _tail(self, clients: Clients) -> tuple[Tensor, Tensor]:
         """Return Σ ‖B[:, q:ρ]‖ ‖A[q:ρ, :]‖ ``(n,)`` and its gradient ``(n, D)``; 0 if a norm is."""
         x = clients.x
-        place = low_rank.numbers(clients.layout).to(x.device)
+        place = self.place[clients]
         present, smaller = self.present[clients], self.smaller[clients]
         in_tail = (place >= smaller[:, None]) & (place < present[:, None])
         tail = torch.where(in_tail, x, 0.0)
@@ -168,7 +171,7 @@ class PaddedRanks(FederatedCallback):
             return update
         ranks = self._of_client.at(server)
         if self._masked:
-            ranks = torch.cat([rows for _, rows in self.rank.staged(server)]).to(server.w.device)
+            ranks = torch.cat([rows for _, rows in self.rank.staged(server)])
         received = low_rank.Received(server, ranks)
         weights = self._weights(received, server.layout)[:, None]
         held = received.held.double()
@@ -180,7 +183,7 @@ class PaddedRanks(FederatedCallback):
                 share = (weights * held).sum(0)
                 new = torch.where(share > 0, new / torch.where(share > 0, share, 1.0), 0.0)
             new = w + new
-        adapters = low_rank.numbers(server.layout).to(w.device) >= 0
+        adapters = low_rank.numbers(server.layout, w.device) >= 0
         return torch.where(adapters, (new - w).to(update), update)
 
     def _weights(self, received: Any, layout: Layout) -> Tensor:

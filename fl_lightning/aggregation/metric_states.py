@@ -145,7 +145,8 @@ def taken(
     values: dict[str, Tensor] = {}
     for name, j in names.items():
         if j in apart:
-            values[name] = torch.as_tensor(value_of(metrics[j])).double()
+            value = torch.as_tensor(value_of(metrics[j])).double()
+            values[name] = value.to(device or value.device)
         else:
             merged_names[name] = j
     # `check_reset` resets the metric, so its value is taken before.

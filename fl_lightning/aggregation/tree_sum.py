@@ -16,7 +16,8 @@ import torch.distributed as dist
 from fl_lightning.machine.processes import collective_device, gathered, world_size
 from fl_lightning.round.totals import Place, Some
 
-Kinds = dict[Place, tuple[torch.Size, torch.dtype]]  # a leaf's shapes and dtypes
+# A leaf's shapes and dtypes, and the types of the devices on which its tensors lie.
+Kinds = dict[Place, tuple[torch.Size, torch.dtype, str]]
 
 
 def visiting_order(n: int) -> list[int]:
@@ -101,25 +102,26 @@ def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
     if world == 1:
         return total
     here = {} if total is None else dict(total.parts())
-    kinds_here: Kinds = {place: (v.shape, v.dtype) for place, v in here.items()}
+    kinds_here: Kinds = {place: (v.shape, v.dtype, v.device.type) for place, v in here.items()}
     kinds = gathered(kinds_here)
     kind_of: Kinds = {}
     for kinds_there in kinds:
         kind_of.update(kinds_there)
     if not kind_of:
         return None
-    device = next(iter(here.values())).device if here else collective_device()
+    # Some sums lie on the GPU and others on the CPU, and NCCL sends only what lies on the GPU.
+    device = collective_device()
     leaves = [kind() for _ in range(world)]
     # Send one vector per dtype, and not one message per tensor. A process whose clients gave no
     # tensor for a place sends zeros, which the others ignore.
-    for dtype in sorted({dtype for _, dtype in kind_of.values()}, key=str):
+    for dtype in sorted({dtype for _, dtype, _ in kind_of.values()}, key=str):
         places = sorted(place for place in kind_of if kind_of[place][1] == dtype)
         parts = []
         for place in places:
             value = here.get(place)
             if value is None:
                 value = torch.zeros(kind_of[place][0], dtype=dtype, device=device)
-            parts.append(value.reshape(-1))
+            parts.append(value.to(device).reshape(-1))
         vector = torch.cat(parts)
         vectors = [torch.empty_like(vector) for _ in range(world)]
         dist.all_gather(vectors, vector)
@@ -127,7 +129,8 @@ def sum_over_processes(total: Some | None, kind: type[Some]) -> Some | None:
         for rank in range(world):
             for place, part in zip(places, torch.split(vectors[rank], sizes), strict=True):
                 if place in kinds[rank]:
-                    leaves[rank].put(place, part.view(kind_of[place][0]).clone())
+                    shape, _, home = kind_of[place]
+                    leaves[rank].put(place, part.view(shape).to(home, copy=True))
     # Process r's sum is the node of the leaves j ≡ r (mod W), so the processes are the leaves of
     # the upper part of the same tree.
     tree: TreeSum[Some] = TreeSum(world)

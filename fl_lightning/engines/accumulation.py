@@ -64,7 +64,8 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
     """
     if not isinstance(output, dict) or "count" not in output:
         try:
-            return torch.tensor(float(extract_batch_size(batch)), dtype=torch.float64).to(device)
+            number = float(extract_batch_size(batch))
+            return torch.full((), number, dtype=torch.float64, device=device)
         except MisconfigurationException:
             raise UserError(
                 f"model.accumulate: the number of samples in a batch of {learner} cannot be read "

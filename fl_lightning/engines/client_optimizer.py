@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -40,6 +40,8 @@ ELEMENTWISE = [
     "Rprop",
     "ASGD",
 ]
+# Optimizers whose steps do not depend on their step count.
+COUNT_UNREAD = ["RMSprop", "Adadelta", "Rprop"]
 
 
 class ClientOptimizer:
@@ -99,6 +101,7 @@ class ClientOptimizer:
         options = {k: v for k, v in options_of(optimizer)[0].items() if k != "initial_lr"}
         if fused:
             options["fused"] = True
+        options |= recordable(optimizer, options, self.x)
         build: Any = type(optimizer)
         arguments = {k: v for k, v in options.items() if k in inspect.signature(build).parameters}
         self.optimizer: Optimizer = build([{"params": [parameter], **options}], **arguments)
@@ -130,7 +133,8 @@ class ClientOptimizer:
                 if p in optimizer.state:
                     self._fresh[parameter] = optimizer.state[p]
             if parameters:
-                groups.append({**g, "params": parameters})
+                recorded = recordable(optimizer, g, self.x)
+                groups.append({**g, **recorded, "params": parameters})
                 self._of_groups.append(j)
         self.optimizer = shallow(optimizer)
         self.optimizer.state = type(optimizer.state)(dict)
@@ -366,17 +370,34 @@ class ClientOptimizer:
 
     def _load(self, state: dict[str, Tensor]) -> None:
         kinds: dict[str, Callable[[float], Any]] = {"int": int, "float": float, "bool": bool}
-        parameters = self._parameters()
+        groups = self.optimizer.param_groups
+        parameters: list[tuple[nn.Parameter, dict[str, Any]]] = []
+        for group in groups:
+            parameters += ((parameter, group) for parameter in group["params"])
         for key, value in state.items():
             _, place, name = key.split(".", 2)
             name, _, kind = name.partition(":")
+            options: dict[str, Any] = {}
             if place == "own":
                 target = vars(self.optimizer)
             elif place.startswith("group"):
-                target = self.optimizer.param_groups[int(place.removeprefix("group"))]
+                target = groups[int(place.removeprefix("group"))]
             else:
-                target = self.optimizer.state[parameters[int(place)]]
-            target[name] = kinds[kind](value.item()) if kind else value.clone()
+                parameter, options = parameters[int(place)]
+                target = self.optimizer.state[parameter]
+            if kind:
+                target[name] = kinds[kind](value.item())
+            else:
+                target[name] = value.to(self._home(target, name, options), copy=True)
+
+    def _home(self, target: Mapping[str, Any], name: str, options: dict[str, Any]) -> torch.device:
+        """The device on which the optimizer has a tensor of its state; rows lie on the CPU."""
+        present = target.get(name)
+        if isinstance(present, Tensor):
+            return present.device
+        # As torch loads a state: a step count stays on the CPU, unless a kernel reads it.
+        read = name != "step" or options.get("fused") or options.get("capturable")
+        return self.x.device if read else torch.device("cpu")
 
     def _parameters(self) -> list[nn.Parameter]:
         parameters: list[nn.Parameter] = []
@@ -441,6 +462,15 @@ def can_be_fused(optimizer: Optimizer, learner: nn.Module) -> bool:
         group["capturable"] or group["differentiable"] or not isinstance(group["lr"], float | int)
     )
     return free and not asks and is_flat(optimizer, learner)
+
+
+def recordable(optimizer: Optimizer, options: dict[str, Any], x: Tensor) -> dict[str, bool]:
+    """The option with which a CUDA graph can hold the steps, if the steps have the same bits."""
+    name = type(optimizer).__name__
+    of_torch = type(optimizer).__module__.startswith("torch.optim")
+    same = bool(options.get("fused")) or name in COUNT_UNREAD
+    fits = of_torch and x.is_cuda and "capturable" in options
+    return {"capturable": True} if fits and same else {}
 
 
 def is_plain_sgd(optimizer: Optimizer) -> bool:

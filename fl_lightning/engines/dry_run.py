@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import sys
 import time
 from collections.abc import Iterator
@@ -105,6 +106,31 @@ def step_seconds(copies: LearnerCopies) -> float:
                 waits.append(waits_so_far() > before)
         copies.step_seconds = min(by_clock if all(waits) else of_processor)
     return copies.step_seconds
+
+
+def measure_step(copies: LearnerCopies) -> bool:
+    """Take two local steps on a GPU, so that torch's statistics have the peak of their memory.
+
+    The second step has the optimizer's state, which the first one makes.
+
+    Returns:
+        Whether the steps could be taken.
+    """
+    situation = copies.situation
+    client = situation.largest()
+    # Copies and what holds them refer to each other, so only a collection frees their memory.
+    copies.forget_trials()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(situation.w.device)
+    try:
+        with tried_apart(situation):
+            DryRun(copies).run(client, min(situation.cohort.steps_tried(client), 2))
+    except Exception:  # if it is not only that memory does not suffice, round 0 meets it again
+        return False
+    finally:
+        copies.forget_trials()
+        gc.collect()
+    return True
 
 
 def waits_so_far() -> int:

@@ -14,7 +14,7 @@ import torch
 
 from fl_lightning.engines.debug import Debug
 from fl_lightning.engines.door import fast_ways, refusal, why_closed
-from fl_lightning.engines.dry_run import tried_apart
+from fl_lightning.engines.dry_run import measure_step, tried_apart
 from fl_lightning.engines.engine import Engine
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.forked import Forked, why_not_forked
@@ -62,7 +62,10 @@ class Draft:
         """The plan with its number of workers: as asked for or planned, or as many as fit."""
         situation = self.situation
         wanted = self.plan.workers if situation.workers == AUTO else int(situation.workers)
-        number = min(wanted or situation.most_beside, situation.most_at_once)
+        if not wanted:
+            on_cpu = situation.w.device.type == "cpu"
+            wanted = situation.most_beside if on_cpu or measure_step(self.copies) else 1
+        number = min(wanted, situation.most_at_once)
         return replace(self.plan, workers=number, threads=1)
 
 
@@ -176,8 +179,6 @@ class ConcurrentKind(EngineKind):
     def _in_this_process(self, draft: Draft) -> tuple[Engine, EnginePlan]:
         situation = draft.situation
         device = situation.w.device
-        if device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(device)
         closed = why_closed()
         reason = closed or draft.plan.not_captured
         if not reason and not draft.plan.captured:
@@ -185,7 +186,6 @@ class ConcurrentKind(EngineKind):
                 reason = fast_ways().why_not_captured(draft.copies)
         if reason and situation.capture is True:
             draft.note(NOT_CAPTURED + reason)
-        # On a GPU the number of workers depends on the memory that these steps took.
         plan = replace(draft.with_workers(), captured=not reason, not_captured=reason)
         work = replace(situation.work, draws=False)
         alike = not work.methods.in_steps_of_others()

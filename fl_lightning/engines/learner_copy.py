@@ -573,7 +573,8 @@ class LearnerCopy:
 
     def _put(self, name: str, value: Any, reduce_fx: Any) -> None:
         if not isinstance(value, Tensor):
-            value = torch.tensor(float(value), device=self.x.device)
+            # Filling does not wait for the device, and copying a number to it would.
+            value = torch.full((), float(value), device=self.x.device)
         self.logs.declare(name, reduce_fx)
         # The step may change what it has logged in place afterwards.
         self.logged.setdefault(name, []).append(value.detach().clone())

@@ -100,14 +100,19 @@ class Situation:
 
     @property
     def most_beside(self) -> int:
-        """The most clients side by side: the process's cores; on a GPU as many as fit into it."""
+        """The most clients side by side: the process's cores; on a GPU as many as fit into it,
+        after steps were measured.
+        """
         device = self.w.device
         if device.type == "cpu":
             return self.usable_cores
         free = torch.cuda.mem_get_info(device)[0]
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        # The peak memory of the steps that were tried on a copy.
+        # The peak of these steps, with their copy of the learner and their optimizer's state.
         one = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        # They had no methods: add their rows and uploads, and four vectors of a client's round.
+        declared = self.work.methods.declared.values()
+        one += sum(each.bytes(self.w) for each in declared if not each.at_server)
         return max(1, min(STREAMS, int(0.8 * free) // max(1, one + 4 * self.w.nbytes)))
 
     @property

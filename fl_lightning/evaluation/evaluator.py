@@ -506,12 +506,12 @@ class Evaluator:
             if step == "validation_step":
                 self._validation(batch, index)
             # A batch need not log every name, so each name counts its own samples.
-            samples = torch.tensor(number, dtype=torch.float64, device=loss.device)
+            # Filling does not wait for a GPU, and copying a number to it would.
+            values.samples = torch.full((), number, dtype=torch.int64, device=loss.device)
             for name, logged in own.logged.items():
                 mean = torch.stack([value.double().reshape(()) for value in logged]).mean()
                 values.logs[name] = mean * number
-                values.logged[name] = samples.clone()
-            values.samples = torch.tensor(number, dtype=torch.int64, device=loss.device)
+                values.logged[name] = values.samples.double()
             return values
 
         return term

@@ -51,8 +51,14 @@ def keep_memory() -> None:
 def prepare_process(device: torch.device) -> None:
     """Let the process keep memory, and make a GPU's kernels give the same bits each time."""
     keep_memory()
+    if device.type != "cuda":
+        return
+    # By default torch rounds the inputs of convolutions to ten bits (TF32), and those of other
+    # products not. Whoever asks for TF32 in products gets it in convolutions, too.
+    if torch.get_float32_matmul_precision() == "highest":
+        torch.backends.cudnn.allow_tf32 = False
     # Trainer(benchmark=True) asks for the fastest kernels, even if their bits vary.
-    if device.type == "cuda" and not torch.backends.cudnn.benchmark:
+    if not torch.backends.cudnn.benchmark:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.backends.cudnn.deterministic = True
 
@@ -71,15 +77,14 @@ def to_device(value: Any, device: torch.device, dtype: torch.dtype | None = None
 
 def to_host(rows: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return the rows in the host's memory."""
-    on_host: dict[str, Tensor] = {}
-    for key, row in rows.items():
-        row = row.detach()
+    on_host = {key: row.detach() for key, row in rows.items()}
+    pinned: dict[str, Tensor] = {}
+    for key, row in on_host.items():
         if row.is_cuda:
-            on_host[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
-            on_host[key].copy_(row, non_blocking=True)
-        else:
-            on_host[key] = row
+            pinned[key] = torch.empty(row.shape, dtype=row.dtype, pin_memory=True)
+            pinned[key].copy_(row, non_blocking=True)
     # Copies from a GPU run in parallel; this waits once for all of them.
-    if any(row.is_cuda for row in rows.values()):
+    if pinned:
         torch.cuda.current_stream().synchronize()
-    return on_host
+    # Whoever gets the rows may keep them, and pinned memory is for the next copies.
+    return on_host | {key: row.clone() for key, row in pinned.items()}

@@ -79,6 +79,9 @@ class FederatedStrategy(DDPStrategy):
         return {"num_replicas": 1, "rank": 0}
 
     def setup_distributed(self) -> None:
+        if self.root_device.type == "cuda":
+            # Otherwise NCCL aborts the process at a timeout, and nobody learns which one was lost.
+            os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         try:
             super().setup_distributed()
         except RuntimeError as error:

@@ -147,6 +147,15 @@ class Ledger:
             self._lent[key] = value, value._version
         return value
 
+    def make_server_states(self, declared: Mapping[str, Declaration]) -> None:
+        """Make the server states that were never written, before clients train.
+
+        On a GPU clients read them on several streams, which wait only for what was there before.
+        """
+        for key, declaration in declared.items():
+            if declaration.at_server:
+                self._present(key, declaration)
+
     def changed_by_clients(self) -> str:
         """Return the server state that a hook of clients changed in place; empty if there is
         none.

@@ -15,6 +15,7 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.learner.adapters import Adapter
 from fl_lightning.learner.layout import Layout
+from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.server import Server
 from fl_lightning.sampling import generator
@@ -92,8 +93,8 @@ class Ranks:
     def of(self, clients: Clients) -> Tensor:
         """Return the clients' ranks ``(n,)``, int64."""
         seed = clients._group.round.seed
-        ranks = self.all(seed, clients.num_clients, clients.layout).to(clients.x.device)
-        return ranks[clients.ids]
+        ranks = self.all(seed, clients.num_clients, clients.layout)
+        return to_device(ranks, clients.x.device)[clients.ids]
 
     def at(self, server: Server) -> Tensor:
         """Return the ranks of the clients that finished ``(n,)``, int64."""
@@ -117,9 +118,11 @@ def largest_rank(layout: Layout) -> int:
     return max(adapter.rank for adapter in layout.adapters)
 
 
-def numbers(layout: Layout) -> Tensor:
+def numbers(layout: Layout, device: torch.device | None = None) -> Tensor:
     """Return ``(D,)`` int64: for each coordinate of A its row, for each of B its column; -1
     elsewhere.
+
+    ``device``: where it lies; None: on the CPU.
     """
     found = torch.full((layout.size,), -1)
     for adapter in layout.adapters:
@@ -127,14 +130,14 @@ def numbers(layout: Layout) -> Tensor:
         place = torch.arange(adapter.rank)
         a.copy_(place[:, None].expand_as(a))
         b.copy_(place.expand_as(b))
-    return found
+    return found if device is None else to_device(found, device)
 
 
 def mask(layout: Layout, ranks: Tensor) -> Tensor:
     """Return ``(n, D)`` bool: the first ``ranks`` ``(n,)`` rows and columns, and all other
     coordinates.
     """
-    return numbers(layout).to(ranks.device) < ranks[:, None]
+    return numbers(layout, ranks.device) < ranks[:, None]
 
 
 def residual(server: Server, adapter: Adapter) -> tuple[Tensor, Tensor]:

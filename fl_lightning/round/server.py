@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
+from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.processes import gathered, world_size
 from fl_lightning.round.context import Round
 from fl_lightning.round.guard import refuse_outsiders
@@ -301,7 +302,8 @@ class Server:
                 dist.broadcast_object_list(box, src=j % world)
                 row = box[0]
             if row is not None:
-                yield torch.tensor([client], device=self.w.device), row.unsqueeze(0)
+                device = self.w.device
+                yield to_device([client], device), to_device(row, device).unsqueeze(0)
 
 
 def _shown(value: object) -> str:

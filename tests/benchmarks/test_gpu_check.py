@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.gpu_compositions import COMPOSITIONS
+
 ROOT = Path(__file__).parents[2]
 COMMAND = ["-m", "benchmarks.gpu_check"]
 
@@ -35,6 +37,7 @@ def test_it_compares_times_and_profiles(python: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("  ok     W1 ") == 8 and "0 comparisons failed" in done.stdout
+    assert done.stdout.count(" (tests): captured: ") == len(COMPOSITIONS)
     assert "FedSMOO, side by side" in done.stdout and "aten::" in done.stdout
     seconds = json.loads((tmp_path / "seconds.json").read_text("utf-8"))["W1"]
     assert {"bare", "sequential", "stacked", "auto"} <= seconds.keys() and all(seconds.values())

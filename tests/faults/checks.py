@@ -16,6 +16,7 @@ ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts
 MODERN = "tests/callbacks/test_modern_agreement.py"
 ADAPTERS, BASES = "tests/callbacks/test_adapters.py", "tests/callbacks/test_adapters_base.py"
 AT_SITES = "tests/deploy/test_adapters.py"
+GPU = "tests/engines/test_gpu.py"
 ROUND = [SERVER, "tests/test_loop_saved.py", "tests/test_loop.py", ORACLE]
 CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
@@ -43,7 +44,7 @@ CORE: dict[str, list[str]] = {
         "tests/callbacks/test_clustered_models.py",
     ],
     "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS, MODERN],
-    "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py"],
+    "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py", GPU],
     "fl_lightning/aggregation/traffic.py": [
         "tests/aggregation/test_traffic.py",
         "tests/systems/test_training.py",
@@ -88,6 +89,7 @@ CORE: dict[str, list[str]] = {
         SERVER,
         HOOKS,
         THREADS,
+        GPU,
     ],
     "fl_lightning/engines/engine_plan.py": ["tests/engines/test_plan.py"],
     "fl_lightning/engines/auto.py": [
@@ -99,6 +101,7 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_door.py",
         THREADS,
         "tests/engines/fast/test_stacked.py",
+        GPU,
     ],
     "fl_lightning/engines/build.py": [
         "tests/engines/test_build.py",
@@ -140,6 +143,7 @@ CORE: dict[str, list[str]] = {
         "tests/engines/test_client_scheduler.py",
         "tests/callbacks/test_differential_privacy.py",
         "tests/callbacks/test_compositions.py",
+        GPU,
     ],
     "datamodules/partitions.py": [
         "tests/datamodules/test_partition_parts.py",
@@ -175,6 +179,7 @@ METHODS = [
     LOOKING,
     "tests/callbacks/test_per_client_evaluation.py",
     CONTRACTS,
+    GPU,
 ]
 OWN = {  # where neither the test of its name nor the oracle sees most of it
     "byzantine_clients": ORACLE,
@@ -246,12 +251,21 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
     ],
     "fl_lightning/learner/taps.py": [LOOKS],
     "fl_lightning/engines/looks.py": [LOOKS, LOOKING, ORACLE],
-    "fl_lightning/engines/learner_copy.py": [LOOKS, LOOKING, ORACLE],
+    "fl_lightning/engines/learner_copy.py": [LOOKS, LOOKING, ORACLE, GPU],
     "fl_lightning/methods.py": [LOOKS, ORACLE],
     "fl_lightning/evaluation/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
     "fl_lightning/round/coding.py": [COMPRESSION],
-    "fl_lightning/round/server.py": [CHOICES],
+    "fl_lightning/round/server.py": [CHOICES, GPU],
     "fl_lightning/evaluation/in_round.py": ["tests/evaluation/test_in_round.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],
+    "fl_lightning/engines/accumulation.py": [GPU],
+    "fl_lightning/engines/client_optimizer.py": [GPU],
+    "fl_lightning/engines/situation.py": [GPU],
+    "fl_lightning/engines/fast/capture.py": [GPU],
+    "fl_lightning/engines/fast/gpu_streams.py": [GPU],
+    "fl_lightning/machine/device_memory.py": [GPU],
+    "fl_lightning/machine/strategies.py": [GPU],
+    "fl_lightning/aggregation/metric_states.py": [GPU],
+    "fl_lightning/evaluation/evaluator.py": [GPU],
 }

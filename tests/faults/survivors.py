@@ -161,24 +161,11 @@ SURVIVORS = {
             "not equivalent: a GPU alone can tell it (gpu-check)"
         )
         for line in (
-            "self.stream.wait_stream(torch.cuda.current_stream())",
             "self._context = torch.cuda.stream(self.stream)",
             "self._context.__enter__()",
             "self._context.__exit__(*failure)",
         )
     },
-    **_equal(
-        "fl_lightning/engines/kinds.py",
-        "torch.cuda.reset_peak_memory_stats(device)",
-        "not equivalent: a GPU alone can tell it (gpu-check)",
-        "left out: torch.cuda.reset_peak_memory_stats(device) (column 0)",
-    ),
-    **_equal(
-        "fl_lightning/engines/kinds.py",
-        "streams: Engine = fast_ways().Streams(workers, situation.learner)",
-        "not equivalent: a GPU alone can tell it (gpu-check)",
-        "last two arguments swapped: fast_ways().Streams(workers, situation.learner) (column 18)",
-    ),
     **_equal(
         "datamodules/partitions.py",
         "small = quota < 1 - 1e-9",

@@ -15,6 +15,7 @@ from tests.faults import planting
 from tests.faults.adapter_faults import ADAPTER_FAULTS
 from tests.faults.checks import CORE
 from tests.faults.faults_list import FAULTS
+from tests.faults.gpu_faults import GPU_FAULTS
 from tests.faults.hook_faults import HOOK_FAULTS
 from tests.faults.looking_faults import LOOKING_FAULTS
 from tests.faults.modern_faults import MODERN_FAULTS
@@ -69,6 +70,7 @@ def test_each_fault_of_the_list_has_its_place_in_the_code() -> None:
         *HOOK_FAULTS,
         *MODERN_FAULTS,
         *ADAPTER_FAULTS,
+        *GPU_FAULTS,
     ]:
         assert edited(fault), fault.name
     keys = {

@@ -7,19 +7,22 @@ and methods. The second is recorded, the rest are replayed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fl_lightning.engines.attributes import Attributes
 from fl_lightning.engines.batch_check import first_line
 from fl_lightning.engines.client_optimizer import ClientOptimizer
 from fl_lightning.engines.dry_run import DryRun, step_seconds
-from fl_lightning.engines.fast.recording import Recording
+from fl_lightning.engines.fast.recording import FRESH, Recording, aten
 from fl_lightning.engines.learner_copy import LearnerCopy
 from fl_lightning.engines.situation import LearnerCopies
 from fl_lightning.round.group import ClientGroup
@@ -28,6 +31,8 @@ SHORT_SECONDS = 0.02  # longest local step on a CPU that is recorded: replaying 
 TRIED_STEPS = 30  # steps that are replayed before round 0, and compared with as many ordinary steps
 COMPARED = ("eq", "ne", "lt", "le", "gt", "ge", "hash", "format", "str")
 READS = ("numpy", "tolist", "__array__", "__dlpack__", "data_ptr")
+INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+COPYING = (aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default)
 Step = Callable[[Any, Any], None]
 
 
@@ -69,7 +74,7 @@ class Capture:
         self._works = True
         self._recorded: Recording | Graph | None = None
         self._shape: Any = None
-        self._pool = None if stream is None else torch.cuda.graph_pool_handle()
+        self._pool: Pool | None = None
 
     def forget(self) -> None:
         """Drop the recording: in a new round, what it holds fixed may have changed."""
@@ -128,13 +133,10 @@ class Capture:
         self._recorded = None
         before = dict(copy.numbers)
         leaves = tree_leaves(batch)
-        changing = [
-            copy.x,
-            *own.values(),
-            *copy.buffers.values(),
-            *copy.logs.totals.values(),
-            *leaves,
-        ]
+        changing: list[Tensor] = []
+        if self.stream is None:  # recording a graph computes nothing
+            changing += [copy.x, *own.values(), *copy.buffers.values()]
+            changing += [*copy.logs.totals.values(), *leaves]
         held = [tensor.clone() for tensor in changing]
         unchanged = Unchanged(clients, own, copy, before)
         copy.recording = self.stream is None
@@ -174,7 +176,8 @@ class Capture:
         self, step: Step, batch: Any, leaves: list[Tensor], own: dict[str, Tensor]
     ) -> Recording | Graph:
         if self.stream is not None:
-            return Graph(step, batch, self.stream, self._pool)
+            self._pool = self._pool or Pool(self.stream)
+            return Graph(step, batch, self.stream, self._pool.handle)
         recording = Recording(leaves, own)
         with recording:
             step(batch, NoIndex())
@@ -240,6 +243,8 @@ def why_not_captured(copies: LearnerCopies) -> str:
     trial = DryRun(copies, recorder=recorder)
     try:
         return tried(trial, recorder, by_choice) or "".join(reasons[:1]) or recorder.unused()
+    except Unrecordable as error:
+        return str(error)
     except Exception as error:  # if the error is the learner's, the first round will meet it again
         return f"a step fails when it is recorded ({type(error).__name__}: {first_line(error)})"
     finally:
@@ -255,6 +260,10 @@ def tried(trial: DryRun, recorder: Capture, by_choice: bool) -> str:
         return "a local step takes long, and Python's share of it is small"
     client = situation.largest()
     steps = min(situation.cohort.steps_tried(client), TRIED_STEPS)
+    if situation.w.is_cuda:
+        trial.worker.recorder = Watched()
+        trial.run(client, min(steps, 2))
+        recorder.wait()
     ends = []
     for how in (None, recorder):
         trial.worker.recorder = how
@@ -280,6 +289,65 @@ class ValueReads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+class Unrecordable(RuntimeError):
+    """A step does what no CUDA graph can hold."""
+
+
+class Refusing(TorchDispatchMode):
+    """Refuses what no CUDA graph can hold: reads of values, copies to or from a GPU, and changes on
+    the CPU, such as that of Adagrad's step count.
+
+    Raises:
+        Unrecordable: at such a call, before CUDA meets it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if any(map(on_gpu, given)):
+            masks = any(each.dtype in (torch.bool, torch.uint8) for each in given[1:])
+            indexing = func in INDEXING
+            shaped = torch.Tag.dynamic_output_shape in func.tags and not indexing
+            if torch.Tag.data_dependent_output in func.tags or shaped or (indexing and masks):
+                raise Unrecordable(f"a step reads values of a tensor ({func})")
+        places = {on_gpu(each) for each in given}
+        if kwargs.get("device") is not None:
+            places.add(torch.device(kwargs["device"]).type != "cpu")
+        if (func in COPYING and len(places) > 1) or (func in FRESH and True in places):
+            raise Unrecordable(f"a step copies a tensor to or from the GPU ({func})")
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            changes = argument.alias_info is not None and argument.alias_info.is_write
+            leaves = tree_leaves(value) if changes else []
+            if any(isinstance(leaf, Tensor) and not on_gpu(leaf) for leaf in leaves):
+                raise Unrecordable(f"a step changes a tensor on the CPU ({func})")
+        return func(*args, **kwargs)
+
+
+class Watched:
+    """Takes steps as they are, within :class:`Refusing`."""
+
+    stream: torch.cuda.Stream | None = None
+
+    def run(
+        self,
+        step: Step,
+        batches: Iterator[Any],
+        clients: ClientGroup,
+        optimizer: ClientOptimizer,
+        copy: LearnerCopy,
+    ) -> None:
+        for index, batch in enumerate(batches):
+            with Refusing():  # type: ignore[no-untyped-call]  # torch has no types there
+                step(batch, index)
+
+    def forget(self) -> None:
+        """There are no recordings."""
+
+
+def on_gpu(tensor: Tensor) -> bool:
+    return tensor.device.type != "cpu"
+
+
 def laid_out(leaf: Any) -> Any:
     """How a batch's tensor lies in memory; None: it is no tensor."""
     return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else None
@@ -302,6 +370,33 @@ def flat(batch: Any) -> tuple[list[Any], Any]:
     return tree_flatten(batch)
 
 
+class Pool:
+    """The memory of the graphs that one worker records, one after another.
+
+    A pool ends with its last graph, and its id is not accepted again. So an empty graph keeps it
+    (as in torch's own trees of graphs), and each recording takes the memory of the one before.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.handle = torch.cuda.graph_pool_handle()
+        self._keeper = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns that the graph is empty
+            self._keeper.capture_begin(pool=self.handle, capture_error_mode="thread_local")
+            self._keeper.capture_end()
+
+
+@contextmanager
+def without_waits() -> Iterator[None]:
+    """Within this context a call that waits for the GPU is an error, and does not reach it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
 class Graph:
     """A step as a CUDA graph on a stream of its own.
 
@@ -321,9 +416,15 @@ class Graph:
             # running.
             self.graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
-                step(held, NoIndex())
-            finally:
-                self.graph.capture_end()
+                # A call that makes a capture invalid would leave torch's allocator in it.
+                with without_waits():
+                    step(held, NoIndex())
+            except BaseException:
+                # The step's error is the reason, whatever the end of its capture says.
+                with suppress(RuntimeError):
+                    self.graph.capture_end()
+                raise
+            self.graph.capture_end()
 
     def bind(self, own: dict[str, Tensor]) -> bool:
         """Addresses are fixed: another client is recorded anew."""

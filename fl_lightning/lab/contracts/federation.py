@@ -211,7 +211,7 @@ def fit(
     adapters: bool = False,
     **arguments: Any,
 ) -> FederatedModule:
-    """Run on the CPU.
+    """Run on the CPU, unless ``trainer`` has another accelerator.
 
     ``folder``: where to keep its checkpoint; ``resume``: resume from that one. ``adapters``:
     whether the learner has adapters, as it has if a method needs them.
@@ -242,15 +242,13 @@ def fit(
         max_epochs=rounds,
         callbacks=[*callbacks, *watchers],
         default_root_dir=folder or tempfile.gettempdir(),
-        accelerator="cpu",
         logger=False,
         enable_checkpointing=folder is not None,
         enable_progress_bar=False,
         enable_model_summary=False,
         log_every_n_steps=1,
         # The clients' test samples are for the methods; validation would take half of the time.
-        limit_val_batches=0,
-        **(trainer or {}),
+        **{"accelerator": "cpu", "limit_val_batches": 0, **(trainer or {})},
     )
     fitted.fit(
         module,
