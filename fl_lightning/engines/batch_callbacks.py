@@ -40,7 +40,7 @@ def original(callback: Any) -> Any:
 def take_over(trainer: Any) -> None:
     """Keep the round's token from these callbacks: :func:`changed` gives them clients' batches."""
     trainer.callbacks = [
-        View(c, **{START: partial(elsewhere, c)}) if gets_batches(c) else c
+        View(c, None, **{START: partial(elsewhere, c)}) if gets_batches(c) else c
         for c in trainer.callbacks
     ]
 
