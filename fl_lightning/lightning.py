@@ -22,7 +22,6 @@ _HOMES = {
     "AttributeDict": "utilities.parsing",
     "Checkpoint": "callbacks",
     "DDPStrategy": "strategies",
-    "DummyLogger": "loggers.logger",
     "LightningArgumentParser": "cli",
     "LightningCLI": "cli",
     "LightningOptimizer": "core.optimizer",

@@ -18,6 +18,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any
 from weakref import ReferenceType
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
@@ -156,6 +157,8 @@ class Writer(pickle.Pickler):
         """Reduce tensors, generators, functions and cells to a form that shows their content."""
         if isinstance(value, Tensor):
             return str, (self._of_tensor(value),)
+        if isinstance(value, np.ndarray) and value.nbytes > self.attributes.most:
+            raise OverflowError  # its pickle would begin with a copy of it
         # get_state returns a new tensor each time, so compare its values.
         if isinstance(value, torch.Generator):
             return str, (value.get_state().numpy().tobytes(),)
@@ -204,6 +207,17 @@ def of_function(function: FunctionType) -> Any:
     return function.__closure__, function.__defaults__, vars(function), named
 
 
+def own_attributes(each: object) -> dict[str, Any]:
+    """Return an object's attributes by name, those in slots of its class, too."""
+    found: dict[str, Any] = {}
+    for kind in type(each).__mro__:
+        slots = vars(kind).get("__slots__", ())
+        for name in [slots] if isinstance(slots, str) else slots:
+            if hasattr(each, name):
+                found[name] = getattr(each, name)
+    return {**found, **vars(each)}
+
+
 def facts_of(
     objects: Iterable[object], contents: Contents, before: dict[str, Facts]
 ) -> dict[str, Facts]:
@@ -213,7 +227,7 @@ def facts_of(
     """
     facts = {}
     for each in objects:
-        for name, value in vars(each).items():
+        for name, value in own_attributes(each).items():
             full = f"{type(each).__name__}.{name}"
             size = 0
             content: Any = None

@@ -8,11 +8,12 @@ the run's Trainer.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
-from fl_lightning.engines.lent import Lent, SilentLogger, users
+from fl_lightning.engines.lent import Lent, Silent, users
 from fl_lightning.engines.view import View
 from fl_lightning.errors import UserError
 
@@ -101,15 +102,27 @@ class Present:
         """Return a logger of the run, or one that writes nothing."""
         if not self.silent or logger is None:
             return logger
-        return SilentLogger(logger, self._wrote)
+        return Silent(logger, self._wrote)
 
     def _wrote(self) -> None:
         if self.lent is not None:
             self.lent.write_logs()
 
-    def _assigns(self, trainer: Any, name: str) -> None:
+    def _assigns(self, each: Any, name: str) -> None:
         if self.lent is not None:
-            self.lent.assign(trainer, name)
+            self.lent.assign(each, name)
+
+    @contextmanager
+    def lending(self, learner: Any) -> Iterator[Lent]:
+        """Within this context, what ``learner`` writes at its Trainer is noticed; it is undone
+        afterwards.
+        """
+        self.lent = lent = Lent(learner)
+        try:
+            yield lent
+        finally:
+            self.lent = None
+            lent.undo()
 
     def callbacks(self, trainer: Any) -> Any:
         if self.lent is not None:
@@ -153,7 +166,8 @@ class Present:
         own["num_val_batches"] = partial(self.validation_batches, trainer)
         own["model"] = lambda: trainer.model if self.validated is None else self.model
         if trainer.datamodule is not None:
-            data = View(trainer.datamodule, train_dataloader=lambda: self.loader)
+            assigns = partial(self._assigns, trainer.datamodule)
+            data = View(trainer.datamodule, assigns, train_dataloader=lambda: self.loader)
             own["datamodule"] = lambda: self.datamodule(trainer, data)
         own["callbacks"] = partial(self.callbacks, trainer)
         own["logger"] = lambda: self.logger(trainer.logger)

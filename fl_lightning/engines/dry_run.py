@@ -16,7 +16,6 @@ from torch import Tensor
 
 from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.engines.engine import intra_op_threads
-from fl_lightning.engines.lent import Lent
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.worker import Recorder, Worker
@@ -74,13 +73,11 @@ class DryRun:
     @contextmanager
     def _lending(self) -> Iterator[None]:
         """Within this context, what the steps write at the Trainer is noticed, and undone."""
-        lent = self.copy.present.lent = Lent(self.copy.learner)
-        try:
-            yield
-        finally:
-            self.copy.present.lent = None
-            self.wrote = self.wrote or lent.changed()
-            lent.undo()
+        with self.copy.present.lending(self.copy.learner) as lent:
+            try:
+                yield
+            finally:
+                self.wrote = self.wrote or lent.changed()
 
 
 def step_seconds(copies: LearnerCopies) -> float:

@@ -9,7 +9,8 @@ from typing import Any, NoReturn
 class View:
     """An object, except for some attributes, each of which a function computes.
 
-    Assigning to an attribute assigns to the object's, after ``assigns`` was called with its name.
+    Assigning to an attribute, or deleting it, does so to the object's, after ``assigns`` was called
+    with its name.
     """
 
     def __init__(
@@ -37,6 +38,11 @@ class View:
         if self._assigns is not None:
             self._assigns(name)
         setattr(self._of, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if self._assigns is not None:
+            self._assigns(name)
+        delattr(self._of, name)
 
     def __repr__(self) -> str:
         return repr(self._of)

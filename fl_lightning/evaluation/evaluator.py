@@ -557,7 +557,7 @@ class Evaluator:
         own = own or self.copy
         own.reset()
         own.go_to(x)
-        with random_state_kept(own.x):
+        with random_state_kept(own.x), own.present.lending(own.learner):
             yield
 
     def _of_metrics(self, states: Sequence[metric_states.MetricStates | None]) -> dict[str, float]:

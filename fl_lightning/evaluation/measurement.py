@@ -29,6 +29,7 @@ class Measurement(FederatedCallback):
         super().__init__()
         self.every_n_rounds = None if every_n_rounds is None else int(every_n_rounds)
         self._ended = self._measured = self._validated = -1  # rounds
+        self.measured_late = False  # whether at the end of the fit, after the last round
         self._failure: Exception | None = None  # of the latest measurement
 
     def measure(self, module: Any) -> dict[str, float]:
@@ -41,8 +42,8 @@ class Measurement(FederatedCallback):
         return self._measured >= 0
 
     def has_measured(self, t: int) -> bool:
-        """Return whether it has measured the model of round t."""
-        return self._measured == t
+        """Return whether it has measured the model of round t, and has its values."""
+        return self._measured == t and self._failure is None
 
     def validated(self, t: int) -> bool:
         """Return whether the model of round t was validated."""
@@ -50,6 +51,8 @@ class Measurement(FederatedCallback):
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._ended = self._measured = self._validated = -1
+        self.measured_late = False
+        self._failure = None
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         if trainer.state.fn == "fit" and not trainer.sanity_checking:
@@ -88,6 +91,7 @@ class Measurement(FederatedCallback):
         # After an early stop the last round is an earlier one than `max_epochs` gives.
         if self._measured != self._ended and not any(gathered(pl_module.stop_requested)):
             self._measure(trainer)
+            self.measured_late = True
 
     def _measure(self, trainer: Any) -> None:
         self._measured = self._ended

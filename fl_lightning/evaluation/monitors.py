@@ -9,9 +9,12 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from fl_lightning.engines.view import View
 from fl_lightning.evaluation.measurement import Measurement
 
-HOOKS = ("on_train_epoch_end", "on_validation_end")
+HOOKS = ("on_train_epoch_end", "on_train_end")
+# Whether Lightning's callbacks look at the end of an epoch; if not, after a validation.
+AT_THE_END = ("_check_on_train_epoch_end", "_save_on_train_epoch_end")
 
 
 def follow(trainer: Any) -> None:
@@ -27,9 +30,9 @@ def follow(trainer: Any) -> None:
     if moved:
         # Checkpoints stay last.
         others = [each for each in callbacks if each not in moved]
-        saving = [each for each in others if hasattr(each, "best_model_path")]
+        saving = [each for each in others if _saves(each)]
         before = [each for each in others if each not in saving]
-        moved.sort(key=lambda each: hasattr(each, "best_model_path"))
+        moved.sort(key=_saves)
         callbacks[:] = [*before, *moved, *saving]
 
 
@@ -39,6 +42,10 @@ def put_back(trainer: Any) -> None:
         for hook in HOOKS:
             if isinstance(vars(callback).get(hook), partial):
                 del vars(callback)[hook]
+
+
+def _saves(callback: Any) -> bool:
+    return hasattr(callback, "best_model_path")
 
 
 def _monitored(callback: Any, measurements: list[Measurement]) -> Measurement | None:
@@ -53,17 +60,28 @@ def _monitored(callback: Any, measurements: list[Measurement]) -> Measurement | 
 
 def _watch(callback: Any, measurement: Measurement) -> None:
     # A measurement follows the validation, so the callback looks at the end of the round.
-    for option in ("_check_on_train_epoch_end", "_save_on_train_epoch_end"):
-        if hasattr(callback, option):
-            setattr(callback, option, True)
-    vars(callback)[HOOKS[0]] = partial(_at_the_end, callback, measurement)
-    vars(callback)[HOOKS[1]] = partial(_nothing)
+    (option,) = [name for name in AT_THE_END if hasattr(callback, name)]
+    setattr(callback, option, True)
+    own = vars(callback)
+    own[HOOKS[0]] = partial(_at_the_end, callback, option, measurement)
+    own[HOOKS[1]] = partial(_after_the_last, callback, measurement)
 
 
-def _at_the_end(callback: Any, measurement: Measurement, trainer: Any, pl_module: Any) -> None:
-    if measurement.has_measured(trainer.current_epoch):
+def _at_the_end(
+    callback: Any, option: str, measurement: Measurement, trainer: Any, pl_module: Any
+) -> None:
+    # A subclass's own hook is called in each round; Lightning's looks only if the option is set.
+    setattr(callback, option, measurement.has_measured(trainer.current_epoch))
+    try:
         type(callback).on_train_epoch_end(callback, trainer, pl_module)
+    finally:
+        setattr(callback, option, True)
 
 
-def _nothing(trainer: Any, pl_module: Any) -> None:
-    pass
+def _after_the_last(callback: Any, measurement: Measurement, trainer: Any, pl_module: Any) -> None:
+    # After an early stop the last round is measured only now, when Lightning counts one more.
+    t = trainer.current_epoch - 1
+    if measurement.measured_late and measurement.has_measured(t) and _saves(callback):
+        in_round = View(trainer, current_epoch=lambda: t)
+        type(callback).on_train_epoch_end(callback, in_round, pl_module)
+    type(callback).on_train_end(callback, trainer, pl_module)

@@ -25,14 +25,18 @@ def monitor(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-def run(monitor: str, *callbacks: Any, validated: bool, before: bool = False, **given: Any) -> Any:
-    """A slow learner, so that each measurement is better than the last; rounds 2, 5, 8 have one."""
+def clients_data(validated: bool) -> InMemoryDataModule:
     x = torch.randn(200, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     y = x[:, :4].argmax(1)
     test = (x[:50], y[:50]) if validated else None
-    data = InMemoryDataModule(
+    return InMemoryDataModule(
         (x, y), test=test, num_clients=4, batch_size=10, client_test_fraction=0.25
     )
+
+
+def run(monitor: str, *callbacks: Any, validated: bool, before: bool = False, **given: Any) -> Any:
+    """A slow learner, so that each measurement is better than the last; rounds 2, 5, 8 have one."""
+    data = clients_data(validated)
     order = [MONITORS[monitor](), *callbacks]
     fit = trainer(ROUNDS, order[::-1] if before else order, enable_checkpointing=True, **given)
     fit.fit(federated(Lit(lr=0.003), participation="all"), data)
@@ -64,3 +68,86 @@ def test_a_monitor_that_no_measurement_logs_is_lightnings(tmp_path: Path) -> Non
     stop = EarlyStopping("val/loss", patience=1, min_delta=100.0)
     fit = run("clients/loss", stop, validated=True, default_root_dir=tmp_path)
     assert fit.current_epoch == 2
+
+
+class Failing(PerClientEvaluation):
+    """Fails until it is mended."""
+
+    mended = False
+
+    def measure(self, module: Any) -> dict[str, float]:
+        if not self.mended:
+            raise ValueError("nothing can be measured")
+        return super().measure(module)
+
+
+class FailingToo(GlobalLossLogger):
+    def measure(self, module: Any) -> dict[str, float]:
+        raise ValueError("the other one")
+
+
+@pytest.mark.parametrize("monitors", [True, False])
+def test_a_measurement_that_fails_is_named_and_not_its_monitor(
+    monitors: bool, tmp_path: Path
+) -> None:
+    callbacks: list[Any] = [ModelCheckpoint(tmp_path, filename="{epoch}")]
+    if monitors:
+        callbacks.append(EarlyStopping("clients/loss"))
+        callbacks.append(ModelCheckpoint(tmp_path / "best", monitor="clients/loss"))
+    data = clients_data(validated=False)
+    failing = Failing(every_n_rounds=1)
+    fit = trainer(2, [failing, *callbacks], enable_checkpointing=True)
+    with pytest.raises(ValueError, match="nothing can be measured"):
+        fit.fit(federated(Lit(), participation="all"), data)
+    assert (tmp_path / "epoch=0.ckpt").exists()
+
+
+def test_an_error_of_an_earlier_fit_is_not_raised_again(tmp_path: Path) -> None:
+    failing = Failing(every_n_rounds=1)
+    other = FailingToo(every_n_rounds=1)
+    data = clients_data(validated=False)
+    with pytest.raises(ValueError, match="nothing can be measured"):
+        trainer(2, [failing, other]).fit(federated(Lit(), participation="all"), data)
+    failing.mended = True
+    other.every_n_rounds = 5
+    fit = trainer(2, [failing, other])
+    with pytest.raises(ValueError, match="the other one"):
+        fit.fit(federated(Lit(), participation="all"), data)
+    assert fit.current_epoch == 2, "it fails anew, after the last round"
+
+
+class Telling(EarlyStopping):
+    """Tells of each call of its hooks."""
+
+    def __init__(self, monitor: str) -> None:
+        super().__init__(monitor, patience=2)
+        self.calls: list[str] = []
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.calls.append("validation")
+        super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        self.calls.append("epoch")
+        super().on_train_epoch_end(trainer, pl_module)
+
+
+def test_a_subclass_is_called_in_each_round(monitor: str, tmp_path: Path) -> None:
+    telling = Telling(monitor)
+    fit = run(monitor, telling, validated=True, default_root_dir=tmp_path)
+    assert telling.calls == ["validation", "epoch"] * ROUNDS
+    assert fit.current_epoch == ROUNDS and telling.wait_count == 0
+
+
+def test_the_last_round_of_an_early_stop_is_kept(tmp_path: Path) -> None:
+    best = ModelCheckpoint(tmp_path, monitor="clients/loss", save_top_k=-1, filename="{epoch}")
+    stop = EarlyStopping("val/loss", patience=1, min_delta=100.0)
+    measurement = PerClientEvaluation(every_n_rounds=None)
+    fit = trainer(ROUNDS, [measurement, stop, best], enable_checkpointing=True)
+    fit.fit(federated(Lit(), participation="all"), clients_data(validated=True))
+    assert fit.current_epoch == 2
+    assert [path.name for path in tmp_path.glob("*.ckpt")] == ["epoch=1.ckpt"]
+    again = trainer(4, [PerClientEvaluation(every_n_rounds=None)])
+    data = clients_data(validated=True)
+    again.fit(federated(Lit(), participation="all"), data, ckpt_path=best.best_model_path)
+    assert again.current_epoch == 4

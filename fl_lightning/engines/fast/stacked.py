@@ -447,8 +447,12 @@ def what_a_stack_breaks(copies: LearnerCopies) -> str:
         batches.append((row, next(iter(read))))
     if moves_without_gradient(situation.optimizer) and (name := without_gradient(copies, batches)):
         return f"its loss does not depend on {name}, which the optimizer would move all the same"
-    with torch.no_grad():
+    copy.present.silent = True
+    with torch.no_grad(), copy.present.lending(copy.learner) as lent:
         finite = stack.gradient(stack.groups(batches), 0).isfinite().all()
+        wrote = lent.changed()
+    if wrote:
+        return f"its training_step writes to {wrote}"
     if not bool(finite):
         return "its loss is not finite, or reads parameters that are not its modules'"
     for name, buffer in copy.buffers.items():
@@ -464,8 +468,9 @@ def without_gradient(copies: LearnerCopies, batches: list[tuple[int, Any]]) -> s
     alone = copies.original.another(aliased=False)
     alone.x.copy_(copies.situation.w.detach())
     alone.begin(copies.situation.work.data)
+    alone.present.silent = True
     for _, batch in batches:
-        with torch.no_grad():
+        with torch.no_grad(), alone.present.lending(alone.learner):
             alone.gradients(batch, 0, log=False)
         if alone.missing:
             return list(alone.layout)[alone.missing[0]]
