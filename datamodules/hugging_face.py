@@ -22,6 +22,7 @@ from fl_lightning.datamodules.arrow_columns import (
     leaf_of,
 )
 from fl_lightning.datamodules.file_index import Arrays, indexed
+from fl_lightning.datamodules.names import trimmed
 from fl_lightning.datamodules.partitions import Partition, own_or_grouped
 from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import (
@@ -348,10 +349,10 @@ class FromHuggingFace(FileDataModule):
                 )
 
     def _check_names(self, found: list[str], codes: NDArray[Any], name: str) -> None:
-        """Refuse clients' names that are empty, or that differ only in blanks."""
+        """Refuse clients' names that are empty, or differ only in blanks or forms of letters."""
         spelled: dict[str, str] = {}
         for place, one in enumerate(found):
-            first = spelled.setdefault(one.strip(), one)
+            first = spelled.setdefault(trimmed(one), one)
             if first != one or not one.strip():
                 row = int(np.flatnonzero(codes == place)[0])
                 what = f"the name {one!r} in row {row}"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.names import trimmed
 from fl_lightning.datamodules.partitions import Indices
 from fl_lightning.datamodules.tables import (
     SEVERAL,
@@ -29,6 +31,8 @@ SMALL = 1e-9
 # A column of texts with more values than this, and than half of the rows, is not made one-hot.
 MANY_COLUMNS = 1000
 Kind = Literal["one-hot", "codes"]
+# Values that are neither numbers nor names.
+TIMES = (date, time, timedelta)
 
 
 def joined_tables(tables: Mapping[str, FileTable], column: str) -> FileTable:
@@ -145,14 +149,15 @@ class Encoding:
         for name in features:
             values = list(truths(table.present(name)))
             named = isinstance(self.given, Mapping) and name in self.given
-            texts = isinstance(self.given, str) and not all(map(is_number, values))
+            numbers = all(is_number(value) or isinstance(value, TIMES) for value in values)
+            texts = isinstance(self.given, str) and not numbers
             if named or texts:
                 # The first spelling names a category.
                 first: dict[Any, str] = {}
                 trained = [values[row] for row in rows.tolist()]
                 form = compared_as(trained)
                 for value in trained:
-                    first.setdefault(form(value), str(value).strip())
+                    first.setdefault(form(value), trimmed(value))
                 self.categories[name] = ordered([*first.values()])
                 self._refuse_names_of_rows(table, name, len(trained))
                 if not named:

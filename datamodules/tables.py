@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.frames import columns_of_frame
+from fl_lightning.datamodules.names import trimmed
 from fl_lightning.errors import UserError, suggest
 
 # Texts of a cell without a value; Parquet has its own nulls.
@@ -209,7 +210,7 @@ def by_value(value: Any) -> Any:
     """
     if is_number(value):
         return exactly(value)
-    text = str(value).strip()
+    text = trimmed(value)
     return TRUTHS.get(text.lower(), text)
 
 
@@ -271,7 +272,7 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
 
 def word(value: Any) -> str:
     """Return a common form of names that differ only in spelling."""
-    text = str(value).strip()
+    text = trimmed(value)
     return text.lower() if text.lower() in TRUTHS else text
 
 
@@ -312,7 +313,7 @@ def whose(table: FileTable, column: str, clients: Sequence[str]) -> NDArray[np.i
 
 def spellings(name: str) -> list[Any]:
     """Return a common form of names that differ only in spelling."""
-    return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
+    return [trimmed(name), exactly(name)] if is_number(name) else [trimmed(name)]
 
 
 def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
@@ -427,10 +428,10 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
 
 
 def refuse_blanks(names: Iterable[Any], where: str) -> None:
-    """Refuse names that differ only in blanks around them, and would count as two."""
+    """Refuse names that differ only in blanks or forms of letters, and would count as two."""
     spelled: dict[str, str] = {}
     for name in map(str, names):
-        first = spelled.setdefault(name.strip(), name)
+        first = spelled.setdefault(trimmed(name), name)
         if first != name:
             raise UserError(
                 f"{where} has one name in two ways: {first!r} and {name!r}. Write it in one way."

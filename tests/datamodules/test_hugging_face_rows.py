@@ -270,3 +270,12 @@ def test_labels_that_are_texts_on_one_side_are_refused(train: Any, test: Any) ->
     data = FromHuggingFace(sides[0], "x", "y", test=sides[1], num_clients=1)
     with pytest.raises(UserError, match=r"'y' has (texts|numbers) in the training rows and "):
         data.setup()
+
+
+@pytest.mark.parametrize("column", ["y", "who"])
+def test_two_forms_of_an_accented_letter_are_one_name(column: str) -> None:
+    columns: dict[str, Any] = {"x": [0.0, 1.0], "y": ["a", "b"], "who": ["a", "b"]}
+    columns[column] = ["caf\u00e9", "cafe\u0301"]
+    data = FromHuggingFace(datasets.Dataset.from_dict(columns), "x", "y", "who")
+    with pytest.raises(UserError, match=r"(one name in two ways|write each name in one way)"):
+        data.setup()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -320,3 +321,26 @@ def test_a_name_of_each_row_is_not_made_one_hot(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="one-hot makes 1500 columns of 'who'"):
         FromTable(path, "y", num_clients=1, encode="one-hot").setup()
     assert len(x_of(FromTable(path, "y", num_clients=1, encode="codes"))) == 1500
+
+
+def test_dates_are_no_categories_unless_the_column_is_named(tmp_path: Path) -> None:
+    """A column of each date would be learnt by heart."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    days = [date(2020, 1, 1), date(2020, 1, 2)]
+    path = tmp_path / "t.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"d": days, "y": [0, 1]}), path)
+    with pytest.raises(UserError, match=r"has datetime.date\(2020, 1, 1\) in column 'd' of line 1"):
+        FromTable(path, "y", num_clients=1, encode="one-hot").setup()
+    assert x_of(FromTable(path, "y", num_clients=1, encode={"d": "codes"})) == [[0], [1]]
+
+
+@pytest.mark.parametrize("column", ["who", "y"])
+def test_two_forms_of_an_accented_letter_are_one_name(column: str, tmp_path: Path) -> None:
+    """macOS writes é as two characters."""
+    path = table(tmp_path, f"x,{column},z\n1,caf\u00e9,0\n2,cafe\u0301,1\n")
+    target, client = ("z", "who") if column == "who" else ("y", None)
+    data = FromTable(path, target, client, ["x"], num_clients=1)
+    with pytest.raises(UserError, match=f"one name in two ways in column '{column}'"):
+        data.setup()
+    data = FromTable(path, "z", num_clients=1, encode="codes")
+    assert x_of(data) == [[1, 0], [2, 0]]
