@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch.utils.data import (
     BatchSampler,
+    DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
@@ -85,6 +86,7 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
             "dataset, which cannot be split: give a data module whose train_dataloader is one "
             "DataLoader, or the clients' Datasets to FromDatasets(clients=[…])."
         )
+    refuse_own_batches(loader, name)
     sampler = getattr(loader, "sampler", None)
     batches = getattr(loader, "batch_sampler", None)
     size = getattr(loader, "batch_size", None)
@@ -131,7 +133,7 @@ def sampled(
     None: the sampler uses all positions, or each position once per epoch.
     """
     if isinstance(sampler, list | tuple | range):
-        return np.asarray(sampler, np.int64), None
+        return within(np.asarray(sampler, np.int64), total, name), None
     kind = next(
         (k for k in KNOWN if isinstance(sampler, k) and type(sampler).__iter__ is k.__iter__), None
     )
@@ -143,7 +145,7 @@ def sampled(
             "which samples a client sees, and in which order, is drawn from the run's seed",
         )
     if kind is SubsetRandomSampler:
-        return np.asarray(sampler.indices, np.int64), None
+        return within(np.asarray(sampler.indices, np.int64), total, name), None
     number = total if kind in (None, DistributedSampler) else len(sampler)
     if number != total:
         refuse(
@@ -178,3 +180,25 @@ def refuse(sampler: Any, kind: str, name: str, why: str) -> None:
         f"cannot use: {why}. Give the loader shuffle=True instead (the help of FromDataModule "
         "lists the samplers that work), or the samples as Datasets to FromDatasets."
     )
+
+
+def refuse_own_batches(loader: Any, name: str) -> None:
+    """Refuse a DataLoader that makes other batches than those of its dataset and sampler."""
+    if isinstance(loader, DataLoader) and type(loader).__iter__ is not DataLoader.__iter__:
+        raise UserError(
+            f"The training loader of {name} is a {type(loader).__name__}, whose own __iter__ "
+            "clients cannot use: their batches are made of the dataset's samples. Let a "
+            "collate_fn, the dataset, or the data module's on_after_batch_transfer do what "
+            "__iter__ does, in a plain DataLoader."
+        )
+
+
+def within(positions: NDArray[np.int64], total: int, name: str) -> NDArray[np.int64]:
+    """Return positions, after checking that the dataset has them."""
+    beyond = positions[(positions < -total) | (positions >= total)]
+    if len(beyond):
+        raise UserError(
+            f"The sampler of the training loader of {name} has the position {beyond[0]}, and its "
+            f"dataset has {total} samples, numbered from 0: give positions in the dataset."
+        )
+    return positions

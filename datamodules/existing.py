@@ -252,8 +252,8 @@ class FromDataModule(FederatedDataModule):
     ``shuffle``, ``generator`` and ``DistributedSampler`` are ignored, because each client's samples
     are reshuffled in every epoch. ``pin_memory`` and ``persistent_workers`` are treated as true.
     Other samplers and batch samplers, ``num_samples`` other than all, weights without replacement,
-    ``IterableDataset`` and several loaders are refused, and so is
-    ``Trainer(reload_dataloaders_every_n_epochs=…)``.
+    ``IterableDataset``, a DataLoader with its own ``__iter__``, and several loaders are refused,
+    and so is ``Trainer(reload_dataloaders_every_n_epochs=…)``.
 
     Args:
         datamodule: a LightningDataModule of ``pytorch_lightning`` or ``lightning.pytorch``.

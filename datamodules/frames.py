@@ -68,13 +68,21 @@ def as_tensor(values: Any, what: str) -> Tensor:
     array = values.to_numpy()
     if array.dtype.kind not in "biuf":
         try:
-            array = array.astype(np.float32)
+            # Objects may be whole numbers, of which float32 would lose digits.
+            whole = np.asarray(array.tolist())
+            array = whole if whole.dtype.kind in "biu" else array.astype(np.float32)
         except (TypeError, ValueError) as error:
             raise UserError(
                 f"{what} is a {type(values).__name__} with values that are not numbers "
                 f"({str(error)[:200]}): convert them to numbers, leave the column out, or give the "
                 "whole frame to FromTable(df, target=…), which numbers a target's classes."
             ) from None
+    if array.dtype.kind == "f" and np.isnan(array).any():
+        raise UserError(
+            f"{what} is a {type(values).__name__} without a value in row "
+            f"{np.argwhere(np.isnan(array))[0, 0]} ({np.isnan(array).sum()} in all): fill them in, "
+            "or leave these rows out. Arrays and tensors may hold NaN."
+        )
     # A frame's numbers are float64 by default, and a network's are float32. Copy them, because a
     # frame may return read-only memory.
     return torch.tensor(array, dtype=torch.float32 if array.dtype == np.float64 else None)

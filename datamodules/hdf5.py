@@ -378,7 +378,8 @@ def _check_finite(values: NDArray[Any], where: str, x: str) -> None:
 def tensor(rows: NDArray[Any], kind: str) -> Tensor:
     """A client's x ``(n, …)``."""
     if kind == "pixels":
-        return torch.from_numpy(rows.astype(np.float32)).unsqueeze(1)
+        scale = 255 if rows.dtype == np.uint8 else 1
+        return torch.from_numpy(rows.astype(np.float32)).unsqueeze(1) / scale
     if rows.dtype == np.uint8 and rows.ndim == 4:
         return torch.from_numpy(rows).permute(0, 3, 1, 2).float() / 255
     if rows.dtype.kind in "iub":

@@ -22,6 +22,7 @@ from fl_lightning.datamodules.arrow_columns import (
     leaf_of,
 )
 from fl_lightning.datamodules.file_index import Arrays, indexed
+from fl_lightning.datamodules.names import trimmed
 from fl_lightning.datamodules.partitions import Partition, own_or_grouped
 from fl_lightning.datamodules.pictures import Mode, Pictures, check_normalised, size_of
 from fl_lightning.datamodules.readers import (
@@ -115,7 +116,8 @@ class FromHuggingFace(FileDataModule):
             numbers, which are joined.
         y: the column to predict: class labels, whole numbers, or texts, which get numbers in
             ascending order of the training rows' values. Numbers with fractions stay float32.
-        client: the column that names the clients; None: ``partition`` splits the rows.
+        client: the column that names the clients, by name if it is a ``ClassLabel``; None:
+            ``partition`` splits the rows.
         train: the name of a split.
         test, val: likewise; or other data, in the forms that ``data`` has.
         classes: the values of y in the order of their numbers.
@@ -217,6 +219,7 @@ class FromHuggingFace(FileDataModule):
 
     def _sides(self) -> tuple[Side, Side | None, Side | None]:
         self._rows: list[tuple[Any, str]] = []
+        self._form = ""
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
             path = Path(self.data).expanduser()
@@ -292,7 +295,7 @@ class FromHuggingFace(FileDataModule):
         groups = np.zeros(len(targets), np.int64)
         names = ["all"]
         if self.client is not None:
-            found, codes = distinct(self._present(rows, self.client, name))
+            found, codes = self._clients(rows, self.client, name)
             self._check_names(found, codes, name)
             order = ascending(found)
             names = [found[i] for i in order]
@@ -300,6 +303,18 @@ class FromHuggingFace(FileDataModule):
             places[order] = np.arange(len(found))
             groups = places[codes]
         return Side(names, groups, Rows(self, rows, targets, name))
+
+    def _clients(self, rows: Any, column: str, name: str) -> tuple[list[str], NDArray[np.int64]]:
+        """Return the clients' names, and the place of each row's; numbers of names are these
+        names, because another split may number them in another order.
+        """
+        found, codes = distinct(self._present(rows, column, name))
+        own = getattr(rows.features[column], "names", None)
+        if own:
+            numbers = np.array([int(one) for one in found], np.int64)
+            self._check_known(numbers[codes], column, name)
+            found = [str(own[number]) for number in numbers]
+        return found, codes
 
     def _check_kinds(self, rows: Any, name: str) -> None:
         """Refuse columns x that hold neither numbers nor texts nor pictures."""
@@ -334,10 +349,10 @@ class FromHuggingFace(FileDataModule):
                 )
 
     def _check_names(self, found: list[str], codes: NDArray[Any], name: str) -> None:
-        """Refuse clients' names that are empty, or that differ only in blanks."""
+        """Refuse clients' names that are empty, or differ only in blanks or forms of letters."""
         spelled: dict[str, str] = {}
         for place, one in enumerate(found):
-            first = spelled.setdefault(one.strip(), one)
+            first = spelled.setdefault(trimmed(one), one)
             if first != one or not one.strip():
                 row = int(np.flatnonzero(codes == place)[0])
                 what = f"the name {one!r} in row {row}"
@@ -376,9 +391,11 @@ class FromHuggingFace(FileDataModule):
         if pyarrow.types.is_decimal(values.type) and self.classes is None:
             values = numbers_of(values, self.y, name)
         numbers = pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type)
+        if not own and self.classes is None:
+            self._check_same_form("numbers" if numbers else "texts", name)
         if own:
             codes = np.asarray(values.to_numpy(), np.int64)
-            self._check_known(codes, name)
+            self._check_known(codes, self.y, name)
             if self.classes is None:
                 self._take_names(list(own), name)
                 return codes
@@ -411,12 +428,21 @@ class FromHuggingFace(FileDataModule):
             )
         return of[codes]
 
-    def _check_known(self, codes: NDArray[np.int64], name: str) -> None:
+    def _check_same_form(self, form: str, name: str) -> None:
+        """Refuse texts on one side, and numbers on the other, of which one text 1 is class 0."""
+        self._form = self._form or form
+        if self._form != form:
+            raise UserError(
+                f"Column {self.y!r} has {self._form} in the training rows and {form} in {name}: "
+                "cast it to one type in both (cast_column), or give data.classes."
+            )
+
+    def _check_known(self, codes: NDArray[np.int64], column: str, name: str) -> None:
         """Refuse −1, which the library writes if a label is not known."""
         unknown = np.flatnonzero(codes < 0)
         if len(unknown):
             raise UserError(
-                f"Column {self.y!r} of {name} has the label {codes[unknown[0]]} in row "
+                f"Column {column!r} of {name} has the label {codes[unknown[0]]} in row "
                 f"{unknown[0]}, which the library datasets gives to rows without a label "
                 f"({len(unknown)} rows): leave these rows out, or give another split."
             )

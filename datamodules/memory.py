@@ -18,7 +18,7 @@ class InMemoryDataModule(FederatedDataModule):
     Args:
         train: ``(x, y)``, N samples each. uint8 x become float32 in [0, 1] when they are used,
             other dtypes do not change, and a frame's float64 becomes float32; whole numbers y
-            become int64.
+            become int64. A frame without a value somewhere is refused.
         test, val: ``(x, y)``; without ``val`` the run validates on the test set.
         clients: one array of positions in the training data per client; any sequence, also a lazy
             one.

@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unicodedata import normalize
 
 from fl_lightning.errors import UserError, suggest
+
+
+def trimmed(name: Any) -> str:
+    """Return a name without blanks around it, and each accented letter as one character: macOS
+    writes é as two.
+    """
+    return normalize("NFC", str(name)).strip()
 
 
 def by_name(clients: Any, test_clients: Any) -> tuple[tuple[str, ...], Any, Any]:

@@ -25,6 +25,9 @@ def find_targets(dataset: Any) -> Any:
     They are the labels after the data set's ``target_transform``.
     """
     if isinstance(dataset, Subset):
+        own = vars(dataset).get("targets", vars(dataset).get("labels"))
+        if _one_per_sample(own, len(dataset)):
+            return own
         whole = find_targets(dataset.dataset)
         return None if whole is None else np.asarray(whole)[np.asarray(dataset.indices, np.int64)]
     if isinstance(dataset, ConcatDataset):

@@ -252,7 +252,7 @@ class FromTable(FederatedDataModule):
         if self.client is not None:
             self.groups, self.client_names = codes(told_apart(table, self.client))
         rows = self._rows(y)
-        self.encoding.learn(table, features, rows[0])
+        self.encoding.learn(table, features, rows[0], self.tell)
         x = self.encoding.numbers(table, features, self.tell)
         self.column_names = self.encoding.names(features)
         if not self.column_names:

@@ -4,26 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time, timedelta
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.names import trimmed
 from fl_lightning.datamodules.partitions import Indices
 from fl_lightning.datamodules.tables import (
     SEVERAL,
+    TRUTHS,
     FileTable,
     by_value,
+    compared_as,
     is_missing,
     is_number,
     ordered,
     truths,
+    word,
 )
 from fl_lightning.errors import UserError, suggest
 
 SMALL = 1e-9
+# A column of texts with more values than this, and than half of the rows, is not made one-hot.
+MANY_COLUMNS = 1000
 Kind = Literal["one-hot", "codes"]
+# Values that are neither numbers nor names.
+TIMES = (date, time, timedelta)
 
 
 def joined_tables(tables: Mapping[str, FileTable], column: str) -> FileTable:
@@ -67,10 +76,10 @@ def without_missing(
     """Return a table in which ``marks`` are missing values; if ``drop``, without the rows that
     lack a value.
     """
-    marked = {by_value(mark) for mark in marks}
+    marked = {_mark(mark) for mark in marks}
     columns: dict[str, Sequence[Any]] = {}
     for name, values in table.columns.items():
-        gone = [not isinstance(value, SEVERAL) and by_value(value) in marked for value in values]
+        gone = [not isinstance(value, SEVERAL) and _mark(value) in marked for value in values]
         if any(gone):
             values = [None if one else value for value, one in zip(values, gone, strict=True)]
         columns[name] = values
@@ -93,6 +102,11 @@ def without_missing(
         )
     tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
     return read.only(np.flatnonzero(kept).tolist())
+
+
+def _mark(value: Any) -> Any:
+    """Return what equals for two spellings of one value; 0 is not false here."""
+    return word(value) if word(value) in TRUTHS else by_value(value)
 
 
 @dataclass
@@ -124,18 +138,54 @@ class Encoding:
                     f"{', '.join(features)[:300]}.{suggest(name, features)}"
                 )
 
-    def learn(self, table: FileTable, features: Sequence[str], rows: Indices) -> None:
+    def learn(
+        self,
+        table: FileTable,
+        features: Sequence[str],
+        rows: Indices,
+        tell: Callable[[str], None],
+    ) -> None:
         """Note the categories of the training rows."""
         for name in features:
             values = list(truths(table.present(name)))
             named = isinstance(self.given, Mapping) and name in self.given
-            texts = isinstance(self.given, str) and not all(map(is_number, values))
+            numbers = all(is_number(value) or isinstance(value, TIMES) for value in values)
+            texts = isinstance(self.given, str) and not numbers
             if named or texts:
                 # The first spelling names a category.
                 first: dict[Any, str] = {}
-                for row in rows.tolist():
-                    first.setdefault(by_value(values[row]), str(values[row]).strip())
+                trained = [values[row] for row in rows.tolist()]
+                form = compared_as(trained)
+                for value in trained:
+                    first.setdefault(form(value), trimmed(value))
                 self.categories[name] = ordered([*first.values()])
+                self._refuse_names_of_rows(table, name, len(trained))
+                if not named:
+                    self._tell_of_numbers(table, name, values, tell)
+
+    def _refuse_names_of_rows(self, table: FileTable, name: str, rows: int) -> None:
+        """Refuse to make a column of each row's own name, which would fill the memory."""
+        count = len(self.categories[name])
+        if self.kind(name) == "one-hot" and count > max(MANY_COLUMNS, rows / 2):
+            raise UserError(
+                f"{table.where}: data.encode=one-hot makes {count} columns of {name!r}, which has "
+                f"{count} values in {rows} training rows: leave it out of data.features, or give "
+                f"data.encode={{{name}: codes}}."
+            )
+
+    def _tell_of_numbers(
+        self, table: FileTable, name: str, values: list[Any], tell: Callable[[str], None]
+    ) -> None:
+        """Report a column that became categories, although most of its values look like numbers."""
+        odd = [row for row, value in enumerate(values) if not is_number(value)]
+        commas = sum(is_number(str(values[row]).replace(",", ".")) for row in odd)
+        if 2 * (len(values) - len(odd) + commas) > len(values):
+            tell(
+                f"{table.has(values[odd[0]], name, odd[0])}, which is not a number, so its "
+                f"{len(self.categories[name])} values are categories (data.encode): if it holds "
+                "numbers, write them with a point, and give the mark of a missing value as "
+                "data.missing_marks"
+            )
 
     def names(self, features: Sequence[str]) -> list[str]:
         """The columns of x."""
@@ -160,8 +210,9 @@ class Encoding:
             if kind is None:
                 parts.append(table.numbers([name]))
                 continue
-            places = {by_value(one): place for place, one in enumerate(self.categories[name])}
-            values = map(by_value, table.present(name))
+            form = compared_as(self.categories[name])
+            places = {form(one): place for place, one in enumerate(self.categories[name])}
+            values = map(form, table.present(name))
             codes = np.array([places.get(value, len(places)) for value in values])
             unseen = int((codes == len(places)).sum())
             if unseen:
@@ -169,8 +220,8 @@ class Encoding:
             if kind == "codes":
                 parts.append(codes[:, None].astype(np.float64))
             else:
-                table_of = np.eye(len(places) + 1, len(places))[codes]
-                parts.append(table_of[:, 1 if self.drop_first else 0 :])
+                shown = range(1 if self.drop_first else 0, len(places))
+                parts.append((codes[:, None] == np.array(shown)).astype(np.float64))
         return np.concatenate(parts, axis=1)
 
 

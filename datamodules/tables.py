@@ -5,20 +5,23 @@ from __future__ import annotations
 import csv
 import gzip
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
+from zipfile import is_zipfile
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.frames import columns_of_frame
+from fl_lightning.datamodules.names import trimmed
 from fl_lightning.errors import UserError, suggest
 
 # Texts of a cell without a value; Parquet has its own nulls.
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
+MISSING |= {"#n/a n/a", "1.#ind", "-1.#ind", "1.#qnan", "-1.#qnan"}
 # Types of a cell that has several values, as Parquet and frames have them.
 SEVERAL = (list, tuple, dict, set, np.ndarray)
 TO_NUMBERS = (
@@ -207,8 +210,17 @@ def by_value(value: Any) -> Any:
     """
     if is_number(value):
         return exactly(value)
-    text = str(value).strip()
+    text = trimmed(value)
     return TRUTHS.get(text.lower(), text)
+
+
+def compared_as(values: Iterable[Any]) -> Callable[[Any], Any]:
+    """Return what equals for two spellings of one of a column's values: ``by_value`` if all are
+    numbers, or all true or false; else ``word``, because beside names 1E2 and 100 are two names.
+    """
+    values = list(values)
+    plain = all(map(is_number, values)) or all(word(value) in TRUTHS for value in values)
+    return by_value if plain else word
 
 
 def is_missing(value: Any) -> bool:
@@ -260,7 +272,7 @@ def told_apart(table: FileTable, column: str) -> list[Any]:
 
 def word(value: Any) -> str:
     """Return a common form of names that differ only in spelling."""
-    text = str(value).strip()
+    text = trimmed(value)
     return text.lower() if text.lower() in TRUTHS else text
 
 
@@ -301,7 +313,7 @@ def whose(table: FileTable, column: str, clients: Sequence[str]) -> NDArray[np.i
 
 def spellings(name: str) -> list[Any]:
     """Return a common form of names that differ only in spelling."""
-    return [name.strip(), exactly(name)] if is_number(name) else [name.strip()]
+    return [trimmed(name), exactly(name)] if is_number(name) else [trimmed(name)]
 
 
 def codes(values: list[Any]) -> tuple[NDArray[np.int64], list[str]]:
@@ -337,11 +349,12 @@ def coded(
     if classes is None:
         return table.target_numbers(target).astype(np.float32)
     values = table.present(target)
-    alike = {by_value(name): place for name, place in classes.items()}
+    form = compared_as(classes)
+    alike = {form(name): place for name, place in classes.items()}
     # Names such as 7 and 007 may be two classes.
     found = [classes.get(str(value)) for value in values]
     if len(alike) == len(classes):
-        found = [alike.get(by_value(value)) for value in values]
+        found = [alike.get(form(value)) for value in values]
     if None in found:
         row = found.index(None)
         raise UserError(
@@ -415,10 +428,10 @@ def read_table(path: Path | Any, separator: str, given: Sequence[str] | None = N
 
 
 def refuse_blanks(names: Iterable[Any], where: str) -> None:
-    """Refuse names that differ only in blanks around them, and would count as two."""
+    """Refuse names that differ only in blanks or forms of letters, and would count as two."""
     spelled: dict[str, str] = {}
     for name in map(str, names):
-        first = spelled.setdefault(name.strip(), name)
+        first = spelled.setdefault(trimmed(name), name)
         if first != name:
             raise UserError(
                 f"{where} has one name in two ways: {first!r} and {name!r}. Write it in one way."
@@ -477,6 +490,11 @@ def reading(path: Path) -> Iterator[None]:
             "between it and the separator."
         ) from error
     except UnicodeDecodeError as error:
+        if is_zipfile(path):
+            raise UserError(
+                f"The table {str(path)!r} is a zip archive, as Excel's .xlsx is: unpack it, or "
+                "save the sheet as CSV."
+            ) from None
         raise UserError(
             f"The table {str(path)!r} is not in UTF-8, which it has to be ({error.reason} at byte "
             f"{error.start}): save it as UTF-8."

@@ -166,7 +166,14 @@ class TextClassification(FederatedDataModule):
             columns.append(self.group)
         for number, row in _rows(self.root / file):
             for column in columns:
-                if not isinstance(row.get(column), str | int):
+                if column in row and not isinstance(row[column], str | int):
+                    has = "no value" if row[column] is None else repr(row[column])[:80]
+                    raise UserError(
+                        f"{str(self.root / file)!r}, row {number}, has {has} in the column "
+                        f"{column!r}, which has to be a text or a whole number: convert it, or "
+                        "leave the row out."
+                    )
+                if column not in row:
                     raise UserError(
                         f"{str(self.root / file)!r}, row {number}, has no text in the column "
                         f"{column!r}; it has {', '.join(map(str, row))[:200]}. Name the columns "

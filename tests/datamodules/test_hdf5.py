@@ -188,3 +188,13 @@ def test_the_names_of_many_clients_are_not_read_again_for_each(tmp_path: Path) -
     assert data.num_clients == len(names)
     # The names take 4.5 MB, and all the rest of the file 6 MB.
     assert int(Path("/proc/self/io").read_text().split()[1]) - before < 200e6
+
+
+def test_pixels_of_bytes_are_scaled(tmp_path: Path) -> None:
+    """As TFF's own, which are from 0 to 1."""
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file["examples/a/pixels"] = np.full((1, 28, 28), 51, np.uint8)
+        file["examples/a/label"] = [1]
+    data = FromHDF5(tmp_path / "a.h5")
+    x = data.client_dataset(0)[0][0]
+    assert x.shape == (1, 28, 28) and np.allclose(x, 0.2)

@@ -235,3 +235,47 @@ def test_test_rows_of_another_kind_are_refused(
     written(tmp_path / "test.parquet", test)
     with pytest.raises(UserError, match=words):
         FromHuggingFace(tmp_path, "x", "y", test="test", num_clients=1).setup()
+
+
+def labelled(names: list[str], codes: list[int], client: bool = True) -> Any:
+    """Return rows whose clients are stored as numbers of names."""
+    whose = datasets.ClassLabel(names=names)
+    features = {"x": datasets.Value("float32"), "y": datasets.Value("int64"), "who": whose}
+    columns = {"x": [float(i) for i in range(len(codes))], "y": [0] * len(codes), "who": codes}
+    return datasets.Dataset.from_dict(columns, features=datasets.Features(features))
+
+
+def test_clients_that_are_stored_as_numbers_of_names_have_these_names() -> None:
+    """A test set numbers the same names in another order."""
+    train = labelled(["zoe", "anna"], [0, 1, 0])
+    data = FromHuggingFace(
+        train, "x", "y", "who", test=labelled(["anna", "zoe"], [0, 1]), tests="own"
+    )
+    data.setup()
+    assert list(data.client_names) == ["anna", "zoe"]
+    assert data.client_sizes().tolist() == [1, 2]
+    x = [float(data.test_set.read.dataset[i][0]) for i in range(2)]  # type: ignore[union-attr]
+    assert x == [0, 1] and data.client_test_indices(0).tolist() == [3]
+
+
+def test_a_client_without_a_name_is_refused() -> None:
+    with pytest.raises(UserError, match=r"'who' of the split 'train' has the label -1 in row 1"):
+        FromHuggingFace(labelled(["a", "b"], [0, -1, 1]), "x", "y", "who").setup()
+
+
+@pytest.mark.parametrize(("train", "test"), [(["1", "2"], [1, 1]), ([1, 2], ["1", "1"])])
+def test_labels_that_are_texts_on_one_side_are_refused(train: Any, test: Any) -> None:
+    """The text 1 is the first class here, and the number 1 the second."""
+    sides = [datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": y}) for y in (train, test)]
+    data = FromHuggingFace(sides[0], "x", "y", test=sides[1], num_clients=1)
+    with pytest.raises(UserError, match=r"'y' has (texts|numbers) in the training rows and "):
+        data.setup()
+
+
+@pytest.mark.parametrize("column", ["y", "who"])
+def test_two_forms_of_an_accented_letter_are_one_name(column: str) -> None:
+    columns: dict[str, Any] = {"x": [0.0, 1.0], "y": ["a", "b"], "who": ["a", "b"]}
+    columns[column] = ["caf\u00e9", "cafe\u0301"]
+    data = FromHuggingFace(datasets.Dataset.from_dict(columns), "x", "y", "who")
+    with pytest.raises(UserError, match=r"(one name in two ways|write each name in one way)"):
+        data.setup()

@@ -193,3 +193,44 @@ def test_what_keeps_labels_from_being_classes_is_named(y: Any, words: str) -> No
         own = (torch.zeros(2, 1), np.asarray(y))
         with pytest.raises(UserError, match=words):
             InMemoryDataModule(own, partition=Dirichlet(1.0), num_clients=1).setup()
+
+
+class Relabelled(Subset[Any]):
+    """A Subset that knows its labels."""
+
+    def __init__(self, dataset: Any, indices: list[int]) -> None:
+        super().__init__(dataset, indices)
+        self.targets = [flipped(int(dataset.targets[i])) for i in indices]
+
+    def __getitem__(self, i: Any) -> Any:
+        return super().__getitem__(i)[0], self.targets[i]
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        return [self[i] for i in indices]
+
+
+def test_a_subset_s_own_labels_count() -> None:
+    data = FromDatasets(
+        Relabelled(Digits(), list(range(60))), num_clients=2, partition=Dirichlet(1.0)
+    )
+    counts = data.client_label_counts(0)
+    assert counts is not None and counts.tolist() == trained(data, 0)
+
+
+@pytest.mark.parametrize("what", ["x", "y"])
+def test_missing_values_of_a_frame_are_refused(what: str) -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    whole = pandas.DataFrame({"a": [1.0, 2.0], "b": [1.0, 2.0]})
+    gap = pandas.DataFrame({"a": [1.0, 2.0], "b": [1.0, None]})
+    pair = (gap, whole["a"]) if what == "x" else (whole, gap["b"])
+    with pytest.raises(UserError, match=rf"{what} is a \w+ without a value in row 1"):
+        InMemoryDataModule(pair, num_clients=1).setup()
+
+
+def test_whole_numbers_of_a_frame_of_objects_are_whole() -> None:
+    pandas = pytest.importorskip("pandas", reason="pandas is not installed")
+    x = pandas.DataFrame({"a": [1.0, 2.0]})
+    data = InMemoryDataModule((x, pandas.Series([16777217, 1], dtype=object)), num_clients=1)
+    data.setup()
+    assert data.train_set is not None
+    assert data.train_set.y.tolist() == [16777217, 1]  # type: ignore[attr-defined]

@@ -265,3 +265,21 @@ def test_outside_of_a_step_the_loader_has_the_samples_of_all_clients() -> None:
     assert seen["first"] == [k % 4 for k in (*range(10, 16), *range(4))]
     with pytest.raises(IndexError):
         data.train_dataloader().dataset[10]
+
+
+class Doubled(DataLoader):
+    def __iter__(self):
+        return (2 * batch for batch in super().__iter__())
+
+
+def test_a_loader_that_makes_its_own_batches_is_refused():
+    """The clients' batches were those of a plain DataLoader."""
+    data = Plain()
+    data.loader = Doubled(Numbers(), batch_size=4)
+    with pytest.raises(UserError, match=r"a Doubled, whose own __iter__ .* collate_fn"):
+        FromDataModule(data, num_clients=2).setup("fit")
+
+
+def test_a_position_that_the_dataset_lacks_is_refused():
+    with pytest.raises(UserError, match="position 12, and its dataset has 12 samples"):
+        federate(sampler=[0, 1, 12]).setup("fit")

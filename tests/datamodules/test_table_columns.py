@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +260,87 @@ def test_clients_of_one_row_are_told_if_each_is_scaled(tmp_path: Path) -> None:
     path = table(tmp_path, "who,size,y\na,1,0\nb,2,1\nb,4,0\n")
     with pytest.warns(UserWarning, match="1 of 2 clients have one training row"):
         assert x_of(FromTable(path, "y", client="who", scale="client"))[0] == [0]
+
+
+def test_names_that_look_like_numbers_are_their_own_categories(tmp_path: Path) -> None:
+    """Beside names, 1E2 and 100 are two codes, as pandas reads them."""
+    path = table(tmp_path, "code,y\n1E2,0\n100,1\nA1,0\n01,1\n1,0\n")
+    data = FromTable(path, "y", num_clients=1, encode="codes")
+    assert x_of(data) == [[3], [2], [4], [0], [1]]
+    tests = table(tmp_path, "code,y\n100,1\n1e2,0\n01 ,1\n", "test.csv")
+    data = FromTable(path, "y", num_clients=1, encode="codes", test=tests)
+    x_of(data)
+    assert data.test_set.x.tolist() == [[2], [5], [0]]  # type: ignore[union-attr]
+
+
+def test_classes_that_look_like_numbers_are_their_own_beside_names(tmp_path: Path) -> None:
+    path = table(tmp_path, "x,y\n1,1E2\n2,A\n")
+    data = FromTable(path, "y", num_clients=1, test=table(tmp_path, "x,y\n1,100\n", "test.csv"))
+    with pytest.raises(UserError, match="has '100' in column 'y' of line 2, which is not in"):
+        data.setup()
+
+
+@pytest.mark.parametrize(("mark", "left"), [("0", 3), ("1", 4), ("FALSE", 2), ("true", 2)])
+def test_a_number_that_marks_a_missing_value_is_no_truth_value(
+    mark: str, left: int, tmp_path: Path
+) -> None:
+    path = table(tmp_path, "a,smokes,y\n5,True,u\n0,False,v\n7,True,u\n8,False,v\n")
+    data = FromTable(path, "y", num_clients=1, missing="drop", missing_marks=[mark])
+    assert len(x_of(data)) == left
+
+
+@pytest.mark.parametrize(("odd", "shown"), [("-", "-"), ('"2,5"', "2,5")])
+def test_a_column_of_numbers_with_a_text_is_told_to_be_categories(
+    odd: str, shown: str, tmp_path: Path
+) -> None:
+    path = table(tmp_path, f"price,city,y\n1.5,A,0\n{odd},B,1\n2,A,1\n3,C,0\n")
+    data = FromTable(path, "y", num_clients=1, encode="one-hot")
+    said = f"has '{shown}' in column 'price' of line 3, which is not .* so its 4 values are cat"
+    with pytest.warns(UserWarning, match=said) as told:
+        data.setup()
+    assert not [one for one in told if "'city'" in str(one.message)]
+
+
+@pytest.mark.parametrize("mark", ["#N/A N/A", "1.#IND", "-1.#QNAN"])
+def test_pandas_marks_of_missing_values_are_known(mark: str, tmp_path: Path) -> None:
+    path = table(tmp_path, f"a,y\n1,0\n{mark},1\n3,1\n")
+    assert x_of(FromTable(path, "y", num_clients=1, missing="drop")) == [[1], [3]]
+
+
+def test_an_archive_is_refused_as_one(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "t.xlsx", "w") as file:
+        file.writestr("t.csv", "a,y\n1,0\n")
+    with pytest.raises(UserError, match="is a zip archive, as Excel's"):
+        FromTable(tmp_path / "t.xlsx", "y", num_clients=1).setup()
+
+
+def test_a_name_of_each_row_is_not_made_one_hot(tmp_path: Path) -> None:
+    """Its columns would fill the memory."""
+    lines = "\n".join(f"user-{i},{i % 2}" for i in range(1500))
+    path = table(tmp_path, f"who,y\n{lines}\n")
+    with pytest.raises(UserError, match="one-hot makes 1500 columns of 'who'"):
+        FromTable(path, "y", num_clients=1, encode="one-hot").setup()
+    assert len(x_of(FromTable(path, "y", num_clients=1, encode="codes"))) == 1500
+
+
+def test_dates_are_no_categories_unless_the_column_is_named(tmp_path: Path) -> None:
+    """A column of each date would be learnt by heart."""
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    days = [date(2020, 1, 1), date(2020, 1, 2)]
+    path = tmp_path / "t.parquet"
+    pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"d": days, "y": [0, 1]}), path)
+    with pytest.raises(UserError, match=r"has datetime.date\(2020, 1, 1\) in column 'd' of line 1"):
+        FromTable(path, "y", num_clients=1, encode="one-hot").setup()
+    assert x_of(FromTable(path, "y", num_clients=1, encode={"d": "codes"})) == [[0], [1]]
+
+
+@pytest.mark.parametrize("column", ["who", "y"])
+def test_two_forms_of_an_accented_letter_are_one_name(column: str, tmp_path: Path) -> None:
+    """macOS writes é as two characters."""
+    path = table(tmp_path, f"x,{column},z\n1,caf\u00e9,0\n2,cafe\u0301,1\n")
+    target, client = ("z", "who") if column == "who" else ("y", None)
+    data = FromTable(path, target, client, ["x"], num_clients=1)
+    with pytest.raises(UserError, match=f"one name in two ways in column '{column}'"):
+        data.setup()
+    data = FromTable(path, "z", num_clients=1, encode="codes")
+    assert x_of(data) == [[1, 0], [2, 0]]

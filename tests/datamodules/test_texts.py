@@ -4,6 +4,7 @@ named."""
 from __future__ import annotations
 
 import csv
+import re
 from pathlib import Path
 from typing import Any
 
@@ -314,3 +315,15 @@ def test_half_a_character_is_replaced(tmp_path: Path) -> None:
     data.setup()
     train: Any = data.train_set
     assert decoded(train.x[0]) == "a?|"
+
+
+@pytest.mark.parametrize("value", ["2.0", "[1]", "null"])
+def test_a_label_that_is_no_text_is_named(value: str, tmp_path: Path) -> None:
+    """The column is there, so its name is not what is wrong."""
+    (tmp_path / "t.jsonl").write_text(f'{{"text": "a", "label": {value}}}\n')
+    data = TextClassification(tmp_path, "t.jsonl", None, "text", "label", group=None, num_clients=1)
+    said = (
+        rf"row 1, has {'no value' if value == 'null' else re.escape(value)} in the column 'label'"
+    )
+    with pytest.raises(UserError, match=said):
+        data.setup()
