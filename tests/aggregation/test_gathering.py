@@ -165,9 +165,16 @@ def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error()
         trainer(1, [Median()]).fit(module, blobs())
     assert not tiny_run(ControlVariates()).notes
 
-    class Asking(FederatedCallback):
+    class Adding(FederatedCallback):
         def on_server_update(self, server: Any) -> None:
+            assert server.updates.shape == (3, 204)
             server.update += server.updates.mean(0)
+
+    trainer(1, [Adding()]).fit(federated(), blobs())
+
+    class Asking(FederatedCallback):
+        def on_round_end(self, server: Any) -> None:
+            server.log("spread", server.updates.std())
 
     with pytest.raises(RuntimeError, match=r"reads server\.updates"):
         trainer(1, [Asking()]).fit(federated(), blobs())
