@@ -507,6 +507,9 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
             row["p_holm"] = p
             row["provisional"] = incomplete
             row["verdict"] = verdict(row["claim"], row["evidence"], p, row["margin"])
+    for row in rows.values():
+        if row["kind"] == "diverges":  # it has a factor
+            row["margin"] = None
     return rows
 
 
