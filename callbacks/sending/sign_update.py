@@ -21,6 +21,8 @@ from fl_lightning.callback import (
     Paper,
     as_array,
     as_tensor,
+    check_arrays,
+    check_scales,
     message_of,
     once,
     packed,
@@ -103,8 +105,10 @@ class SignUpdate(FederatedCallback):
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
-        positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         blocks = Blocks(run._ledger.layout, self.per_layer)
+        check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
+        check_scales(arrays["scales"])
+        positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         scales = as_tensor(arrays["scales"], like=w)
         return self._received(blocks, scales, positive).to(w.dtype)[0]
 

@@ -17,12 +17,13 @@ from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.transport import Array, Message, Post, words
+from fl_lightning.deploy.transport import Array, Message, Number, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
@@ -88,7 +89,7 @@ class AtSite(pl.Callback):
 
     def measured(
         self, module: Any, ids: Sequence[int], finetune_epochs: float
-    ) -> tuple[evaluation.Values, dict[int, int]]:
+    ) -> tuple[Values, dict[int, int]]:
         return {}, {}
 
 
@@ -158,7 +159,7 @@ class Site(FederatedLoop):
                 "version?"
             )
         except Exception as error:
-            failed = Message("failed", message.site, numbers=dict(message.numbers))
+            failed = Message("failed", message.site)
             failed.numbers["user"] = int(isinstance(error, UserError))
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
@@ -194,7 +195,8 @@ class Site(FederatedLoop):
         if message.numbers.get("tests"):
             tests = [len(self.cohort.data.client_test_indices(i)) for i in self.clients]
             arrays["tests"] = np.asarray(tests, np.int64)
-        numbers = {**message.numbers, "place": self.rows.place, "own": int(self.own_data)}
+        numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
+        numbers["own"] = int(self.own_data)
         return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:
@@ -213,8 +215,7 @@ class Site(FederatedLoop):
         ledger.round = round
         contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
         answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
-        declared = self.methods.declared.items()
-        reported = [key for key, each in declared if each.comes_from_sites]
+        declared = self.methods.declared
         finished: list[int] = []
         lock = threading.Lock()
 
@@ -231,7 +232,7 @@ class Site(FederatedLoop):
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
                 # Copy the values before the engine reuses the client's memory.
-                travel.packed_client(answer, home, round, code, reported)
+                travel.packed_client(answer, home, round, code, declared)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
         self.engine.train(round, leaves, collect, lambda: None)
@@ -262,7 +263,7 @@ class Site(FederatedLoop):
         samples = {client: len(data.client_test_indices(client)) for client in counted}
         answer = Message("evaluated", message.site)
         answer.numbers = {"run": numbers["run"], "round": numbers["round"]}
-        evaluation.pack(answer, values, samples, self.module.logged.modes)
+        evaluation.pack(answer, values, samples)
         return answer
 
     def lacks_model(self, message: Message) -> bool:
@@ -278,9 +279,9 @@ class Site(FederatedLoop):
 
     def whole(self, message: Message) -> Message:
         """Ask for the parts of the model that the site lacks, and report which base it has."""
-        answer = Message("whole", message.site, dict(message.numbers))
-        answer.numbers["base"] = 0 if self.base is None else self.base.mark
-        return answer
+        numbers = {name: message.numbers[name] for name in ("run", "round")}
+        numbers["base"] = 0 if self.base is None else self.base.mark
+        return Message("whole", message.site, numbers)
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """Return the facts of round t from the message, with only this site's clients to train."""
