@@ -25,7 +25,6 @@ from fl_lightning.callback import (
     as_tensor,
     bits_of,
     check_arrays,
-    check_scales,
     levels_of,
     message_of,
     once,
@@ -120,7 +119,8 @@ class QuantizedUpdate(FederatedCallback):
             return as_tensor(arrays["update"], like=w)[0]
         blocks = Blocks(self._ledger.layout, self.per_layer)
         check_arrays(arrays, {"scales": len(blocks.slices), "levels": None})
-        check_scales(arrays["scales"])
+        if bool((arrays["scales"] < 0).any()):
+            raise ValueError("a scale is negative")
         numbers = unpacked(arrays["levels"], bits_of(self.levels), len(w)) - self.levels
         if bool((numbers > self.levels).any()):
             raise ValueError(f"a level is above {self.levels}")

@@ -22,7 +22,6 @@ from fl_lightning.callback import (
     as_array,
     as_tensor,
     check_arrays,
-    check_scales,
     message_of,
     once,
     packed,
@@ -107,7 +106,8 @@ class SignUpdate(FederatedCallback):
         w = run._ledger.w
         blocks = Blocks(run._ledger.layout, self.per_layer)
         check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
-        check_scales(arrays["scales"])
+        if bool((arrays["scales"] < 0).any()):
+            raise ValueError("a scale is negative")
         positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         scales = as_tensor(arrays["scales"], like=w)
         return self._received(blocks, scales, positive).to(w.dtype)[0]

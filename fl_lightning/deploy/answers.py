@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.deploy.client_results import MOST_NAMES, Results
 from fl_lightning.deploy.fields import LARGEST, LONGEST_NAME, MOST_SAMPLES, Fields, check_name
-from fl_lightning.deploy.results import MOST_NAMES, Results
 from fl_lightning.deploy.transport import Message, visible
 
 MOST_CONFIG = 2**24  # bytes of a site's config
@@ -23,7 +23,7 @@ KINDS = {"before": "", "after": "_finetuned"}
 
 
 @dataclass(frozen=True)
-class Failed:
+class SiteError:
     """A site cannot go on. ``user``: because of something that a user has to correct."""
 
     user: bool
@@ -81,14 +81,14 @@ class Evaluated:
     values: Values
 
 
-def failed(message: Message) -> Failed:
+def failed(message: Message) -> SiteError:
     """Return why a site cannot go on.
 
     Raises:
         WrongField: it does not say so.
     """
     fields = _about(message)
-    error = Failed(fields.flag("user"), visible(fields.text("text", MOST_ERROR), MOST_ERROR))
+    error = SiteError(fields.flag("user"), visible(fields.text("text", MOST_ERROR), MOST_ERROR))
     fields.end()
     return error
 
@@ -173,7 +173,9 @@ def trained(
     fields = _about(message)
     most = results.most_bytes(len(clients))
     if message.array_bytes > most:
-        fields.wrong("…", f"and others hold {message.array_bytes} bytes, and {most} are accepted")
+        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
+        size = message.arrays[largest].nbytes
+        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
     fields.integer("run", run, run)
     fields.integer("round", t, t)
     changed = fields.under("changed")

@@ -165,10 +165,8 @@ class Fields:
             dtype: its numbers are of this kind (whole ones of this very type), and finite in it.
             infinite: whether its numbers may be infinite.
         """
-        kind = "f" if dtype.is_floating_point else "c" if dtype.is_complex else "b"
         bits = name + BFLOAT in self.arrays
-        if bits or not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool):
-            kind = "iu"
+        kind = "iu" if bits else _kind(dtype)
         array = self.array(name + BFLOAT if bits else name, kind)
         if array.shape not in shapes:
             expected = " or ".join(sorted({str(shape) for shape in shapes}))
@@ -190,6 +188,15 @@ class Fields:
         elif not finite(converted):
             self.wrong(name, f"holds numbers that are not finite in {dtype}", finite=False)
         return value
+
+
+def _kind(dtype: torch.dtype) -> str:
+    """Return the kinds of numbers that stand for this type, as NumPy calls them."""
+    if dtype.is_floating_point:
+        return "f"
+    if dtype.is_complex:
+        return "c"
+    return "b" if dtype == torch.bool else "iu"
 
 
 def finite(values: Tensor) -> bool:

@@ -305,7 +305,7 @@ class Register:
             )
 
 
-def raise_failed(site: str, failed: answers.Failed) -> None:
+def raise_failed(site: str, failed: answers.SiteError) -> None:
     """Raise the error that a site reports.
 
     Raises:

@@ -15,11 +15,11 @@ from fl_lightning.aggregation.contributions import AT_SITES, Brought
 from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import answers, travel
 from fl_lightning.deploy.answers import Evaluated, Trained, Values
+from fl_lightning.deploy.client_results import Results
 from fl_lightning.deploy.fields import WrongField
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.register import ASK_AGAIN, LeftOut, Register, raise_failed
 from fl_lightning.deploy.resent import SentModel
-from fl_lightning.deploy.results import Results
 from fl_lightning.deploy.sent_base import SentBase
 from fl_lightning.deploy.site_hooks import reads_of_clients
 from fl_lightning.deploy.told import Told
@@ -62,9 +62,9 @@ class Inquiry(Generic[Answer]):
 class Sites:
     """An engine whose clients train at sites.
 
-    ``config``: settings, methods and frozen weights, which sites need to have alike. ``measured_names``:
-    of metrics that the server itself measures. ``progress``: the values that learners read of
-    the run's progress. ``reads_evaluated``: whether a hook at sites reads the evaluated model.
+    ``config``: settings, methods and frozen weights, which sites need to have alike. ``progress``:
+    the values that learners read of the run's progress. ``measured_names``: of metrics that the
+    server itself measures. ``reads_evaluated``: whether a hook at sites reads the evaluated model.
     """
 
     def __init__(

@@ -27,9 +27,9 @@ MAGIC = b"fl-site1"
 # Accept only these types: an object array would hold pointers, text needs no array, and PyTorch has
 # no number of more than 8 bytes, or 16 if it is complex.
 KINDS = "biufc"
-_SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8), "c": (8, 16)}
 DTYPES = {
-    np.dtype(f"{kind}{size}").newbyteorder("<").str for kind in KINDS for size in _SIZES[kind]
+    *("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8"),
+    *("<f2", "<f4", "<f8", "<c8", "<c16"),
 }
 MOST_HEADER = 2**24  # bytes of a header
 MOST_AXES = 16  # of an array
@@ -156,8 +156,9 @@ def _view(data: bytes, name: str, kind: object, shape: Any, start: int) -> Array
     whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     if kind not in DTYPES or not whole or len(shape) > MOST_AXES:
         raise ValueError(f"{name[:50]} is not an array of numbers")
-    values = np.frombuffer(data, np.dtype(str(kind)), math.prod(shape), start)
-    return values.reshape(shape).astype(values.dtype.newbyteorder("="), copy=False)
+    values: Any = np.frombuffer(data, np.dtype(str(kind)), math.prod(shape), start)
+    native: Array = values.astype(values.dtype.newbyteorder("="), copy=False)
+    return native.reshape(shape)
 
 
 def opened(data: bytes, site: str) -> Message:

@@ -121,8 +121,9 @@ def packed_client(
     encoded: dict[str, Array] | None,
     declared: Mapping[str, Declaration],
 ) -> None:
-    """Put a client's results into the message; :class:`~fl_lightning.deploy.results.Results` reads
-    them.
+    """Put a client's results into the message.
+
+    :class:`~fl_lightning.deploy.client_results.Results` reads them.
 
     Args:
         declared: what the run's methods declare.

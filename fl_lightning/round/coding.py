@@ -149,16 +149,6 @@ def check_arrays(arrays: Mapping[str, NDArray[Any]], lengths: Mapping[str, int |
             raise ValueError(f"{name} has the shape {arrays[name].shape}, not ({length},)")
 
 
-def check_scales(scales: NDArray[Any]) -> None:
-    """Refuse scales of blocks that are negative.
-
-    Raises:
-        ValueError: one is.
-    """
-    if bool((scales < 0).any()):
-        raise ValueError("a scale is negative")
-
-
 def as_tensor(array: NDArray[Any], like: Tensor) -> Tensor:
     """Return the tensor of :func:`as_array`, with the dtype and device of ``like``, as one row."""
     values = torch.from_numpy(np.array(array))
