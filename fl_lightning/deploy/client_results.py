@@ -19,13 +19,11 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates, metrics_of
 from fl_lightning.deploy import travel
-from fl_lightning.deploy.fields import Fields, check_name, finite
+from fl_lightning.deploy.fields import MOST, Fields, check_name, finite
 from fl_lightning.deploy.transport import Array
 from fl_lightning.learner.buffers import COUNTER
-from fl_lightning.learner.layout import all_finite
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.round.context import Round
-from fl_lightning.round.state import Declaration
 
 Decode = Callable[[dict[str, Array], int, int], Tensor]
 # Only the server measures under these prefixes.
@@ -61,7 +59,8 @@ class Results:
         self.size = round.layout.size
         declared = self.methods.declared
         self.uploads = {key: each for key, each in declared.items() if each.summed}
-        self.rows = {key: each for key, each in declared.items() if each.comes_from_sites}
+        kept = {key: each for key, each in declared.items() if each.keeps_rows}
+        self.rows = {key: each for key, each in kept.items() if each.comes_from_sites}
         self.metrics = metrics_of(loop.model.learner)
         policy = loop.buffers
         averaged = {n: v for n, v in round.buffers.items() if policy.averages(n, v)}
@@ -145,7 +144,7 @@ class Results:
             return
         codes.end()
         shape = (self.size if where is None else int(where.sum()),)
-        part = fields.tensor("update", [shape], w.dtype)
+        part = fields.tensor("update", [shape], w.dtype, most=MOST)
         home.update = travel.spread(part, (self.size,), where).to(w.device)
 
     def _mask(self, fields: Fields, name: str) -> Tensor:
@@ -168,7 +167,7 @@ class Results:
             update = torch.as_tensor(update).reshape(self.size)
         except Exception as error:
             codes.wrong("…", f"is not what the method's decode accepts ({_said(error)})")
-        if not update.is_floating_point() or not all_finite(update.to(self.round.w.dtype)):
+        if not update.is_floating_point() or not finite(update.to(self.round.w.dtype), MOST):
             codes.wrong("…", "stands for numbers that are not finite", finite=False)
         return update
 
@@ -186,7 +185,7 @@ class Results:
             shapes = [shape]
             if where is not None and shape == (self.size,):
                 shapes.append((int(where.sum()),))
-            value = travel.spread(came.tensor(key, shapes, dtype), shape, where)
+            value = travel.spread(came.tensor(key, shapes, dtype, most=MOST), shape, where)
             home.uploads[key] = value.to(w.device, dtype)
         came.end()
         absent.end()
@@ -218,12 +217,13 @@ class Results:
 
     def _rows(self, fields: Fields, home: Brought) -> None:
         for key, each in self.rows.items():
-            if fields.has(key):
-                home.rows[key] = self._row(fields, key, each)
+            dtype = each.dtype or self.round.w.dtype
+            row = fields.tensor(key, [each.sized(self.size)], dtype, most=MOST)
+            least = getattr(each, "least", None)
+            if least is not None and bool((row < least).any()):
+                fields.wrong(key, f"is below {least:g}")
+            home.rows[key] = row
         fields.end()
-
-    def _row(self, fields: Fields, key: str, each: Declaration) -> Tensor:
-        return fields.tensor(key, [each.sized(self.size)], each.dtype or self.round.w.dtype)
 
     def _logs(self, fields: Fields) -> dict[str, Tensor]:
         logs = {}

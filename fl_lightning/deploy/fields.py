@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import NoReturn
 
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 
 from fl_lightning.deploy.transport import Array, Message, Number, said, visible
-from fl_lightning.learner.layout import all_finite
 
 LARGEST = 2**53  # of whole numbers: a sum of some hundred of them still fits in 8 bytes
 MOST_SAMPLES = 2**40  # of a client
+# Of a number in an update, an upload or a row: its square, and the sum over many clients, weighted
+# by samples, are still finite in single precision.
+MOST = 2.0**60
 BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
 LONGEST_NAME = 200
 
@@ -157,6 +160,7 @@ class Fields:
         shapes: Collection[tuple[int, ...]],
         dtype: torch.dtype,
         infinite: bool = False,
+        most: float = math.inf,
     ) -> Tensor:
         """Take a tensor, in memory of its own.
 
@@ -164,6 +168,7 @@ class Fields:
             shapes: the accepted shapes.
             dtype: its numbers are of this kind (whole ones of this very type), and finite in it.
             infinite: whether its numbers may be infinite.
+            most: the largest magnitude of its numbers.
         """
         bits = name + BFLOAT in self.arrays
         kind = "iu" if bits else _kind(dtype)
@@ -175,18 +180,16 @@ class Fields:
         if bits:
             if value.dtype != torch.int16 or not dtype.is_floating_point:
                 self.wrong(name, f"has the type {array.dtype}, which is not accepted there")
-            return self._finite(name, value.view(torch.bfloat16), dtype, infinite)
+            value = value.view(torch.bfloat16)
+            kind = "f"
         if kind == "iu" and value.dtype != dtype:
             self.wrong(name, f"has the type {array.dtype}, and not {dtype}")
-        return value if kind in ("iu", "b") else self._finite(name, value, dtype, infinite)
-
-    def _finite(self, name: str, value: Tensor, dtype: torch.dtype, infinite: bool) -> Tensor:
         converted = value.to(dtype)
-        if infinite:
-            if bool(converted.isnan().any()):
-                self.wrong(name, "holds NaN", finite=False)
-        elif not finite(converted):
-            self.wrong(name, f"holds numbers that are not finite in {dtype}", finite=False)
+        if infinite and bool(converted.isnan().any()):
+            self.wrong(name, "holds NaN", finite=False)
+        if kind in ("f", "c") and not infinite and not finite(converted, most):
+            what = "not finite" if most == math.inf else f"not finite or above {most:.2g}"
+            self.wrong(name, f"holds numbers that are {what} in {dtype}", finite=False)
         return value
 
 
@@ -199,9 +202,13 @@ def _kind(dtype: torch.dtype) -> str:
     return "b" if dtype == torch.bool else "iu"
 
 
-def finite(values: Tensor) -> bool:
-    """Return whether no entry is infinite or NaN."""
-    return bool(values.isfinite().all()) if values.is_complex() else all_finite(values)
+def finite(values: Tensor, most: float = math.inf) -> bool:
+    """Return whether no entry is infinite or NaN, or larger than ``most``."""
+    if values.is_complex() or not values.numel():
+        return bool(values.isfinite().all())
+    low, high = map(float, values.aminmax())
+    # NaN is in no order.
+    return math.isfinite(low) and math.isfinite(high) and -most <= low and high <= most
 
 
 def check_name(fields: Fields, prefix: str, name: str) -> None:

@@ -162,7 +162,9 @@ class Register:
 
     def leave_out(self, site: str, why: str) -> None:
         """Go on without a site, and say so."""
-        self.clients_of_refused |= set(self.known.get(site, ()))
+        # Whose clients a site has that was never entered is not known: those that no site has.
+        away = [i for i in range(self.loop.cohort.m) if i not in self.holder]
+        self.clients_of_refused |= set(self.known.get(site, away))
         self.refused[site] = why
         self._asked.add(site)
         self.forget(site)
@@ -198,13 +200,13 @@ class Register:
                 raise UserError(answers.refusal(message))
             # A process that ended before it knew the question reports an error without a number.
             unread = message.what == "failed" and "question" not in message.numbers
-            if message.what not in ("failed", "here"):
-                return
             if not unread and not self.answers_to(message, self._greeted.get(site)):
                 return
             if message.what == "failed":
                 raise_failed(site, answers.failed(message))
             del self._greeted[site]
+            if message.what != "here":
+                raise WrongField("what", "is not here")
             self.enter(site, answers.here(message, self.run, self.counts_tests))
         except WrongField as error:
             raise UserError(

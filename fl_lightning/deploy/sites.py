@@ -248,7 +248,9 @@ class Sites:
         site = message.site
         if site in self.register.refused:
             return None
-        if site not in waiting or message.what in ("lost", "here"):
+        current = message.numbers.get("question") == self._last.get(site)
+        of_process = message.what == "lost" or (message.what == "here" and not current)
+        if site not in waiting or of_process:
             self._of_process(message, waiting, missing)
             return None
         if message.what in ("damaged", "refused"):

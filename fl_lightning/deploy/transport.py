@@ -157,8 +157,8 @@ def _view(data: bytes, name: str, kind: object, shape: Any, start: int) -> Array
     if kind not in DTYPES or not whole or len(shape) > MOST_AXES:
         raise ValueError(f"{name[:50]} is not an array of numbers")
     values: Any = np.frombuffer(data, np.dtype(str(kind)), math.prod(shape), start)
-    native: Array = values.astype(values.dtype.newbyteorder("="), copy=False)
-    return native.reshape(shape)
+    native: Array = values.astype(values.dtype.newbyteorder("="), copy=False).reshape(shape)
+    return native
 
 
 def opened(data: bytes, site: str) -> Message:

@@ -86,6 +86,7 @@ VARIANCE = "buffer/net.1.running_var"
 LIES: dict[str, tuple[str, Callable[[Message], Any], str]] = {
     "NaN update": ("fedavg", array("update", np.full(57, NAN, "f4")), "1/update"),
     "1e308": ("fedavg", array("update", np.full(57, 1e308)), "1/update"),
+    "3e38": ("fedavg", array("update", np.full(57, 3e38, "f4")), "1/update"),
     "complex": ("fedavg", array("update", np.ones(57, "c8")), "1/update"),
     "long": ("fedavg", array("update", np.ones(58, "f4")), "1/update"),
     "no update": ("fedavg", missing("update"), "1/update"),
