@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -18,12 +19,13 @@ from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
 from fl_lightning.deploy.answers import Values
+from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.transport import Array, Message, Number, Post, words
+from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
@@ -116,6 +118,7 @@ class Site(FederatedLoop):
         self.of_server = progress
         self.post = post
         self.clients = clients
+        self.permitted = Permitted(clients, trainer.callbacks, self.module.learner)
         self.rows = rows
         self.own_data = own_data
         self.greeted = False  # whether the server knows this process's data
@@ -150,6 +153,8 @@ class Site(FederatedLoop):
                 return self.here(message)
             if asks_a_stranger(message) and not self.greeted:
                 return Message("lost", message.site)
+            if asks_a_stranger(message):
+                self.permitted.check(message)
             if message.what == "round":
                 return self.trained(message)
             if message.what == "evaluate":
@@ -159,6 +164,8 @@ class Site(FederatedLoop):
                 "version?"
             )
         except Exception as error:
+            # What the server is sent about it is also in the site's own log.
+            print(f"{message.what}: {visible(error, 2000)}", file=sys.stderr, flush=True)
             failed = Message("failed", message.site)
             failed.numbers["user"] = int(isinstance(error, UserError))
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
