@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.datamodules.frames import columns_of_frame
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import CellError, UserError, suggest
 
 # Texts of a cell without a value; Parquet has its own nulls.
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
@@ -51,6 +51,10 @@ class FileTable:
         file, line = str(self.files[row]), self.lines[row]
         return f"The table {file!r} has {said} in column {column!r} of line {line}"
 
+    def place(self, column: str, row: int) -> str:
+        """Return where a value stands, without the value."""
+        return f"column {column!r}, line {self.lines[row]}"
+
     def only(self, rows: Sequence[int]) -> FileTable:
         """Return the table of these rows."""
         columns: dict[str, Sequence[Any]] = {}
@@ -67,9 +71,10 @@ class FileTable:
         for row, value in enumerate(values):
             if is_missing(value):
                 missing = sum(map(is_missing, values))
-                raise UserError(
+                raise CellError(
                     f"{self.has(value, name, row)} ({missing} of {len(values)} rows): fill them "
-                    f"in, or leave these rows out{option}."
+                    f"in, or leave these rows out{option}.",
+                    self.place(name, row),
                 )
         return values
 
@@ -82,15 +87,17 @@ class FileTable:
                 x[:, k] = np.asarray(truths(values), np.float64)
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
-                raise UserError(
+                raise CellError(
                     f"{self.has(values[row], name, row)}, which is not a number: convert the "
-                    "column to numbers, or leave it out of data.features."
+                    "column to numbers, or leave it out of data.features.",
+                    self.place(name, row),
                 ) from None
             if not np.isfinite(x[:, k]).all():
                 row = int(np.flatnonzero(~np.isfinite(x[:, k]))[0])
-                raise UserError(
+                raise CellError(
                     f"{self.has(values[row], name, row)}, which is not a finite number in single "
-                    "precision."
+                    "precision.",
+                    self.place(name, row),
                 )
         return x
 
@@ -98,11 +105,12 @@ class FileTable:
         """Return the target's column ``(N,)``, float32."""
         for row, value in enumerate(self.present(name)):
             if not is_number(value):
-                raise UserError(
+                raise CellError(
                     f"{self.has(value, name, row)}, which is not a number, but the target is a "
                     "number (data.regression, or "
                     "numbers with fractions in the training data): make it a number, or leave the "
-                    "row out."
+                    "row out.",
+                    self.place(name, row),
                 )
         return self.numbers([name])[:, 0]
 
@@ -247,10 +255,11 @@ def whose(table: FileTable, column: str, clients: Sequence[str]) -> NDArray[np.i
         place = places.get(name, -1)
         same = [spelled[alike] for alike in spellings(name) if alike in spelled]
         if place < 0 and same:
-            raise UserError(
+            raise CellError(
                 f"{table.has(values[row], column, row)}, and the training data call that "
                 f"client {same[0]!r}: write "
-                "it in one way, or its rows would not be this client's own test set."
+                "it in one way, or its rows would not be this client's own test set.",
+                table.place(column, row),
             )
         found.append(place)
     return np.array(found, np.int64)
@@ -296,9 +305,10 @@ def coded(
     values = [str(value) for value in table.present(target)]
     unknown = [value for value in values if value not in classes]
     if unknown:
-        raise UserError(
+        raise CellError(
             f"{table.where} has {unknown[0]!r} in column {target!r}, which is not in {of}: "
-            f"{', '.join(classes)[:300]}."
+            f"{', '.join(classes)[:300]}.",
+            table.place(target, values.index(unknown[0])),
         )
     return np.array([classes[value] for value in values], np.int64)
 

@@ -25,7 +25,8 @@ from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
+from fl_lightning.deploy.told_errors import told
+from fl_lightning.deploy.transport import Array, Message, Number, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
@@ -164,14 +165,14 @@ class Site(FederatedLoop):
                 "version?"
             )
         except Exception as error:
-            # What the server is sent about it is also in the site's own log.
-            print(f"{message.what}: {visible(error, 2000)}", file=sys.stderr, flush=True)
-            failed = Message("failed", message.site)
-            failed.numbers["user"] = int(isinstance(error, UserError))
+            # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            print(f"{message.what}: {kind}{error}{notes}", file=sys.stderr, flush=True)
+            failed = Message("failed", message.site)
+            failed.numbers["user"] = int(isinstance(error, UserError))
             who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
-            failed.arrays["text"] = words(f"{who}{kind}{error}{notes}")
+            failed.arrays["text"] = words(f"{who}{told(error)}")
             return failed
 
     def here(self, message: Message) -> Message:
