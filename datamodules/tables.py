@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from fl_lightning.datamodules.frames import columns_of_frame
 from fl_lightning.datamodules.names import trimmed
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import CellError, UserError, suggest
 
 # Texts of a cell without a value; Parquet has its own nulls.
 MISSING = {"", "na", "n/a", "#na", "#n/a", "<na>", "nan", "-nan", "nat", "null", "none"}
@@ -61,6 +61,10 @@ class FileTable:
         file, line = str(self.files[row]), self.lines[row]
         return f"The table {file!r} has {said} in column {column!r} of line {line}"
 
+    def place(self, column: str, row: int) -> str:
+        """Return where a value stands, without the value."""
+        return f"column {column!r}, line {self.lines[row]}"
+
     def only(self, rows: Sequence[int]) -> FileTable:
         """Return the table of these rows."""
         columns: dict[str, Sequence[Any]] = {}
@@ -76,15 +80,17 @@ class FileTable:
         values = list(self.columns[name])
         for row, value in enumerate(values):
             if isinstance(value, SEVERAL):
-                raise UserError(
+                raise CellError(
                     f"{self.has(value, name, row)[:300]}, but a table needs one number or name in "
-                    "each cell: make a column of each part, or choose another column."
+                    "each cell: make a column of each part, or choose another column.",
+                    self.place(name, row),
                 )
             if is_missing(value):
                 missing = sum(map(is_missing, values))
-                raise UserError(
+                raise CellError(
                     f"{self.has(value, name, row)} ({missing} of {len(values)} rows): fill them "
-                    f"in, or leave these rows out{option}."
+                    f"in, or leave these rows out{option}.",
+                    self.place(name, row),
                 )
         return values
 
@@ -103,15 +109,17 @@ class FileTable:
                 x[:, k] = np.asarray(truths(values), np.float64)
             except (ValueError, TypeError):
                 row = next(row for row, value in enumerate(values) if not is_number(value))
-                raise UserError(
-                    f"{self.has(values[row], name, row)}, which is not a number: {remedy}."
+                raise CellError(
+                    f"{self.has(values[row], name, row)}, which is not a number: {remedy}.",
+                    self.place(name, row),
                 ) from None
             beyond = np.flatnonzero(~(np.abs(x[:, k]) <= np.finfo(np.float32).max))
             if len(beyond):
                 row = int(beyond[0])
-                raise UserError(
+                raise CellError(
                     f"{self.has(values[row], name, row)}, which is not a finite number in single "
-                    "precision."
+                    "precision.",
+                    self.place(name, row),
                 )
         return x
 
@@ -119,11 +127,12 @@ class FileTable:
         """Return the target's column ``(N,)``."""
         for row, value in enumerate(self.present(name)):
             if not is_number(value):
-                raise UserError(
+                raise CellError(
                     f"{self.has(value, name, row)}, which is not a number, but the target is a "
                     "number (data.regression, or "
                     "numbers with fractions in the training data): make it a number, or leave the "
-                    "row out."
+                    "row out.",
+                    self.place(name, row),
                 )
         return self.numbers([name])[:, 0]
 
@@ -302,10 +311,11 @@ def whose(table: FileTable, column: str, clients: Sequence[str]) -> NDArray[np.i
         place = places.get(name, -1)
         same = [spelled[alike] for alike in spellings(name) if alike in spelled]
         if place < 0 and same:
-            raise UserError(
+            raise CellError(
                 f"{table.has(values[row], column, row)}, and the training data call that "
                 f"client {same[0]!r}: write "
-                "it in one way, or its rows would not be this client's own test set."
+                "it in one way, or its rows would not be this client's own test set.",
+                table.place(column, row),
             )
         found.append(place)
     return np.array(found, np.int64)
@@ -357,9 +367,10 @@ def coded(
         found = [alike.get(form(value)) for value in values]
     if None in found:
         row = found.index(None)
-        raise UserError(
+        raise CellError(
             f"{table.has(values[row], target, row)}, which is not in {of}: "
-            f"{', '.join(classes)[:300]}."
+            f"{', '.join(classes)[:300]}.",
+            table.place(target, row),
         )
     return np.array(found, np.int64)
 

@@ -19,6 +19,18 @@ class UserError(ValueError):
     """
 
 
+class CellError(UserError):
+    """A cell of a table has to be corrected.
+
+    Args:
+        place: its column and line, without its value.
+    """
+
+    def __init__(self, text: str, place: str = "") -> None:
+        super().__init__(text)
+        self.place = place
+
+
 class WrongKind(UserError, TypeError):
     """A hook or a step of the user's returned a value of another kind or shape than it has to."""
 

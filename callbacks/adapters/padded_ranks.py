@@ -83,7 +83,7 @@ class PaddedRanks(FederatedCallback):
     neutral = {"norm_weighted": False, "gamma": 1.0}
     # 0 until a client has finished a round. The server can compute it from the size of the client's
     # message.
-    rank = ClientState(shape=(), dtype=torch.int64, synchronised=False, reported="known")
+    rank = ClientState(shape=(), dtype=torch.int64, synchronised=False, reported="known", least=1)
     present = Scratch(shape=(), dtype=torch.int64)
     smaller = Scratch(shape=(), dtype=torch.int64)
     begun = Scratch(shape=())

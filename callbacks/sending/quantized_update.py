@@ -24,6 +24,7 @@ from fl_lightning.callback import (
     as_array,
     as_tensor,
     bits_of,
+    check_arrays,
     levels_of,
     message_of,
     once,
@@ -114,9 +115,15 @@ class QuantizedUpdate(FederatedCallback):
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         w = self._ledger.w
         if self.levels is None:
+            check_arrays(arrays, {"update": len(w)})
             return as_tensor(arrays["update"], like=w)[0]
-        numbers = unpacked(arrays["levels"], bits_of(self.levels), len(w)) - self.levels
         blocks = Blocks(self._ledger.layout, self.per_layer)
+        check_arrays(arrays, {"scales": len(blocks.slices), "levels": None})
+        if bool((arrays["scales"] < 0).any()):
+            raise ValueError("a scale is negative")
+        numbers = unpacked(arrays["levels"], bits_of(self.levels), len(w)) - self.levels
+        if bool((numbers > self.levels).any()):
+            raise ValueError(f"a level is above {self.levels}")
         scales = as_tensor(arrays["scales"], like=w)
         q = as_tensor(numbers, like=w)
         return received(blocks, scales, q, self.levels).to(w.dtype)[0]

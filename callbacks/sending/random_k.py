@@ -24,6 +24,7 @@ from fl_lightning.callback import (
     Paper,
     as_array,
     as_tensor,
+    check_arrays,
     message_of,
     once,
 )
@@ -129,6 +130,7 @@ class RandomK(FederatedCallback):
         w = run._ledger.w
         trained = run._ledger.trained_by_all
         kept = self._drawn(len(w), round, client, run, trained).to(w.device)[None]
+        check_arrays(arrays, {"values": kept.shape[1]})
         return _placed(as_tensor(arrays["values"], like=w), kept, len(w))[0]
 
 

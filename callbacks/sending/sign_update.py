@@ -21,6 +21,7 @@ from fl_lightning.callback import (
     Paper,
     as_array,
     as_tensor,
+    check_arrays,
     message_of,
     once,
     packed,
@@ -103,8 +104,11 @@ class SignUpdate(FederatedCallback):
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
-        positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         blocks = Blocks(run._ledger.layout, self.per_layer)
+        check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
+        if bool((arrays["scales"] < 0).any()):
+            raise ValueError("a scale is negative")
+        positive = as_tensor(unpacked(arrays["positive"], 1, len(w)), like=w) > 0
         scales = as_tensor(arrays["scales"], like=w)
         return self._received(blocks, scales, positive).to(w.dtype)[0]
 

@@ -23,6 +23,7 @@ from fl_lightning.callback import (
     Paper,
     as_array,
     as_tensor,
+    check_arrays,
     message_of,
     once,
 )
@@ -88,7 +89,7 @@ class TopKCompression(FederatedCallback):
         if trained is not None:
             number_of_them = int(trained.sum())
             magnitude = magnitude.masked_fill(~trained, -1.0)
-        k = math.ceil(Fraction(str(self.fraction)) * number_of_them)
+        k = self._number(number_of_them)
         largest = magnitude.sort(dim=1, descending=True, stable=True).indices[:, :k]
         values = v.gather(1, largest).to(clients.w.dtype)
         # An index of 4 bytes is enough for 2³¹ parameters.
@@ -96,6 +97,10 @@ class TopKCompression(FederatedCallback):
         clients.sent(parameters=k, bytes=k * (values.element_size() + index_bytes))
         vars(clients)["message"] = {"values": values, "indices": largest}
         return values.new_zeros(len(v), size).scatter(1, largest, values)
+
+    def _number(self, of: int) -> int:
+        """Return how many of so many entries a client sends."""
+        return math.ceil(Fraction(str(self.fraction)) * of)
 
     def encode(self, clients: Clients, update: Tensor) -> dict[str, NDArray[Any]]:
         message = message_of(TopKCompression.transmit, self, clients, update)
@@ -113,6 +118,11 @@ class TopKCompression(FederatedCallback):
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
         w = run._ledger.w
+        trained = run._ledger.trained_by_all
+        k = self._number(len(w) if trained is None else int(trained.sum()))
+        check_arrays(arrays, {"values": k, "indices": k})
+        if len(set(arrays["indices"].tolist())) < k or arrays["indices"].dtype.kind != "i":
+            raise ValueError("an index is there twice")
         values = as_tensor(arrays["values"], like=w)
         indices = as_tensor(arrays["indices"], like=w).long()
         return values.new_zeros(1, len(w)).scatter(1, indices, values)[0]

@@ -52,7 +52,9 @@ class FairAggregation(FederatedCallback):
     moves_start = False
     cannot_run_with = {"parts": "its weights would be of parts that are not averaged, too"}
     q = Coefficient(least=0)
-    loss = ClientState(shape=(), dtype=torch.float64, synchronised=False, reported=True)
+    loss = ClientState(
+        shape=(), dtype=torch.float64, synchronised=False, reported=True, least=LEAST
+    )
 
     def __init__(self, q: float | Schedule = 0.1) -> None:
         super().__init__()

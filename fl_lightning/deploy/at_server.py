@@ -8,8 +8,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fl_lightning.callbacks import PerClientEvaluation
-from fl_lightning.deploy.evaluation import Values
+from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.site_hooks import check_hooks, check_learner
@@ -28,6 +30,7 @@ NUMBER = "sites.json"
 # attributes that hooks have changed
 TOLD = "told by sites"
 CHANGED = "sent to sites"
+SAMPLES = 8  # of the server's, on which it lets the learner log its metrics once
 
 
 class AtServer(pl.Callback):
@@ -42,6 +45,7 @@ class AtServer(pl.Callback):
 
     ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
     ``changed``: names of the learner's attributes that hooks changed before that.
+    ``measured_names``, ``kinds``: as :class:`~fl_lightning.deploy.sites.Sites` reads them.
     """
 
     measures_clients = True
@@ -55,6 +59,8 @@ class AtServer(pl.Callback):
         self.run = run
         self.timeout = timeout
         self.min_sites = min_sites
+        self.measured_names: set[str] = set()
+        self.kinds: dict[str, int | None] = {}
         self.told: dict[int, tuple[int, int]] = {}
         self.changed: list[str] = []
 
@@ -99,8 +105,11 @@ class AtServer(pl.Callback):
                 loop.cohort.data.tell(client, *numbers)
         facts = run, self.timeout, config_of(pl_module.run)
         self.sites = sites = Sites(self.transport, loop, self.progress, *facts)
-        sites.counts_tests = any(isinstance(c, PerClientEvaluation) for c in trainer.callbacks)
-        sites.wait_for(self.min_sites)
+        sites.measured_names, sites.kinds = self.measured_names, self.kinds
+        sites.register.counts_tests = any(
+            isinstance(c, PerClientEvaluation) for c in trainer.callbacks
+        )
+        sites.register.wait_for(self.min_sites)
         if isinstance(loop.cohort.data, Told):
             # The server's own data have a partition too, but no site trains on them.
             vars(trainer.datamodule)["card"] = loop.cohort.data.card
@@ -115,9 +124,18 @@ class AtServer(pl.Callback):
                 "models"
             )
 
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        # Lightning forgets what the validation before round 0 measured.
+        self.measured_names |= trainer.callback_metrics.keys() - self.kinds.keys()
+
     def one_client(self, module: Any) -> dict[str, float] | None:
+        # Which way is better is known when the learner logs a metric, so it logs its metrics once
+        # on the server's own samples.
+        data = module.trainer.datamodule
+        evaluator = module.evaluator()
+        w, evaluator.buffers = evaluated(module.global_model, module.trainer)
+        evaluator.validated(w, 0, np.arange(min(SAMPLES, int(data.client_sizes().sum()))))
         values = self.sites.one(evaluated(module.global_model, module.trainer))
-        module.logged.modes.update(self.sites.modes)
         return values
 
     def measured(
@@ -125,13 +143,12 @@ class AtServer(pl.Callback):
     ) -> tuple[Values, dict[int, int]]:
         model = evaluated(module.global_model, module.trainer)
         values = self.sites.measured(ids, finetune_epochs, model)
-        module.logged.modes.update(self.sites.modes)
         if away := [client for client in ids if client not in values]:
             module.note(
                 f"round {self.sites.loop.state.rounds - 1}: clients {away} are left out of "
                 f"clients/…: their sites did not answer within timeout={self.timeout:g} s"
             )
-        return values, {client: self.sites.tests[client] for client in values}
+        return values, {client: self.sites.register.tests[client] for client in values}
 
 
 def number_in(folder: Path, begins: int) -> int:

@@ -41,14 +41,13 @@ class SentBase:
         """Note that the site's process has ended, and that another one begins with W^0."""
         self._has.pop(site, None)
 
-    def heard(self, answer: Message) -> None:
+    def heard(self, site: str, mark: int) -> None:
         """Note which base a site reports."""
-        mark = int(answer.numbers.get("base", 0))
         rounds = mark - self._server
         here = self._first <= rounds <= len(self.weights.costs)
-        self._has[answer.site] = rounds if here else None
+        self._has[site] = rounds if here else None
         if mark == 0:
-            self._has.pop(answer.site, None)
+            self._has.pop(site, None)
 
     def put(self, message: Message) -> None:
         """Add to the message those changes of the present base that the site lacks."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,12 +18,15 @@ from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
 from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy.answers import Values
+from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.transport import Array, Message, Post, words
+from fl_lightning.deploy.told_errors import told
+from fl_lightning.deploy.transport import Array, Message, Number, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
@@ -88,7 +92,7 @@ class AtSite(pl.Callback):
 
     def measured(
         self, module: Any, ids: Sequence[int], finetune_epochs: float
-    ) -> tuple[evaluation.Values, dict[int, int]]:
+    ) -> tuple[Values, dict[int, int]]:
         return {}, {}
 
 
@@ -115,6 +119,7 @@ class Site(FederatedLoop):
         self.of_server = progress
         self.post = post
         self.clients = clients
+        self.permitted = Permitted(clients, trainer.callbacks, self.module.learner)
         self.rows = rows
         self.own_data = own_data
         self.greeted = False  # whether the server knows this process's data
@@ -149,6 +154,8 @@ class Site(FederatedLoop):
                 return self.here(message)
             if asks_a_stranger(message) and not self.greeted:
                 return Message("lost", message.site)
+            if asks_a_stranger(message):
+                self.permitted.check(message)
             if message.what == "round":
                 return self.trained(message)
             if message.what == "evaluate":
@@ -158,12 +165,14 @@ class Site(FederatedLoop):
                 "version?"
             )
         except Exception as error:
-            failed = Message("failed", message.site, numbers=dict(message.numbers))
-            failed.numbers["user"] = int(isinstance(error, UserError))
+            # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
+            print(f"{message.what}: {kind}{error}{notes}", file=sys.stderr, flush=True)
+            failed = Message("failed", message.site)
+            failed.numbers["user"] = int(isinstance(error, UserError))
             who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
-            failed.arrays["text"] = words(f"{who}{kind}{error}{notes}")
+            failed.arrays["text"] = words(f"{who}{told(error)}")
             return failed
 
     def here(self, message: Message) -> Message:
@@ -194,7 +203,8 @@ class Site(FederatedLoop):
         if message.numbers.get("tests"):
             tests = [len(self.cohort.data.client_test_indices(i)) for i in self.clients]
             arrays["tests"] = np.asarray(tests, np.int64)
-        numbers = {**message.numbers, "place": self.rows.place, "own": int(self.own_data)}
+        numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
+        numbers["own"] = int(self.own_data)
         return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:
@@ -213,8 +223,7 @@ class Site(FederatedLoop):
         ledger.round = round
         contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
         answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
-        declared = self.methods.declared.items()
-        reported = [key for key, each in declared if each.comes_from_sites]
+        declared = self.methods.declared
         finished: list[int] = []
         lock = threading.Lock()
 
@@ -231,7 +240,7 @@ class Site(FederatedLoop):
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
                 # Copy the values before the engine reuses the client's memory.
-                travel.packed_client(answer, home, round, code, reported)
+                travel.packed_client(answer, home, round, code, declared)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
         self.engine.train(round, leaves, collect, lambda: None)
@@ -262,7 +271,7 @@ class Site(FederatedLoop):
         samples = {client: len(data.client_test_indices(client)) for client in counted}
         answer = Message("evaluated", message.site)
         answer.numbers = {"run": numbers["run"], "round": numbers["round"]}
-        evaluation.pack(answer, values, samples, self.module.logged.modes)
+        evaluation.pack(answer, values, samples)
         return answer
 
     def lacks_model(self, message: Message) -> bool:
@@ -278,9 +287,9 @@ class Site(FederatedLoop):
 
     def whole(self, message: Message) -> Message:
         """Ask for the parts of the model that the site lacks, and report which base it has."""
-        answer = Message("whole", message.site, dict(message.numbers))
-        answer.numbers["base"] = 0 if self.base is None else self.base.mark
-        return answer
+        numbers = {name: message.numbers[name] for name in ("run", "round")}
+        numbers["base"] = 0 if self.base is None else self.base.mark
+        return Message("whole", message.site, numbers)
 
     def round_of(self, t: int, message: Message, mine: list[int]) -> Round:
         """Return the facts of round t from the message, with only this site's clients to train."""

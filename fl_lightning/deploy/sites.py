@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import math
-import secrets
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import replace
-from functools import partial
-from itertools import count
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -18,36 +13,58 @@ import torch
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import AT_SITES, Brought
 from fl_lightning.aggregation.server_update import diverged_text
-from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy import answers, travel
+from fl_lightning.deploy.answers import Evaluated, Trained, Values
+from fl_lightning.deploy.client_results import Results
+from fl_lightning.deploy.fields import WrongField
 from fl_lightning.deploy.progress import ServerProgress
+from fl_lightning.deploy.register import ASK_AGAIN, LeftOut, Register, raise_failed
 from fl_lightning.deploy.resent import SentModel
-from fl_lightning.deploy.same_config import check_same
 from fl_lightning.deploy.sent_base import SentBase
 from fl_lightning.deploy.site_hooks import reads_of_clients
 from fl_lightning.deploy.told import Told
-from fl_lightning.deploy.transport import Array, Message, Number, Transport, said, words
-from fl_lightning.description import version_of
+from fl_lightning.deploy.transport import Message, Number, Transport
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import PersonalModel
-from fl_lightning.learner.layout import all_finite
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.methods import Methods
 from fl_lightning.round.context import Round
 from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import AVERAGED
 
-ASK_AGAIN = 1.0  # seconds between questions, while a client's site is missing
-OTHERS = 30.0  # seconds to wait for other sites' reports of an error
+Answer = TypeVar("Answer")
+MOST_AGAIN = 3  # how often a site may ask for the whole model in one inquiry
+
+
+@dataclass
+class Inquiry(Generic[Answer]):
+    """A question to the sites of some clients.
+
+    Args:
+        word: the kind of their answers.
+        ask: function that returns the message for a site, about some of its clients.
+        read: function that returns a site's checked answer about these clients.
+        fits: function that returns whether a client may be asked for now, in view of its site.
+        wrong: sites with wrong answers, each with what is wrong and the clients asked for.
+        without: clients that bring nothing, because their sites' answers are wrong.
+        again: how often sites asked for the whole model.
+    """
+
+    word: str
+    ask: Callable[[str, list[int]], Message]
+    read: Callable[[Message, list[int]], Answer]
+    fits: Callable[[int], bool] = lambda client: True
+    wrong: dict[str, tuple[WrongField, list[int]]] = field(default_factory=dict)
+    without: set[int] = field(default_factory=set)
+    again: dict[str, int] = field(default_factory=dict)
 
 
 class Sites:
     """An engine whose clients train at sites.
 
-    ``config``: settings, methods and frozen weights, which sites need to have alike.
-    ``counts_tests``: whether to ask sites how many test samples their clients have; ``tests``:
-    their answers. ``modes``: whether greater or less is better, by metric, from learners.
-    ``progress``: the values that learners read of the run's progress. ``reads_evaluated``: whether
-    a hook at sites reads the evaluated model.
+    ``config``: settings, methods and frozen weights, which sites need to have alike. ``progress``:
+    the values that learners read of the run's progress. ``measured_names``: of metrics that the
+    server itself measures. ``reads_evaluated``: whether a hook at sites reads the evaluated model.
     """
 
     def __init__(
@@ -65,13 +82,9 @@ class Sites:
         self.facts: dict[str, Number] = {}  # the present round's numbers of `progress`
         self.run = run
         self.timeout = timeout
-        self.config = config
-        self.counts_tests = False
-        self.tests: dict[int, int] = {}
-        self.modes: dict[str, str] = {}
-        self.holder: dict[int, str] = {}  # client → its site
-        self.known: dict[str, list[int]] = {}  # site → its clients
-        self.places: dict[int, str] = {}  # number of a site's folder → name of the site
+        self.register = Register(transport, loop, run, config, self.gone)
+        self.measured_names: set[str] = set()
+        self.kinds: dict[str, int | None] = {}  # of the metrics that clients log
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
         base = () if loop.state.base is None else loop.state.base.values
@@ -81,10 +94,7 @@ class Sites:
         foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
         partly = loop.methods.resting is not None or foresees
         self.sent = SentModel(loop.methods) if partly else None
-        self._asked: set[str] = set()
-        # The number of each site's last question. Another server process starts at another number.
-        self._questions = count(secrets.randbelow(2**50))
-        self._last: dict[str, int] = {}
+        self._last: dict[str, int] = {}  # the number of each site's last question
         codec = loop.methods.owner("transmit")
         callback: Any = getattr(codec, "__self__", None)
         self.decode: Callable[..., Any] | None = None
@@ -96,170 +106,11 @@ class Sites:
                 "vectors"
             )
 
-    def wait_for(self, number: int) -> None:
-        """Wait until there are so many sites, and print how many.
-
-        If they have their own data, also wait until each client's numbers were sent once, because
-        the server has no others for its weights.
-
-        Raises:
-            UserError: the user has to correct something at sites; the error names each site that
-                reported it.
-        """
-        said = -1
-        faults: dict[str, str] = {}  # by site
-        until = math.inf
-        while self.lacks(number) or faults:
-            if said != len(self.known):
-                said = len(self.known)
-                print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
-            self.find()
-            for answer in self.transport.receive(ASK_AGAIN):
-                try:
-                    self.heard(answer)
-                except UserError as error:
-                    faults[answer.site] = str(error)
-                    until = min(until, time.monotonic() + OTHERS)
-            if faults and (self._asked <= {*self.known, *faults} or time.monotonic() > until):
-                raise UserError(" ".join(faults.values()))
-            if self.lacks(number):
-                time.sleep(0.01)
-
-    def lacks(self, number: int) -> bool:
-        """Return whether the first round waits for more sites than there are."""
-        own = isinstance(self.loop.cohort.data, Told)
-        return len(self.known) < number or (own and bool(self.untold()))
-
-    def untold(self) -> list[int]:
-        """Return the clients whose numbers of samples no site has sent."""
-        data = self.loop.cohort.data
-        known = {*self.holder, *(data.told() if isinstance(data, Told) else ())}
-        return [i for i in range(self.loop.cohort.m) if i not in known]
-
-    def away(self) -> str:
-        """Return the clients whose numbers of samples are still missing."""
-        away = [str(i) for i in self.untold()]
-        more = ", …" if len(away) > 10 else ""
-        return f"; not yet clients {', '.join(away[:10])}{more}" if away else ""
-
-    def find(self) -> None:
-        """Ask new sites for their clients; forget sites that have gone."""
-        there = self.transport.sites()
-        for site in set(self.known) - set(there):
-            self.forget(site)
-        new = [site for site in there if site not in self.known and site not in self._asked]
-        self._asked |= set(new)
-        if not new:
-            return
-        numbers = {"run": self.run, "m": self.loop.cohort.m, "tests": int(self.counts_tests)}
-        data = self.loop.cohort.data
-        facts: dict[str, Array] = {"shape": np.asarray(travel.shape_of(data, 0), np.int64)}
-        facts |= travel.names_of(data)
-        hello = [Message("hello", site, dict(numbers), dict(facts)) for site in new]
-        self.transport.send(hello)
-
-    def forget(self, site: str) -> None:
-        for client in self.known.pop(site, []):
-            self.holder.pop(client, None)
+    def gone(self, site: str) -> None:
+        """Note that a site has nothing of the model."""
         self.told.discard(site)
-        self._asked.discard(site)
         if self.base is not None:
             self.base.forget(site)
-
-    def heard(self, answer: Message) -> None:
-        """Note a site's clients.
-
-        Raises:
-            UserError: another site has one of them, its data differ from the server's, or the site
-                reports an error.
-        """
-        site = answer.site
-        if answer.what == "lost":
-            self.forget(site)
-            return
-        if answer.what == "failed":
-            self.failed(answer)
-        if answer.what != "here" or answer.numbers.get("run") != self.run:
-            return
-        ours = version_of("fl-lightning") or "not installed"
-        theirs = said(answer.arrays.get("version", words("older")))
-        if theirs != ours:
-            raise UserError(
-                f"site {site}: it has fl-lightning {theirs}, and the server {ours}. Install the "
-                "same version at both."
-            )
-        parameters = int(answer.arrays["parameters"][0])
-        if parameters != self.loop.model.layout.size:
-            raise UserError(
-                f"site {site}: its model has {parameters} parameters, and the server's "
-                f"{self.loop.model.layout.size}. The site's data have other shapes or classes than "
-                "the server's config says."
-            )
-        self._check_shapes(site, answer)
-        if "config" in answer.arrays:  # an older site does not send it
-            config = json.loads(said(answer.arrays["config"]))
-            check_same(site, self.config, config, bool(answer.numbers["own"]))
-        clients = [int(i) for i in answer.arrays["clients"]]
-        # A restarted site may come back under another name while the server still lists the old
-        # one.
-        folder = int(answer.numbers["place"])
-        if self.places.get(folder, site) != site:
-            self.forget(self.places[folder])
-        self.places[folder] = site
-        for place, client in enumerate(clients):
-            other = self.holder.get(client, site)
-            if other != site:
-                raise UserError(
-                    f"clients: two sites, {other} and {site}, have client {client}. Give "
-                    "each client to one site (--node-config 'clients=\"0,3\"')."
-                )
-            self._check_samples(site, client, place, answer)
-            if "tests" in answer.arrays:
-                self.tests[client] = int(answer.arrays["tests"][place])
-        self.known[site] = clients
-        self.holder |= dict.fromkeys(clients, site)
-
-    def _check_shapes(self, site: str, answer: Message) -> None:
-        data = self.loop.cohort.data
-        travel.check_shape(f"site {site}", answer.arrays["shape"], data)
-        classes = int(answer.arrays["classes"][0])
-        if answer.numbers["own"] and classes != (data.num_classes or 0):
-            raise UserError(
-                f"site {site}: its data have {classes} classes, and the server's "
-                f"{data.num_classes or 0}: a label would mean another class there. Name them all "
-                "in its data (FromTable: classes: [no, yes])."
-            )
-
-    def _check_samples(self, site: str, client: int, place: int, answer: Message) -> None:
-        cohort = self.loop.cohort
-        if not 0 <= client < cohort.m:
-            raise UserError(
-                f"site {site}: clients has {client}, and the run has {cohort.m} clients, 0 to "
-                f"{cohort.m - 1}."
-            )
-        there = int(answer.arrays["sizes"][place]), int(answer.arrays["batches"][place])
-        if answer.numbers["own"]:
-            if not isinstance(cohort.data, Told):
-                cohort.data = Told(cohort.data)
-            cohort.data.tell(client, *there)
-            return
-        here = cohort.sizes([client])[client], int(cohort.data.batches_per_epoch(client))
-        if here != there:
-            raise UserError(
-                f"site {site}: client {client} has {there[0]} samples in {there[1]} batches there, "
-                f"and {here[0]} in {here[1]} by the server's config. Server and site need the same "
-                "data."
-            )
-
-    def failed(self, answer: Message) -> None:
-        """Raise the error that a site reports.
-
-        Raises:
-            UserError: the user has to correct something.
-            RuntimeError: it is an error of the site's code.
-        """
-        text = f"site {answer.site}: {said(answer.arrays['text'])}"
-        raise UserError(text) if answer.numbers.get("user") else RuntimeError(text)
 
     def train(
         self,
@@ -273,7 +124,7 @@ class Sites:
         """
         self.facts = self.progress.numbers(round.t, round.t)
         leaf_of = {client: leaf for leaf, client in leaves}
-        faulty: dict[int, str] = {}  # clients whose update is not finite → their site
+        diverged: dict[int, str] = {}  # clients whose update is not finite → their site
         sizes = self.loop.cohort.sizes
 
         def fits(client: int) -> bool:
@@ -286,19 +137,29 @@ class Sites:
             asked.update(mine)
             return self.message(round, site, mine)
 
-        for answer, clients in self.answers("trained", leaf_of, ask, fits):
-            for client in clients:
-                home = self._brought(answer, client, round)
-                if not home.finished:
-                    faulty[client] = answer.site
+        results = Results(round, self.loop, self.decode, self.measured_names, self.kinds)
+
+        def read(message: Message, mine: list[int]) -> Trained:
+            return answers.trained(message, self.run, round.t, mine, results)
+
+        inquiry = Inquiry("trained", ask, read, fits)
+        for site, brought in self.answers(inquiry, leaf_of):
+            self.loop.buffers.name_kept(brought.changed, self.loop.note)
+            for client, home in brought.clients.items():
+                if home.finished:
+                    home.rows[AT_SITES] = torch.tensor(round.t)
+                else:
+                    diverged[client] = site
+                assert home.counts is not None
+                # Only the server knows when it last sent the model to a client.
+                traffic.count_down(home.counts, round, client, self.loop.methods)
                 collect(leaf_of.pop(client), home)
                 tell()
-        if faulty and self.loop.settings.on_nonfinite == "stop":
-            each = [f"client {i} at site {site}" for i, site in sorted(faulty.items())]
-            raise Diverged(diverged_text(round.t, f"the update of {', of '.join(each)}"))
-        if leaf_of:
+        self.judge(round.t, inquiry, diverged)
+        silent = {*leaf_of} - inquiry.without
+        if silent:
             self.loop.note(
-                f"round {round.t}: clients {sorted(leaf_of)} dropped: their sites did not answer "
+                f"round {round.t}: clients {sorted(silent)} dropped: their sites did not answer "
                 f"within timeout={self.timeout:g} s, or now report another number of samples than "
                 "when the round began"
             )
@@ -309,72 +170,149 @@ class Sites:
             collect(leaf, Brought(client, counts, answered=False))
             tell()
 
+    def judge(self, t: int, inquiry: Inquiry[Any], diverged: Mapping[int, str]) -> None:
+        """Stop the run, or go on without the clients whose sites sent wrong answers.
+
+        Raises:
+            Diverged: with ``on_nonfinite="stop"``, numbers are not finite.
+            UserError: with ``on_nonfinite="stop"``, answers are wrong otherwise.
+        """
+        wrong = {site: f"site {site}: {error}" for site, (error, _) in inquiry.wrong.items()}
+        if wrong and not self.register.skips:
+            finite = any(error.finite for error, _ in inquiry.wrong.values())
+            raise (UserError if finite else Diverged)(
+                f"round {t}: answers do not fit what this run declares ({'; '.join(wrong.values())}"
+                "). Server and site need the same config and version. Look at the site, or leave "
+                "such sites out of their rounds with on_nonfinite='skip'."
+            )
+        if diverged and not self.register.skips:
+            each = [f"client {i} at site {site}" for i, site in sorted(diverged.items())]
+            raise Diverged(diverged_text(t, f"the update of {', of '.join(each)}"))
+        for site, text in wrong.items():
+            clients = inquiry.wrong[site][1]
+            self.loop.note(
+                f"round {t}: the answer of {text}. Its clients {clients} are left out of this round"
+            )
+            self.register.was_wrong(site, t, text)
+
     def answers(
-        self,
-        word: str,
-        clients: Collection[int],
-        ask: Callable[[str, list[int]], Message],
-        fits: Callable[[int], bool] = lambda client: True,
-    ) -> Iterator[tuple[Message, list[int]]]:
+        self, inquiry: Inquiry[Answer], clients: Collection[int]
+    ) -> Iterator[tuple[str, Answer]]:
         """Ask the sites of these clients, again if necessary, until the time is over.
 
-        Args:
-            word: the kind of their answers.
-            ask: function that returns the message for a site, about some of its clients.
-            fits: function that returns whether a client may be asked for now, in view of its site.
-
         Yields:
-            Each answer to a site's last question, with the clients that it was asked for.
+            Each site with its answer, which is about all clients that the site was asked for.
         """
         until = time.monotonic() + self.timeout
         waiting: dict[str, list[int]] = {}  # site → clients asked for
         missing = set(clients)  # clients that no site has been asked for
-        while (waiting or missing) and time.monotonic() < until:
-            self.find()
-            for site in set(waiting) - set(self.known):
+        while True:
+            register = self.register
+            gone = missing & (register.clients_of_refused - register.holder.keys())
+            inquiry.without |= gone
+            missing -= gone
+            if not (waiting or missing) or time.monotonic() >= until:
+                return
+            register.find()
+            for site in set(waiting) - set(register.known):
                 missing |= set(waiting.pop(site))
-            self._ask(ask, fits, waiting, missing)
+            self._ask(inquiry, waiting, missing)
             left = until - time.monotonic()
-            for answer in self.transport.receive(min(left, ASK_AGAIN)):
-                site = answer.site
-                if not self._in_time(answer, waiting):
-                    continue
-                if answer.what == "failed":
-                    self.failed(answer)
-                if answer.what in ("lost", "whole"):
-                    missing |= set(waiting.pop(site, []))
+            for message in self.transport.receive(min(left, ASK_AGAIN)):
+                site = message.site
+                try:
+                    answer = self._heard(inquiry, message, waiting, missing)
+                except WrongField as error:
+                    asked = waiting.pop(site)
+                    inquiry.wrong[site] = error, asked
+                    inquiry.without |= set(asked)
                     self.told.discard(site)
-                    if self.base is not None:
-                        self.base.heard(answer)
-                if answer.what == word:
-                    yield answer, waiting.pop(site)
-                if answer.what in ("lost", "here"):
-                    self.heard(answer)
+                    continue
+                if answer is not None:
+                    self.register.was_right(site)
+                    yield site, answer
 
-    def _in_time(self, answer: Message, waiting: Collection[str]) -> bool:
-        """Return whether the answer is to the last question to its site, or to a question that
-        is not about clients.
-        """
-        question = answer.numbers.get("question")
-        if question is None:
-            return answer.what in ("lost", "here", "failed")
-        return answer.site in waiting and question == self._last[answer.site]
-
-    def _ask(
+    def _heard(
         self,
-        ask: Callable[[str, list[int]], Message],
-        fits: Callable[[int], bool],
+        inquiry: Inquiry[Answer],
+        message: Message,
         waiting: dict[str, list[int]],
         missing: set[int],
+    ) -> Answer | None:
+        """Return a site's answer; None: it is of no use, or about the site's process.
+
+        Raises:
+            WrongField: the site was asked, and its answer is wrong.
+            UserError, RuntimeError: the site reports an error, and the run stops for it.
+        """
+        site = message.site
+        if site in self.register.refused:
+            return None
+        current = message.numbers.get("question") == self._last.get(site)
+        of_process = message.what == "lost" or (message.what == "here" and not current)
+        if site not in waiting or of_process:
+            self._of_process(message, waiting, missing)
+            return None
+        if message.what in ("damaged", "refused"):
+            raise WrongField("…", f"is missing: {answers.refusal(message)}")
+        # A process that ended before it knew the question reports an error without a number.
+        unread = message.what == "failed" and "question" not in message.numbers
+        if not unread and not self.register.answers_to(message, self._last[site]):
+            return None
+        if message.what == "failed":
+            failed = answers.failed(message)
+            if not self.register.skips:
+                raise_failed(site, failed)
+            raise WrongField("text", f"says that it failed: {failed.text}")
+        if message.what == "whole":
+            base = answers.whole(message, self.run).base
+            inquiry.again[site] = inquiry.again.get(site, 0) + 1
+            if inquiry.again[site] > MOST_AGAIN:
+                raise WrongField("base", "asks once more for a model that the site was sent")
+            missing |= set(waiting.pop(site))
+            self.told.discard(site)
+            if self.base is not None:
+                self.base.heard(site, base)
+            return None
+        if message.what != inquiry.word:
+            raise WrongField("what", f"is not {inquiry.word}")
+        answer = inquiry.read(message, waiting[site])
+        del waiting[site]
+        return answer
+
+    def _of_process(
+        self, message: Message, waiting: dict[str, list[int]], missing: set[int]
     ) -> None:
+        """Take a message about a site's process: it has started again, or has clients."""
+        if message.what not in ("lost", "here", "failed", "refused", "damaged"):
+            return
+        site = message.site
+        if message.what == "lost":
+            number = message.numbers.get("question")
+            if number is not None and (site not in waiting or number != self._last[site]):
+                return
+            missing |= set(waiting.pop(site, []))
+            if self.base is not None:
+                self.base.heard(site, 0)
+        try:
+            self.register.heard(message)
+        except LeftOut as error:
+            self.register.leave_out(site, str(error))
+        except (UserError, RuntimeError) as error:
+            if not self.register.skips:
+                raise
+            missing |= set(waiting.pop(site, []))
+            self.register.leave_out(site, str(error))
+
+    def _ask(self, inquiry: Inquiry[Any], waiting: dict[str, list[int]], missing: set[int]) -> None:
         """Send messages to the sites of missing clients that are present and not busy."""
         messages = []
-        for site, clients in self.known.items():
-            missing -= {i for i in missing & set(clients) if not fits(i)}
+        for site, clients in self.register.known.items():
+            missing -= {i for i in missing & set(clients) if not inquiry.fits(i)}
             mine = sorted(missing & set(clients))
             if mine and site not in waiting:
-                message = ask(site, mine)
-                self._last[site] = message.numbers["question"] = next(self._questions)
+                message = inquiry.ask(site, mine)
+                self._last[site] = message.numbers["question"] = self.register.next_question()
                 messages.append(message)
                 waiting[site] = mine
                 missing -= set(mine)
@@ -464,7 +402,7 @@ class Sites:
 
     def measured(
         self, ids: Collection[int], finetune_epochs: float, model: PersonalModel
-    ) -> evaluation.Values:
+    ) -> Values:
         """Return values of these clients' own models after the rounds so far, measured at their
         sites.
 
@@ -486,13 +424,19 @@ class Sites:
             self._put_evaluated(message, vector, facts)
             return message
 
-        values: evaluation.Values = {}
-        for answer, clients in self.answers("evaluated", ids, ask):
-            there, modes = evaluation.unpacked(answer, clients)
-            self.modes |= modes
-            for client, (samples, kinds) in there.items():
-                self.tests[client] = samples
-                values[client] = kinds
+        tests = self.register.tests
+
+        def read(message: Message, mine: list[int]) -> Evaluated:
+            known = {client: tests.get(client) for client in mine}
+            tuned = finetune_epochs > 0
+            return answers.evaluated(message, self.run, rounds - 1, known, tuned)
+
+        values: Values = {}
+        inquiry = Inquiry("evaluated", ask, read)
+        for _, evaluated in self.answers(inquiry, ids):
+            tests.update(evaluated.samples)
+            values |= evaluated.values
+        self.judge(max(rounds - 1, 0), inquiry, {})
         return {client: values[client] for client in ids if client in values}
 
     def one(self, model: PersonalModel) -> dict[str, float] | None:
@@ -503,11 +447,12 @@ class Sites:
         Raises:
             UserError: no site has any test samples, and no more sites will come.
         """
-        for client in sorted(self.holder):
-            if self.tests.get(client):
+        register = self.register
+        for client in sorted(register.holder):
+            if register.tests.get(client):
                 return self.measured([client], 0, model).get(client, {}).get("")
         data = self.loop.cohort.data
-        elsewhere = len(self.holder) < self.loop.cohort.m
+        elsewhere = len(register.holder) < self.loop.cohort.m
         if elsewhere and (isinstance(data, Told) or getattr(data, "tests_clients", False)):
             return None
         raise UserError(
@@ -515,39 +460,6 @@ class Sites:
             "client_test_fraction in the sites' data (for example 0.25: each client holds out this "
             "share of its samples), or leave it out."
         )
-
-    def _brought(self, answer: Message, client: int, round: Round) -> Brought:
-        """Return the results of a client at a site.
-
-        Raises:
-            UserError: they do not match the server's model and methods.
-        """
-        try:
-            whole = partial(self._whole_upload, round)
-            home = travel.unpacked_client(answer, client, round, whole, self.decode)
-        except (KeyError, ValueError, RuntimeError, IndexError) as error:
-            raise UserError(
-                f"site {answer.site}: its results of client {client} in round {round.t} do not fit "
-                f"the server's config ({type(error).__name__}: {str(error)[:100]}). Server and "
-                "site need the same config and version."
-            ) from error
-        # Do not rely on the site's report: check the update here.
-        if home.update is not None and not all_finite(home.update):
-            home.finished = False
-            home.rows = {}
-        if home.counts is not None:
-            # Only the server knows when it last sent the model to a client.
-            traffic.count_down(home.counts, round, client, self.loop.methods)
-        if home.finished:
-            home.rows[AT_SITES] = torch.tensor(round.t)
-        for name in answer.numbers:
-            if name.startswith("changed/"):
-                self.loop.buffers.name_kept([name.removeprefix("changed/")], self.loop.note)
-        return home
-
-    def _whole_upload(self, round: Round, key: str) -> tuple[tuple[int, ...], torch.dtype]:
-        declared = self.loop.methods.declared[key]
-        return declared.sized(round.layout.size), declared.dtype or round.w.dtype
 
     def close(self) -> None:
         """Do nothing: there is nothing to release."""

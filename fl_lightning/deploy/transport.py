@@ -24,8 +24,15 @@ from fl_lightning.errors import UserError
 Array = NDArray[Any]
 Number = int | float
 MAGIC = b"fl-site1"
-# Accept only these NumPy kinds: an object array would hold pointers, and text needs no array.
+# Accept only these types: an object array would hold pointers, text needs no array, and PyTorch has
+# no number of more than 8 bytes, or 16 if it is complex.
 KINDS = "biufc"
+DTYPES = {
+    *("|b1", "|i1", "<i2", "<i4", "<i8", "|u1", "<u2", "<u4", "<u8"),
+    *("<f2", "<f4", "<f8", "<c8", "<c16"),
+}
+MOST_HEADER = 2**24  # bytes of a header
+MOST_AXES = 16  # of an array
 
 
 def words(text: str) -> NDArray[np.uint8]:
@@ -36,6 +43,15 @@ def words(text: str) -> NDArray[np.uint8]:
 def said(array: Array) -> str:
     """Return the text of such numbers."""
     return array.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+def visible(text: object, most: int = 100) -> str:
+    """Return the beginning of a text from outside, as one line without control characters.
+
+    >>> visible("a\x1b[2Jb\\nc")
+    'a�[2Jb�c'
+    """
+    return "".join(c if c.isprintable() else "\ufffd" for c in str(text)[:most])
 
 
 @dataclass
@@ -71,7 +87,8 @@ class Transport(Protocol):
         """Return the answers since the last call; wait for one at most so many seconds.
 
         If a message was lost on the way, a message with ``what="lost"`` from its site comes
-        instead.
+        instead. If a site does not run the app, ``what="refused"`` with the reason as ``text``. If
+        its bytes are not a message, ``what="damaged"``: see :func:`opened`.
         """
 
 
@@ -101,7 +118,7 @@ def packed(message: Message) -> bytes:
 
 
 def unpacked(data: bytes, site: str) -> Message:
-    """Return the message that :func:`packed` made.
+    """Return the message that :func:`packed` made; its arrays are views of the bytes.
 
     Raises:
         UserError: the data are not such a message; the error names the site.
@@ -109,28 +126,47 @@ def unpacked(data: bytes, site: str) -> Message:
     try:
         if data[:8] != MAGIC:
             raise ValueError("it does not begin like a message")
-        start = 16 + int.from_bytes(data[8:16], "little")
+        length = int.from_bytes(data[8:16], "little")
+        if length > MOST_HEADER:
+            raise ValueError(f"its header has {length} bytes, and {MOST_HEADER} are accepted")
+        start = 16 + length
         header = json.loads(data[16:start])
         numbers = header["numbers"]
         if not all(type(number) in (int, float) for number in numbers.values()):
             raise ValueError("a value that should be a number is not one")
         arrays = {}
         for name, (kind, shape) in header["arrays"].items():
-            dtype = np.dtype(str(kind))
-            if dtype.kind not in KINDS or min(shape, default=0) < 0:
-                raise ValueError(f"{name} is not an array of numbers")
-            count = math.prod(shape)
-            values = np.frombuffer(data, dtype, count, start)
-            arrays[name] = values.reshape(shape).astype(dtype.newbyteorder("="))
-            start += count * dtype.itemsize
+            arrays[name] = _view(data, name, kind, shape, start)
+            start += arrays[name].nbytes
         if start != len(data):
             raise ValueError(f"it has {len(data)} bytes, and its header says {start}")
         return Message(str(header["what"]), site, numbers, arrays)
-    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+    except (
+        *(ValueError, KeyError, TypeError, AttributeError, OverflowError),
+        *(RecursionError, MemoryError),
+    ) as error:
         raise UserError(
             f"site {site}: the data that arrived are not a message of fl-lightning "
-            f"({str(error)[:100]}). Server and site need the same version of fl-lightning."
+            f"({visible(error)}). Server and site need the same version of fl-lightning."
         ) from error
+
+
+def _view(data: bytes, name: str, kind: object, shape: Any, start: int) -> Array:
+    """Return an array of a message, which begins at ``start`` in its bytes."""
+    whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
+    if kind not in DTYPES or not whole or len(shape) > MOST_AXES:
+        raise ValueError(f"{name[:50]} is not an array of numbers")
+    values: Any = np.frombuffer(data, np.dtype(str(kind)), math.prod(shape), start)
+    native: Array = values.astype(values.dtype.newbyteorder("="), copy=False).reshape(shape)
+    return native
+
+
+def opened(data: bytes, site: str) -> Message:
+    """Return the message in a site's bytes; ``damaged``, with the reason, if there is none."""
+    try:
+        return unpacked(data, site)
+    except UserError as error:
+        return Message("damaged", site, arrays={"text": words(str(error))})
 
 
 class InMemoryTransport:
@@ -183,7 +219,7 @@ class InMemoryTransport:
             if isinstance(answer, Killed):
                 return [Message("lost", site)]
             raise answer
-        came = unpacked(answer, site)
+        came = opened(answer, site)
         self.array_bytes.append(("up", site, came.what, came.array_bytes))
         return [came]
 

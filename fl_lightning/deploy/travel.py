@@ -9,7 +9,7 @@ has started again, and asks for "hello"; "failed" says why a site cannot go on.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,12 +18,12 @@ from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.deploy.fields import BFLOAT
 from fl_lightning.deploy.transport import Array, Message, said, words
 from fl_lightning.errors import UserError
 from fl_lightning.round.coding import as_array
 from fl_lightning.round.context import Round
-
-BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
+from fl_lightning.round.state import Declaration
 
 
 def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
@@ -59,7 +59,7 @@ def shape_of(data: Any, client: int) -> tuple[int, ...]:
     return tuple(x.shape[1:]) if isinstance(x, Tensor) else ()
 
 
-def check_shape(where: str, shape: Array, data: Any) -> None:
+def check_shape(where: str, shape: Iterable[int], data: Any) -> None:
     """Compare the shape of samples at the other end with that of these data.
 
     Raises:
@@ -119,12 +119,14 @@ def packed_client(
     home: Brought,
     round: Round,
     encoded: dict[str, Array] | None,
-    reported: Collection[str] = (),
+    declared: Mapping[str, Declaration],
 ) -> None:
     """Put a client's results into the message.
 
+    :class:`~fl_lightning.deploy.client_results.Results` reads them.
+
     Args:
-        reported: states whose rows are sent with the update.
+        declared: what the run's methods declare.
         encoded: its update in fewer numbers; None: it is sent as it is.
     """
     arrays = message.arrays
@@ -138,7 +140,7 @@ def packed_client(
     if not home.finished:
         return
     assert home.update is not None
-    where = _travelling(round, home)
+    where = travelling(round, home)
     if encoded is not None:
         arrays |= {at + "code/" + name: array for name, array in encoded.items()}
     else:
@@ -150,12 +152,15 @@ def packed_client(
         # An upload may have numbers on other coordinates, too; then all of it is sent.
         whole = int(part.count_nonzero()) < int(value.count_nonzero())
         put(arrays, at + "upload/" + name, value if whole else part)
+    for name, each in declared.items():
+        if each.summed and name not in home.uploads:
+            numbers[f"{at}absent/{name}"] = 1
     for name, value in home.buffers.items():
         put(arrays, at + "buffer/" + name, value)
     for name, value in home.maxima.items():
         put(arrays, at + "maximum/" + name, value)
     for name, value in home.rows.items():
-        if name in reported:
+        if name in declared and declared[name].comes_from_sites:
             put(arrays, at + "row/" + name, value)
     # Logs are summed in float64, which represents each of their values.
     for name, value in home.logs.items():
@@ -166,61 +171,7 @@ def packed_client(
         _put_metrics(message, at, home.metrics)
 
 
-def unpacked_client(
-    message: Message,
-    client: int,
-    round: Round,
-    whole: Callable[[str], tuple[tuple[int, ...], torch.dtype]],
-    decode: Callable[[dict[str, Array], int, int], Tensor] | None,
-) -> Brought:
-    """Return a client's results, as :func:`packed_client` put them in.
-
-    Args:
-        whole: an upload's shape and dtype at the server.
-        decode: ``decode`` of the method that owns ``transmit``, if it has one.
-
-    Raises:
-        KeyError, ValueError, RuntimeError: something is missing or has another shape.
-    """
-    at = f"{client}/"
-    arrays = {k.removeprefix(at): v for k, v in message.arrays.items() if k.startswith(at)}
-    numbers = {k.removeprefix(at): v for k, v in message.numbers.items() if k.startswith(at)}
-    home = Brought(client, [int(count) for count in arrays["counts"]])
-    home.finished = bool(numbers["finished"])
-    for name in numbers:
-        if name.startswith("reads/"):
-            home.mean_gradient_readers.add(name.removeprefix("reads/"))
-    if not home.finished:
-        return home
-    at_holds = at + "holds"
-    codes = {k.removeprefix("code/"): v for k, v in arrays.items() if k.startswith("code/")}
-    size = (round.layout.size,)
-    device = round.w.device
-    if at_holds in message.arrays:
-        home.holds = got_mask(message.arrays[at_holds], round.layout.size).to(device)
-    where = _travelling(round, home)
-    if codes and decode is not None:
-        home.update = decode(codes, round.t, client).to(device)
-    else:
-        home.update = _spread(got(arrays, "update"), size, where).to(device)
-    home.update = home.update.reshape(size)
-    for name, value in under(arrays, "upload/").items():
-        shape, dtype = whole(name)
-        home.uploads[name] = _spread(value, shape, where).to(device, dtype)
-    home.rows = under(arrays, "row/")
-    home.buffers = {k: v.to(device) for k, v in under(arrays, "buffer/").items()}
-    home.maxima = {k: v.to(device) for k, v in under(arrays, "maximum/").items()}
-    for name, number in numbers.items():
-        if name.startswith("log/"):
-            value = torch.tensor(float(number), dtype=torch.float64, device=device)
-            home.logs[name.removeprefix("log/")] = value
-    if "kept" in numbers:
-        home.kept = int(numbers["kept"])
-    home.metrics = _got_metrics(arrays, numbers)
-    return home
-
-
-def _travelling(round: Round, home: Brought) -> Tensor | None:
+def travelling(round: Round, home: Brought) -> Tensor | None:
     """Return ``(D,)`` bool: the coordinates that a client sends; None: all."""
     return home.holds if round.averaged is None else round.averaged
 
@@ -232,7 +183,7 @@ def _part(values: Tensor, where: Tensor | None) -> Tensor:
     return values[where.to(values.device)]
 
 
-def _spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:
+def spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:
     """Return a vector from the values that were sent; zeros elsewhere."""
     if values.shape == shape:
         return values
@@ -255,12 +206,15 @@ def got_mask(array: Array, size: int) -> Tensor:
     Raises:
         ValueError: it is damaged.
     """
+    length = (size + 7) // 8
     try:
         # A compressed message must not expand to more than the mask's size.
-        bits = zlib.decompressobj().decompress(array.tobytes(), (size + 7) // 8 + 1)
-        return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
+        bits = zlib.decompressobj().decompress(array.tobytes(), length + 1)
     except zlib.error as error:
         raise ValueError(str(error)) from error
+    if len(bits) != length:
+        raise ValueError(f"it has {len(bits)} bytes, and not {length}")
+    return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
 
 
 def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:
@@ -279,27 +233,3 @@ def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:
         message.numbers[f"{at}name/{name}"] = j
     for name, value in metrics.alone.items():
         put(message.arrays, f"{at}alone/{name}", value)
-
-
-def _got_metrics(arrays: dict[str, Array], numbers: dict[str, Any]) -> MetricStates | None:
-    if "metrics" not in numbers:
-        return None
-    metrics = MetricStates()
-    states = under(arrays, "state/")
-    for key, number in numbers.items():
-        kind, _, name = key.partition("/")
-        if kind == "updates":
-            metrics.states[int(name)] = (int(number), {})
-        if kind == "name":
-            metrics.names[name] = int(number)
-    for key, number in numbers.items():
-        kind, _, name = key.partition("/")
-        if kind == "items":
-            j, _, state = name.partition("/")
-            items = [states.pop(f"{name}#{place}") for place in range(int(number))]
-            metrics.states[int(j)][1][state] = items
-    for name, value in states.items():
-        j, _, state = name.partition("/")
-        metrics.states[int(j)][1][state] = value
-    metrics.alone = under(arrays, "alone/")
-    return metrics

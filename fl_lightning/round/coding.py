@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, Literal
 
@@ -105,9 +105,15 @@ def packed(numbers: NDArray[Any], bits: int) -> NDArray[np.uint8]:
 def unpacked(packed: NDArray[np.uint8], bits: int, size: int) -> NDArray[np.int64]:
     """Return the ``size`` numbers of ``bits`` bits that were packed.
 
+    Raises:
+        ValueError: it has another number of bytes.
+
     >>> unpacked(np.array([49], np.uint8), 2, 3).tolist()
     [1, 0, 3]
     """
+    length = sum(-(-min(size - start, _PIECE) * bits // 8) for start in range(0, size, _PIECE))
+    if packed.dtype != np.uint8 or packed.shape != (length,):
+        raise ValueError(f"{packed.shape} {packed.dtype} in place of {length} bytes")
     places = 1 << np.arange(bits, dtype=np.int64)
     numbers = np.empty(size, np.int64)
     for start in range(0, size, _PIECE):
@@ -125,6 +131,22 @@ def as_array(values: Tensor) -> NDArray[Any]:
         values = values.view(torch.int16)
     array: NDArray[Any] = values.numpy()
     return array
+
+
+def check_arrays(arrays: Mapping[str, NDArray[Any]], lengths: Mapping[str, int | None]) -> None:
+    """Refuse arrays of a message that have other names or shapes.
+
+    Args:
+        lengths: by name, the number of entries; None: it is checked elsewhere.
+
+    Raises:
+        ValueError: they have.
+    """
+    if arrays.keys() != lengths.keys():
+        raise ValueError(f"{sorted(arrays)} in place of {sorted(lengths)}")
+    for name, length in lengths.items():
+        if length is not None and arrays[name].shape != (length,):
+            raise ValueError(f"{name} has the shape {arrays[name].shape}, not ({length},)")
 
 
 def as_tensor(array: NDArray[Any], like: Tensor) -> Tensor:

@@ -272,7 +272,9 @@ class ClientState(State, PerClient):
             keep their old value.
         reported: the client's value is sent with its update, and counted: the server reads the
             rows, also if clients are at sites. ``"known"``: it is sent from sites, but not counted,
-            because the server could compute it from other messages.
+            because the server could compute it from other messages. Over sites a client writes such
+            a state in each of its rounds.
+        least: the smallest number that the server accepts from a site in a reported row.
     """
 
     keeps_rows = True
@@ -284,9 +286,11 @@ class ClientState(State, PerClient):
         shape: Shape | None = None,
         dtype: torch.dtype | None = None,
         reported: bool | Literal["known"] = False,
+        least: float | None = None,
     ) -> None:
         super().__init__(initial, synchronised, shape, dtype)
         self.reported = reported
+        self.least = least
 
     def goes_up(self, known: Collection[str]) -> bool:
         return self.reported is True

@@ -149,6 +149,7 @@ def over_sites(
     wrap: Callable[[str, Post], Post] = lambda name, post: post,
     rounds: int = ROUNDS,
     carrier: type[InMemoryTransport] = InMemoryTransport,
+    min_sites: int | None = None,
     **options: Any,
 ) -> tuple[FederatedModule, list[dict[str, float]], InMemoryTransport]:
     """A run over sites, each with a folder of its own below ``folder``."""
@@ -161,7 +162,7 @@ def over_sites(
 
     transport = carrier({name: partial(serve, name) for name in shares})
     metrics: list[dict[str, float]] = []
-    at = AtServer(transport, run=7, timeout=timeout, min_sites=len(shares))
+    at = AtServer(transport, run=7, timeout=timeout, min_sites=min_sites or len(shares))
     try:
         module = trained([*methods(), at], rounds, metrics, **options)
     finally:

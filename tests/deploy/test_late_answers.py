@@ -11,15 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fl_lightning import FederatedModule, UserError
+from fl_lightning import FederatedModule
 from fl_lightning.callbacks import (
     CommunicationLogger,
     PerClientEvaluation,
     ProximalPersonalModel,
     SystemHeterogeneity,
 )
-from fl_lightning.deploy import evaluation
+from fl_lightning.deploy.answers import evaluated
 from fl_lightning.deploy.at_server import AtServer
+from fl_lightning.deploy.fields import WrongField
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
 from tests.deploy import test_adapters as adapters
 from tests.deploy.test_evaluation import CASES, OPTIONS, Methods, measured_by, same_files
@@ -146,19 +147,25 @@ def test_where_nobody_answers_after_the_last_round_nothing_is_damaged(tmp_path: 
     assert {row[0] for row in rows} == {"0"} and len(rows) == 9
 
 
-@pytest.mark.parametrize("change", ["huge", "negative", "unknown"])
+@pytest.mark.parametrize("change", ["huge", "negative", "unknown", "changed"])
 def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
-    answer = Message("evaluated", "north", {"0/before/loss": 1.0})
+    numbers = {"run": 7, "round": 0, "0/before/samples": 3, "0/before/loss": 1.0}
+    answer = Message("evaluated", "north", numbers)
     answer.arrays = {"clients": np.array([0]), "tests": np.array([3])}
+    assert evaluated(answer, 7, 0, {0: 3}, tuned=False).values == {
+        0: {"": {"samples": 3, "loss": 1.0}}
+    }
     if change == "huge":
         answer.numbers["0/before/loss"] = 10**400
     elif change == "negative":
-        answer.numbers.clear()
         answer.arrays["tests"] = np.array([-3])
+    elif change == "changed":
+        answer.arrays["tests"] = np.array([4])
     else:
         answer.numbers["4/before/loss"] = 1.0
-    with pytest.raises(UserError, match=r"site north: its measurements of its clients \[0\]"):
-        evaluation.unpacked(answer, [0])
+    field = {"huge": "0/before/loss", "unknown": "4/before/loss"}.get(change, "tests")
+    with pytest.raises(WrongField, match=f"the field {field} "):
+        evaluated(answer, 7, 0, {0: 3}, tuned=False)
 
 
 def test_a_deadline_that_is_just_over_brings_no_answer() -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,10 @@ import numpy as np
 
 from fl_lightning.deploy.flower import envelope, link
 from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
+from fl_lightning.deploy.told_errors import LOG, TOLD, told
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
 
-LOG = "site.log"
 _PAUSE = 0.05
 _STARTS = 4
 
@@ -38,7 +39,7 @@ def answer(message: Any, context: Any, file: str) -> Any:
         data = site.ask(envelope.bytes_in(message.content, str(context.node_id)))
     except (UserError, OSError) as error:
         failed = Message("failed", numbers={"user": 1})
-        failed.arrays["text"] = np.array(words(str(error)))
+        failed.arrays["text"] = np.array(words(told(error)))
         data = packed(failed)
     return FlowerMessage(envelope.content(data), reply_to=message)
 
@@ -113,6 +114,7 @@ class Resident:
             return b""
 
     def _start(self) -> subprocess.Popen[bytes]:
+        (self.folder / TOLD).unlink(missing_ok=True)
         with open(self.folder / LOG, "wb") as log:
             return subprocess.Popen(
                 [*self.command, "--key", self.key.hex()],
@@ -124,7 +126,8 @@ class Resident:
             )
 
     def _why(self) -> str:
-        """Return why the process has ended, from its last line."""
-        text = (self.folder / LOG).read_text("utf-8", errors="replace").strip()
-        last = text.split("\n")[-1].removeprefix("fl-lightning: ") if text else "it said nothing"
-        return f"{last[:1000]} (the site's process has ended; {self.folder / LOG})"
+        """Return what the server may know of why the process has ended."""
+        why = "it said nothing"
+        with suppress(OSError):
+            why = (self.folder / TOLD).read_text("utf-8", errors="replace").strip()
+        return f"{why[:1000]} (the site's process has ended; {self.folder / LOG})"

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.deploy.transport import Message, packed, unpacked
+from fl_lightning.deploy.transport import Message, opened, packed, visible, words
 from fl_lightning.errors import UserError
 
 KEY = "fl_lightning"
@@ -36,10 +36,13 @@ def bytes_in(record: Any, site: str) -> bytes:
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise UserError(
             f"site {site}: the data that arrived are not a message of fl-lightning "
-            f"({str(error)[:100]}). Run the app that `fl-lightning deploy flower` wrote."
+            f"({visible(error)}). Run the app that `fl-lightning deploy flower` wrote."
         ) from error
 
 
-def opened(record: Any, site: str) -> Message:
-    """Return the message in a record."""
-    return unpacked(bytes_in(record, site), site)
+def message_in(record: Any, site: str) -> Message:
+    """Return the message in a record; ``damaged``, with the reason, if there is none."""
+    try:
+        return opened(bytes_in(record, site), site)
+    except UserError as error:
+        return Message("damaged", site, arrays={"text": words(str(error))})

@@ -12,7 +12,7 @@ import numpy as np
 from fl_lightning.deploy.flower import envelope
 from fl_lightning.deploy.flower.app_settings import AppSettings
 from fl_lightning.deploy.flower.parent import end_with
-from fl_lightning.deploy.transport import Message, words
+from fl_lightning.deploy.transport import Message, visible, words
 from fl_lightning.errors import UserError
 
 # Flower's codes for errors in an app: it cannot be loaded, it raised, or its bundle was rejected.
@@ -71,16 +71,18 @@ class GridTransport:
 
 
 def _opened(reply: Any, site: str) -> Message:
-    """Return a site's answer; ``lost`` if Flower says that there will be no answer."""
+    """Return a site's answer; ``lost`` if Flower says that there will be no answer, ``refused`` if
+    the site does not run the app.
+    """
     if not reply.has_error():
-        return envelope.opened(reply.content, site)
+        return envelope.message_in(reply.content, site)
     if reply.error.code not in _OF_THE_APP:
         return Message("lost", site)
     text = (
-        f"Flower could not run the app there ({str(reply.error.reason)[:300]}). fl-lightning, "
+        f"Flower could not run the app there ({visible(reply.error.reason, 300)}). fl-lightning, "
         "and what the app's own modules import, have to be installed at every site."
     )
-    return Message("failed", site, {"user": 1}, {"text": np.array(words(text))})
+    return Message("refused", site, arrays={"text": np.array(words(text))})
 
 
 def serve(grid: Any, context: Any, file: str) -> None:

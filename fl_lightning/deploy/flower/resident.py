@@ -14,6 +14,7 @@ from pathlib import Path
 
 from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.parent import end_with
+from fl_lightning.deploy.told_errors import TOLD, told
 from fl_lightning.deploy.transport import Message, packed, unpacked
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
@@ -42,7 +43,12 @@ def main(argv: Sequence[str]) -> int:
     from fl_lightning.deploy.flower.serve_site import serve
 
     post = SocketPost(options.folder, bytes.fromhex(options.key))
-    serve(options.app, options.folder, options.clients, options.site, options.rounds, post)
+    try:
+        serve(options.app, options.folder, options.clients, options.site, options.rounds, post)
+    except Exception as error:
+        # The text of the error goes to the log, which stays at the site.
+        (options.folder / TOLD).write_text(told(error), "utf-8")
+        raise
     return 0
 
 

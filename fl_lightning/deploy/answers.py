@@ -1,0 +1,249 @@
+"""Sites' answers, checked: a message's bytes become one of these classes, or a wrong answer.
+
+Nothing behind this module sees a raw message of a site.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.deploy.client_results import MOST_NAMES, Results
+from fl_lightning.deploy.fields import LARGEST, LONGEST_NAME, MOST_SAMPLES, Fields, check_name
+from fl_lightning.deploy.transport import Message, visible
+
+MOST_CONFIG = 2**24  # bytes of a site's config
+MOST_ERROR = 2000  # bytes of the text of an error
+# client → "" or "_finetuned" → metric → value, as evaluation.personal.measured gives them
+Values = dict[int, dict[str, dict[str, float]]]
+KINDS = {"before": "", "after": "_finetuned"}
+
+
+@dataclass(frozen=True)
+class SiteError:
+    """A site cannot go on. ``user``: because of something that a user has to correct."""
+
+    user: bool
+    text: str
+
+
+@dataclass(frozen=True)
+class Whole:
+    """A site lacks parts of the model. ``base``: the version of its base; 0: the first."""
+
+    base: int
+
+
+@dataclass(frozen=True)
+class Here:
+    """The data and the config of a site.
+
+    Args:
+        place: a number that identifies the folder of its rows.
+        own: whether it brought its data.
+        sizes, batches, tests: of each of its clients: samples, batches of an epoch, and test
+            samples; ``tests`` is empty if nobody asked.
+        shape: of a sample's x. ``config``: as :func:`~fl_lightning.deploy.same_config.config_of`.
+    """
+
+    place: int
+    own: bool
+    clients: list[int]
+    sizes: list[int]
+    batches: list[int]
+    tests: list[int]
+    version: str
+    parameters: int
+    shape: tuple[int, ...]
+    classes: int
+    config: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What each client brings from a round.
+
+    ``changed``: buffers that clients changed although the server keeps its own.
+    """
+
+    clients: dict[int, Brought]
+    changed: list[str]
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """Measurements of clients' own models, and each client's number of test samples."""
+
+    samples: dict[int, int]
+    values: Values
+
+
+def failed(message: Message) -> SiteError:
+    """Return why a site cannot go on.
+
+    Raises:
+        WrongField: it does not say so.
+    """
+    fields = _about(message)
+    error = SiteError(fields.flag("user"), visible(fields.text("text", MOST_ERROR), MOST_ERROR))
+    fields.end()
+    return error
+
+
+def refusal(message: Message) -> str:
+    """Return the text of a transport about a site that does not run the app, or is not understood.
+
+    Raises:
+        WrongField: there is none.
+    """
+    return visible(Fields.of(message).text("text", MOST_ERROR), MOST_ERROR)
+
+
+def whole(message: Message, run: int) -> Whole:
+    """Return what a site lacks.
+
+    Raises:
+        WrongField: it is another message.
+    """
+    fields = _about(message)
+    fields.integer("run", run, run)
+    fields.integer("round", -1)
+    found = Whole(fields.integer("base"))
+    fields.end()
+    return found
+
+
+def here(message: Message, run: int, asks_tests: bool) -> Here:
+    """Return a site's data and config.
+
+    Args:
+        asks_tests: whether it was asked for its clients' numbers of test samples.
+
+    Raises:
+        WrongField: a field is missing, too many, or not what it has to be.
+    """
+    fields = _about(message)
+    fields.integer("run", run, run)
+    clients = fields.integers("clients", -LARGEST, LARGEST)
+    n = len(clients)
+    if not clients or len(set(clients)) < n:
+        fields.wrong("clients", "names no client, or one twice")
+    found = Here(
+        place=fields.integer("place"),
+        own=fields.flag("own"),
+        clients=clients,
+        sizes=fields.integers("sizes", 0, MOST_SAMPLES, n),
+        batches=fields.integers("batches", 0, MOST_SAMPLES, n),
+        tests=fields.integers("tests", 0, MOST_SAMPLES, n) if asks_tests else [],
+        version=visible(fields.text("version", LONGEST_NAME)),
+        parameters=fields.integers("parameters", 0, LARGEST, 1)[0],
+        shape=tuple(fields.integers("shape", 0, LARGEST, most=16)),
+        classes=fields.integers("classes", 0, LARGEST, 1)[0],
+        config=_config(fields),
+    )
+    fields.end()
+    return found
+
+
+def _config(fields: Fields) -> dict[str, dict[str, Any]]:
+    text = fields.text("config", MOST_CONFIG)
+    try:
+        config = json.loads(text)
+    except (ValueError, RecursionError):
+        fields.wrong("config", "is not JSON")
+    kinds = {"arguments", "methods", "frozen"}
+    parts = isinstance(config, dict) and config.keys() == kinds
+    if not parts or not all(isinstance(part, dict) for part in config.values()):
+        fields.wrong("config", f"does not hold {', '.join(sorted(kinds))}")
+    found: dict[str, dict[str, Any]] = config
+    return found
+
+
+def trained(
+    message: Message, run: int, t: int, clients: Collection[int], results: Results
+) -> Trained:
+    """Return what these clients bring from round t.
+
+    Raises:
+        WrongField: a field is missing, too many, or not what it has to be.
+    """
+    fields = _about(message)
+    most = results.most_bytes(len(clients))
+    if message.array_bytes > most:
+        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
+        size = message.arrays[largest].nbytes
+        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
+    fields.integer("run", run, run)
+    fields.integer("round", t, t)
+    changed = fields.under("changed")
+    names = [*changed.numbers]
+    for name in names:
+        if name not in results.round.buffers or not changed.flag(name):
+            changed.wrong(name, "is not a buffer of the learner")
+    changed.end()
+    of_clients = fields.by_first([str(client) for client in clients])
+    fields.end()
+    found = {client: results.of_client(of_clients[str(client)], client) for client in clients}
+    results.accept(found.values())
+    return Trained(found, names)
+
+
+def evaluated(
+    message: Message, run: int, t: int, tests: Mapping[int, int | None], tuned: bool
+) -> Evaluated:
+    """Return the measurements of clients.
+
+    Args:
+        t: the last round before them.
+        tests: the clients that the site was asked about, each with the number of test samples that
+            its site reported before; None: it reported none.
+        tuned: whether to measure after fine-tuning, too.
+
+    Raises:
+        WrongField: a field is missing, too many, or not what it has to be.
+    """
+    fields = _about(message)
+    fields.integer("run", run, run)
+    fields.integer("round", t, t)
+    clients = fields.integers("clients", 0, LARGEST, len(tests))
+    if set(clients) != set(tests):
+        fields.wrong("clients", f"names {clients[:10]}, and asked for are {[*tests][:10]}")
+    samples = fields.integers("tests", 0, MOST_SAMPLES, len(clients))
+    counts = dict(zip(clients, samples, strict=True))
+    for client, before in tests.items():
+        if before not in (None, counts[client]):
+            fields.wrong("tests", f"says {counts[client]} for client {client}, and {before} before")
+    of_clients = fields.by_first([str(client) for client in clients])
+    words = ["before", "after"][: 1 + tuned]
+    values: Values = {}
+    for client in tests:
+        own = of_clients[str(client)]
+        here = own.by_first(words)
+        values[client] = {}
+        for word in words if counts[client] else []:
+            values[client][KINDS[word]] = _measures(here[word], counts[client])
+        for each in (own, *here.values()):
+            each.end()
+    fields.end()
+    return Evaluated(counts, values)
+
+
+def _measures(fields: Fields, samples: int) -> dict[str, float]:
+    values: dict[str, float] = {"samples": fields.integer("samples", samples, samples)}
+    names = [*fields.numbers]
+    if "loss" not in names or len(names) > MOST_NAMES:
+        fields.wrong("loss", f"is missing, or there are more than {MOST_NAMES} metrics")
+    for name in names:
+        check_name(fields, "", name)
+        values[name] = fields.number(name)
+    return values
+
+
+def _about(message: Message) -> Fields:
+    """Return a message's fields, without the number of the question."""
+    fields = Fields.of(message)
+    fields.numbers.pop("question", None)
+    return fields

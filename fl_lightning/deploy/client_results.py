@@ -1,0 +1,336 @@
+"""The results of clients in a site's answer: what they may hold follows from what the run declares.
+
+An answer holds exactly what the round's methods, the learner's buffers and its metrics declare.
+Whatever else it holds, lacks, or holds in another type, shape or range makes it a wrong answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchmetrics import Metric
+from torchmetrics.utilities.data import dim_zero_sum
+
+from fl_lightning.aggregation import traffic
+from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.aggregation.metric_states import MetricStates, metrics_of
+from fl_lightning.deploy import travel
+from fl_lightning.deploy.fields import MOST, Fields, check_name, finite
+from fl_lightning.deploy.transport import Array
+from fl_lightning.learner.buffers import COUNTER
+from fl_lightning.loop import FederatedLoop
+from fl_lightning.round.context import Round
+
+Decode = Callable[[dict[str, Array], int, int], Tensor]
+# Only the server measures under these prefixes.
+OF_SERVER = ("val/", "test/", "clients/", "domains/", "time/", "cost/", "communication/")
+MOST_NAMES = 1000  # of metrics that a client's steps log
+MOST_COUNTED = 2**31  # by how much a buffer that counts may grow in a round
+_ROOM = 2**20  # bytes of a message for names and numbers
+
+
+class Results:
+    """Reads what clients bring in one round.
+
+    Args:
+        decode: ``decode`` of the method that owns ``transmit``, if it has one.
+        measured: names of metrics that the server itself measures.
+        kinds: by name of a metric that clients log, the place of the metric in the learner; None:
+            its mean over steps. It grows with the answers that are accepted.
+    """
+
+    def __init__(
+        self,
+        round: Round,
+        loop: FederatedLoop,
+        decode: Decode | None,
+        measured: set[str],
+        kinds: dict[str, int | None],
+    ) -> None:
+        self.round = round
+        self.methods = loop.methods
+        self.decode = decode
+        self.measured = measured
+        self.kinds = kinds
+        self.size = round.layout.size
+        declared = self.methods.declared
+        self.uploads = {key: each for key, each in declared.items() if each.summed}
+        kept = {key: each for key, each in declared.items() if each.keeps_rows}
+        self.rows = {key: each for key, each in kept.items() if each.comes_from_sites}
+        self.metrics = metrics_of(loop.model.learner)
+        policy = loop.buffers
+        averaged = {n: v for n, v in round.buffers.items() if policy.averages(n, v)}
+        self.buffers = {n: v for n, v in averaged.items() if _is_real(v)}
+        self.maxima = {n: v for n, v in averaged.items() if not _is_real(v)}
+        # Which clients train which coordinates: each client says so itself.
+        self.holds = self.methods.resting is not None and round.trained is None
+        self.of_states: dict[tuple[int, str], tuple[int, ...]] = {}
+
+    def most_bytes(self, clients: int) -> int:
+        """Return how many bytes an answer about so many clients may have."""
+        numbers = 4 * self.size
+        for each in (*self.uploads.values(), *self.rows.values()):
+            numbers += math.prod(each.sized(self.size))
+        numbers += sum(value.numel() for value in self.round.buffers.values())
+        for metric in self.metrics:
+            numbers += sum(map(_numel, metric._defaults.values())) + 2**16
+        return (clients + 1) * (16 * numbers + _ROOM)
+
+    def of_client(self, fields: Fields, client: int) -> Brought:
+        """Return one client's results.
+
+        Raises:
+            WrongField: they are not what the run declares.
+        """
+        home = Brought(client, self._counts(fields))
+        home.finished = fields.flag("finished")
+        readers = {type(callback).__name__ for callback in self.methods.callbacks}
+        for name in [*(reads := fields.under("reads")).numbers]:
+            if name not in readers or not reads.flag(name):
+                reads.wrong(name, "is not a method of this run")
+            home.mean_gradient_readers.add(name)
+        if home.finished:
+            self._update(fields, home)
+            self._uploads(fields, home)
+            self._buffers(fields, home)
+            self._rows(fields.under("row"), home)
+            home.kept = fields.optional("kept")
+            home.logs = self._logs(fields.under("log"))
+            if fields.optional("metrics", 1, 1):
+                home.metrics = self._metric_states(fields)
+        fields.end()
+        self._check_kinds(fields, home)
+        return home
+
+    def accept(self, homes: Iterable[Brought]) -> None:
+        """Note the names of metrics, and the shapes of their states, in an answer that counts."""
+        for home in homes:
+            self.kinds |= _kinds_of(home)
+            if home.metrics is not None:
+                for j, (_, states) in home.metrics.states.items():
+                    self.of_states |= {(j, name): _shape(each) for name, each in states.items()}
+
+    def _check_kinds(self, fields: Fields, home: Brought) -> None:
+        """Refuse a name that was another metric's before, or one name too many."""
+        kinds = _kinds_of(home)
+        for name, kind in kinds.items():
+            if self.kinds.get(name, kind) != kind:
+                fields.wrong(f"name/{name}", "is the name of another metric in this run")
+        if len(kinds.keys() | self.kinds.keys()) > MOST_NAMES:
+            fields.wrong("log/…", f"brings the run to more than {MOST_NAMES} names of metrics")
+
+    def _counts(self, fields: Fields) -> list[int]:
+        most = self.most_bytes(1)
+        counts = fields.integers("counts", 0, 2**40, traffic.COUNTS)
+        if counts[traffic.CLIENTS] != 1 or counts[traffic.DOWN_PARAMETERS] > self.size:
+            fields.wrong("counts", "does not count the traffic of one client")
+        up = (traffic.UP_PARAMETERS, traffic.UP_BYTES, traffic.BUFFER_BYTES)
+        if any(counts[place] > most for place in up):
+            fields.wrong("counts", f"says that more than {most} bytes were sent")
+        return counts
+
+    def _update(self, fields: Fields, home: Brought) -> None:
+        w = self.round.w
+        if self.holds:
+            home.holds = self._mask(fields, "holds").to(w.device)
+        where = travel.travelling(self.round, home)
+        codes = fields.under("code")
+        if self.decode is not None:
+            home.update = self._decoded(codes, home.client).to(w.device)
+            return
+        codes.end()
+        shape = (self.size if where is None else int(where.sum()),)
+        part = fields.tensor("update", [shape], w.dtype, most=MOST)
+        home.update = travel.spread(part, (self.size,), where).to(w.device)
+
+    def _mask(self, fields: Fields, name: str) -> Tensor:
+        try:
+            return travel.got_mask(fields.array(name, "u"), self.size)
+        except ValueError as error:
+            fields.wrong(name, f"is not a mask of {self.size} coordinates ({error})")
+
+    def _decoded(self, codes: Fields, client: int) -> Tensor:
+        """Return the update in a method's codes, which the method's ``decode`` checks."""
+        assert self.decode is not None
+        arrays = {name: array.copy() for name, array in codes.arrays.items()}
+        for name, array in arrays.items():
+            if array.dtype.kind in "fc" and not finite(torch.from_numpy(array)):
+                codes.wrong(name, "holds numbers that are not finite", finite=False)
+        codes.arrays = {}
+        codes.end()
+        try:
+            update = self.decode(arrays, self.round.t, client)
+            update = torch.as_tensor(update).reshape(self.size)
+        except Exception as error:
+            codes.wrong("…", f"is not what the method's decode accepts ({_said(error)})")
+        if not update.is_floating_point() or not finite(update.to(self.round.w.dtype), MOST):
+            codes.wrong("…", "stands for numbers that are not finite", finite=False)
+        return update
+
+    def _uploads(self, fields: Fields, home: Brought) -> None:
+        came = fields.under("upload")
+        absent = fields.under("absent")
+        w = self.round.w
+        where = travel.travelling(self.round, home)
+        for key, each in self.uploads.items():
+            # A hook need not assign it in each round; then the client says so.
+            if key in absent.numbers:
+                absent.integer(key, 1, 1)
+                continue
+            shape, dtype = each.sized(self.size), each.dtype or w.dtype
+            shapes = [shape]
+            if where is not None and shape == (self.size,):
+                shapes.append((int(where.sum()),))
+            value = travel.spread(came.tensor(key, shapes, dtype, most=MOST), shape, where)
+            home.uploads[key] = value.to(w.device, dtype)
+        came.end()
+        absent.end()
+
+    def _buffers(self, fields: Fields, home: Brought) -> None:
+        device = self.round.w.device
+        came = fields.under("buffer")
+        for name, at_server in self.buffers.items():
+            wide = torch.promote_types(at_server.dtype, torch.float32)
+            change = came.tensor(name, [tuple(at_server.shape)], wide).to(device)
+            after = (at_server.to(wide) + change).to(at_server.dtype)
+            # Selecting entries takes longer than all other checks, and a mask of -inf is rare.
+            if not finite(after) and not finite(after[at_server.isfinite()]):
+                came.wrong(name, "makes the buffer infinite", finite=False)
+            if _is_variance(name) and after.numel() and float(after.min()) < 0:
+                came.wrong(name, "makes a variance negative")
+            home.buffers[name] = change
+        came.end()
+        highest = fields.under("maximum")
+        for name, at_server in self.maxima.items():
+            dtype = torch.uint8 if at_server.dtype == torch.bool else at_server.dtype
+            value = highest.tensor(name, [tuple(at_server.shape)], dtype).to(device)
+            if COUNTER & set(name.rpartition(".")[2].lower().split("_")):
+                # A client that keeps its own may be behind the server's.
+                grown = value.double() - at_server.double()
+                if bool((value < 0).any()) or bool((grown > MOST_COUNTED).any()):
+                    highest.wrong(name, "counts less than nothing, or too far for a round")
+            home.maxima[name] = value
+        highest.end()
+
+    def _rows(self, fields: Fields, home: Brought) -> None:
+        for key, each in self.rows.items():
+            dtype = each.dtype or self.round.w.dtype
+            row = fields.tensor(key, [each.sized(self.size)], dtype, most=MOST)
+            least = getattr(each, "least", None)
+            if least is not None and bool((row < least).any()):
+                fields.wrong(key, f"is below {least:g}")
+            home.rows[key] = row
+        fields.end()
+
+    def _logs(self, fields: Fields) -> dict[str, Tensor]:
+        logs = {}
+        for name in [*fields.numbers]:
+            self._check_name(fields, name)
+            # A learner may log NaN or infinity; such a value is that metric's in a simulation, too.
+            number = fields.number(name)
+            logs[name] = torch.tensor(number, dtype=torch.float64, device=self.round.w.device)
+        fields.end()
+        return logs
+
+    def _check_name(self, fields: Fields, name: str) -> None:
+        check_name(fields, "", name)
+        if name.startswith(OF_SERVER) or name in self.measured:
+            fields.wrong(name, "has the name of a metric that only the server measures")
+
+    def _metric_states(self, fields: Fields) -> MetricStates:
+        found = MetricStates()
+        updates = fields.under("updates")
+        states = fields.under("state")
+        items = fields.under("items")
+        places = {str(j): j for j in range(len(self.metrics))}
+        for word in [*updates.numbers]:
+            if word not in places:
+                updates.wrong(word, "is not the place of a metric of the learner")
+            count = updates.integer(word, 1, 2**40)
+            j = places[word]
+            here = states.under(word), items.under(word)
+            found.states[j] = count, self._states(*here, j, self.metrics[j])
+        for left in (updates, states, items):
+            left.end()
+        names = fields.under("name")
+        for name in [*names.numbers]:
+            self._check_name(names, name)
+            j = names.integer(name, 0, len(self.metrics))
+            if j not in found.states:
+                names.wrong(name, "is the name of a metric whose states are not there")
+            found.names[name] = j
+        names.end()
+        own = fields.under("alone")
+        for name in own.tensors():
+            self._check_name(own, name)
+            array = own.array(name, "f")
+            if array.shape != () or array.dtype != "float64":
+                own.wrong(name, "is not a number in double precision")
+            found.alone[name] = torch.tensor(float(array), dtype=torch.float64)
+        own.end()
+        return found
+
+    def _states(self, fields: Fields, items: Fields, j: int, metric: Metric) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, default in metric._defaults.items():
+            if isinstance(default, list):
+                # A site sends no list, because it would hold values of single samples.
+                items.integer(name, 0, 0)
+                values[name] = []
+                continue
+            values[name] = self._state(fields, j, name, default, metric._reductions[name])
+        items.end()
+        fields.end()
+        return values
+
+    def _state(self, fields: Fields, j: int, name: str, default: Tensor, reduction: Any) -> Tensor:
+        shape = tuple(default.shape)
+        shapes = [self.of_states.get((j, name), shape)]
+        array = fields.arrays.get(name)
+        # A state that begins as one number may get an axis at the first update; it has the same
+        # shape at all clients.
+        free = not shape and (j, name) not in self.of_states
+        if array is not None and free and array.size <= 2**16:
+            shapes.append(array.shape)
+        dtype = default.dtype
+        if array is not None and array.dtype.kind == "f" and not _is_real(default):
+            dtype = torch.get_default_dtype()  # a count may become a fraction
+        infinite = _is_real(default) and not finite(default)
+        value = fields.tensor(name, shapes, dtype, infinite)
+        counts = not _is_real(default) and reduction is dim_zero_sum
+        if counts and bool((value < 0).any()):
+            fields.wrong(name, "counts less than nothing")
+        return value.to(self.round.w.device)
+
+
+def _is_real(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
+
+
+def _is_variance(name: str) -> bool:
+    leaf = name.rpartition(".")[2]
+    return leaf in ("running_var", "moving_var", "moving_variance", "running_variance")
+
+
+def _numel(state: Any) -> int:
+    return state.numel() if isinstance(state, Tensor) else 0
+
+
+def _shape(state: Any) -> tuple[int, ...]:
+    return tuple(state.shape) if isinstance(state, Tensor) else ()
+
+
+def _kinds_of(home: Brought) -> dict[str, int | None]:
+    """Return the kinds of the metrics that a client logs, as :class:`Results` has them."""
+    if home.metrics is None:
+        return dict.fromkeys(home.logs)
+    logs = [name for name in home.logs if name not in home.metrics.alone]
+    return {**dict.fromkeys(logs), **home.metrics.names}
+
+
+def _said(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error)[:100]}"

@@ -1,0 +1,89 @@
+"""What a server may ask of a site: the site's own file and the run's config say so, not the server.
+
+A site compares its config with the server's when it is greeted. So whatever the config does not
+have, the server has no reason to ask for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import nn
+
+from fl_lightning.callbacks import PerClientEvaluation
+from fl_lightning.deploy.fields import LARGEST, Fields, WrongField
+from fl_lightning.deploy.progress import ATTRIBUTE, BOOL, FOREVER, of_framework
+from fl_lightning.deploy.transport import Message, Number, visible
+from fl_lightning.errors import UserError
+
+
+class Permitted:
+    """The questions that a site answers.
+
+    Args:
+        clients: those that the site holds, by its own file or ``--node-config``.
+        callbacks: of the config; if there is a ``PerClientEvaluation``, the server may ask for
+            measurements, and for fine-tuning of its ``finetune_epochs``.
+        learner: numbers that it has as attributes of its own may be set, and no others.
+    """
+
+    def __init__(
+        self, clients: Iterable[int], callbacks: Iterable[Any], learner: nn.Module
+    ) -> None:
+        self.clients = frozenset(clients)
+        self.learner = learner
+        measuring = [c for c in callbacks if isinstance(c, PerClientEvaluation)]
+        self.epochs = {0.0, *(float(c.finetune_epochs) for c in measuring)} if measuring else set()
+
+    def check(self, message: Message) -> None:
+        """Refuse a question that goes further, before anything of it is used.
+
+        Raises:
+            UserError: it names what the server asked for.
+        """
+        try:
+            fields = Fields.of(message)
+            mine = fields.integers("mine", 0, LARGEST)
+            fields.integers("counted", -1, LARGEST, len(mine))
+            for name, low in (("run", 0), ("round", -1), ("epoch", 0), ("steps", 0)):
+                fields.integer(name, low)
+            fields.integer("max_epochs", FOREVER)
+            fields.flag("whole")
+            epochs = 0.0 if message.what == "round" else fields.number("epochs", finite=True)
+            if message.what == "round":
+                fields.number("total_weight", finite=True)
+        except WrongField as error:
+            raise UserError(f"the server's question is refused: {error}.") from error
+        others = sorted(set(mine) - self.clients)
+        if others or len(set(mine)) < len(mine):
+            raise _refused(f"clients {mine[:10]}", f"holds {sorted(self.clients)[:10]}")
+        if message.what == "evaluate" and not self.epochs:
+            raise _refused("measurements", "has a config without PerClientEvaluation")
+        if message.what == "evaluate" and epochs not in self.epochs:
+            raise _refused(f"{epochs:g} epochs of fine-tuning", f"has {max(self.epochs):g}")
+        self._check_attributes(message.numbers)
+
+    def _check_attributes(self, numbers: Mapping[str, Number]) -> None:
+        modules = dict(self.learner.named_modules())
+        for key in numbers:
+            if not key.startswith(ATTRIBUTE):
+                continue
+            full = key.removeprefix(ATTRIBUTE).removesuffix(BOOL)
+            part, _, name = full.rpartition(".")
+            known = part in modules and name.isidentifier() and not name.startswith("__")
+            if (
+                not known
+                or of_framework(modules[part], name)
+                or not _is_number(modules[part], name)
+            ):
+                raise _refused(f"another {visible(full)}", "lets only its learner's numbers be set")
+
+
+def _is_number(module: nn.Module, name: str) -> bool:
+    """Return whether an attribute is a number, or is not there yet."""
+    return isinstance(getattr(module, name, 0), bool | int | float)
+
+
+def _refused(what: str, instead: str) -> UserError:
+    return UserError(f"the server asks for {what}, which is refused: this site {instead}.")

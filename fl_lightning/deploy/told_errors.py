@@ -1,0 +1,37 @@
+"""What a site tells the server of an error: nothing that could be a cell, a label or a folder.
+
+The text of an error may quote what it is about. So only texts that this package makes without the
+site's data leave it: those about messages, states, and the journal of rows. Of every other error
+its kind leaves, and where it was raised; the text is in the site's own log.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+from fl_lightning.deploy.transport import visible
+from fl_lightning.errors import CellError, UserError
+
+LOG = "site.log"
+TOLD = "site.told"  # file with what the server is told of the error that ended a site's process
+# Modules whose errors hold nothing of a site's samples.
+_OF_MESSAGES = ("fl_lightning.deploy.", "fl_lightning.aggregation.metric_states")
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s'\",;()/]+/)+")
+MOST = 1000  # characters
+
+
+def told(error: BaseException) -> str:
+    """Return what the server may know of an error at a site."""
+    frames = [*traceback.walk_tb(error.__traceback__)]
+    if not frames:
+        return f"{type(error).__name__}; the text is in the site's {LOG}"
+    frame, line = frames[-1]
+    module = str(frame.f_globals.get("__name__", ""))
+    if isinstance(error, UserError) and module.startswith(_OF_MESSAGES):
+        return visible(_FOLDERS.sub("…/", str(error)), MOST)
+    place = f"{Path(frame.f_code.co_filename).name}, line {line}"
+    if isinstance(error, CellError) and error.place:
+        place = f"the site's data, {error.place}"
+    return visible(f"{type(error).__name__} in {place}; the text is in the site's {LOG}", MOST)

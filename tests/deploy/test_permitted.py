@@ -1,0 +1,115 @@
+"""A server that asks for more than the site's file and the config allow is refused."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fl_lightning.callbacks import PerClientEvaluation
+from fl_lightning.deploy.site import AtSite, Ended
+from fl_lightning.deploy.transport import Message, said
+from tests.deploy.liars import OPTIONS, data
+from tests.deploy.test_in_memory import Learner, trained
+
+
+class Questions:
+    """A site that holds client 1 in a thread, and the server's end of its post."""
+
+    def __init__(self, folder: Path, callbacks: list[Any], learner: type[Learner]) -> None:
+        self.asked: queue.Queue[Message | None] = queue.Queue()
+        self.told: queue.Queue[Message] = queue.Queue()
+        self.take, self.give = self.asked.get, self.told.put
+
+        def tested() -> Any:
+            made = data()
+            made.client_test_fraction = 0.25
+            return made
+
+        def serve() -> None:
+            given = {**OPTIONS, "data": tested, "learner": learner}
+            with suppress(Ended):
+                trained([*callbacks, AtSite(self, [1], folder)], 1, [], **given)
+
+        self.thread = threading.Thread(target=serve, daemon=True)
+        self.thread.start()
+
+    def ask(self, what: str, mine: list[int], **numbers: Any) -> Message:
+        own = {"run": 7, "whole": 1, "m": 3, "round": 0, "epoch": 0, "steps": 0, "max_epochs": 2}
+        message = Message(what, "", {**own, "total_weight": 3.0, "tests": 0, **numbers})
+        message.arrays = {"mine": np.asarray(mine), "counted": np.full(len(mine), -1)}
+        message.arrays |= {"w": np.zeros(57, "f4"), "shape": np.asarray([3])}
+        self.asked.put(message)
+        return self.told.get(timeout=60)
+
+
+class Scaled(Learner):
+    """It has a number that a callback may schedule."""
+
+    factor = 1.0
+
+
+@pytest.fixture
+def site(request: Any, tmp_path: Path) -> Iterator[Questions]:
+    callbacks = [PerClientEvaluation(1, finetune_epochs=1)] if request.param else []
+    questions = Questions(tmp_path, callbacks, Scaled)
+    assert questions.ask("hello", [1]).what == "here"
+    yield questions
+    questions.asked.put(None)
+    questions.thread.join()
+
+
+def refused(answer: Message) -> str:
+    assert answer.what == "failed" and answer.numbers["user"] == 1
+    return said(answer.arrays["text"])
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_site_trains_only_clients_that_it_holds(
+    site: Questions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for mine in ([0, 1, 2], [0], [1, 1]):
+        assert "the server asks for clients" in refused(site.ask("round", mine))
+        assert "this site holds [1]" in capsys.readouterr().err
+    answer = site.ask("round", [1])
+    assert answer.what == "trained" and "1/update" in answer.arrays
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_site_measures_only_if_the_config_does(site: Questions) -> None:
+    told = refused(site.ask("evaluate", [1], epochs=0))
+    assert "has a config without PerClientEvaluation" in told
+
+
+@pytest.mark.parametrize("site", [True], indirect=True)
+def test_a_site_fine_tunes_as_long_as_the_config_says(site: Questions) -> None:
+    assert "3000 epochs of fine-tuning" in refused(site.ask("evaluate", [1], epochs=3000))
+    assert "the server asks for clients" in refused(site.ask("evaluate", [0], epochs=1))
+    assert site.ask("evaluate", [1], epochs=1).what == "evaluated"
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+@pytest.mark.parametrize(
+    "name", ["_modules", "training", "net._parameters", "forward", "__class__", "nets.a", "a b"]
+)
+def test_only_numbers_of_the_learner_are_set(name: str, site: Questions) -> None:
+    told = refused(site.ask("round", [1], **{f"learner/{name}": 1}))
+    assert f"the server asks for another {name}, which is refused" in told
+    assert site.ask("round", [1], **{"learner/factor": 2.0}).what == "trained"
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("round", 0.5), ("epoch", -1), ("total_weight", float("nan")), ("whole", 2), ("run", 10**400)],
+)
+def test_a_question_with_a_wrong_number_is_refused(name: str, value: Any, site: Questions) -> None:
+    told = refused(site.ask("round", [1], **{name: value}))
+    assert f"the server's question is refused: the field {name} " in told
+    assert site.ask("round", [1]).what == "trained"

@@ -1,0 +1,79 @@
+"""What a site tells the server of an error: never a cell, a label or a folder."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from fl_lightning import UserError
+from fl_lightning.datamodules import FromTable
+from fl_lightning.deploy.told_errors import told
+from fl_lightning.errors import CellError
+from tests.deploy.liars import OPTIONS, SHARES
+from tests.deploy.test_in_memory import Learner, over_sites
+
+CELL = "Jane Roe 1961-02-03"
+
+
+def error_of(path: Path, cells: list[str]) -> UserError:
+    """The error of a table with this row in its line 4."""
+    rows = [["x0", "x1", "outcome"], ["0.5", "1.5", "0"], ["0.5", "1.5", "1"], cells]
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows([*rows, *rows[1:3]])
+    given: Any = {"path": str(path), "target": "outcome", "classes": [0, 1], "batch_size": 2}
+    data = FromTable(num_clients=2, **given)
+    with pytest.raises(UserError) as error:
+        data.prepare_data()
+        data.setup("fit")
+    return error.value
+
+
+@pytest.mark.parametrize(
+    ("cells", "secret", "place"),
+    [
+        ([CELL, "1", "1"], CELL, "column 'x0', line 4"),
+        (["1e99", "1", "1"], "1e99", "column 'x0', line 4"),
+        (["1", "1", "HIV-positive"], "HIV-positive", "column 'outcome', line 4"),
+        (["1", "", "1"], "no value", "column 'x1', line 4"),
+    ],
+)
+def test_the_place_of_a_cell_is_told_and_not_its_value(
+    cells: list[str], secret: str, place: str, tmp_path: Path
+) -> None:
+    error = error_of(tmp_path / "patients.csv", cells)
+    assert isinstance(error, CellError) and secret in str(error)
+    text = told(error)
+    assert place in text and secret not in text and str(tmp_path) not in text
+
+
+class Quotes(Learner):
+    """Its step fails in round 1, and its error quotes a sample."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        if self.current_epoch == 0:
+            return super().training_step(batch, batch_idx)
+        raise ValueError(f"cannot use {CELL} in /data/{CELL}.csv")
+
+
+def test_an_error_of_a_learner_is_told_with_its_place_and_stays_in_the_log(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = {**OPTIONS, "learner": Quotes}
+    expected = r"site north: client 0: ValueError in test_told_errors\.py, line \d+; the text is in"
+    with pytest.raises(RuntimeError, match=expected) as error:
+        over_sites(list, tmp_path, SHARES, rounds=2, **given)
+    assert CELL not in str(error.value)
+    assert f"ValueError: cannot use {CELL}" in capsys.readouterr().err
+
+
+def test_folders_are_left_out_of_what_is_told(tmp_path: Path) -> None:
+    (tmp_path / "north").mkdir()
+    journal = '{"run": 9, "committed": {}, "staged": [], "rows": {}}'
+    (tmp_path / "north" / "site.json").write_text(journal, "utf-8")
+    with pytest.raises(UserError, match="rows of another run") as error:
+        over_sites(list, tmp_path, SHARES, rounds=1, **OPTIONS)
+    assert str(tmp_path) not in str(error.value) and "site folder …/north" in str(error.value)
