@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "fl_lightning"
 LONGEST_LINE = 100
 LONGEST_FUNCTION = 60
-LONGEST_FILE = 600
+LONGEST_FILE = 620
 
 
 # Code keeps every rule, tests and benchmarks the length of a line and of a file.

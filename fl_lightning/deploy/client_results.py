@@ -232,13 +232,15 @@ class Results:
             self._check_name(fields, name)
             # A learner may log NaN or infinity; such a value is that metric's in a simulation, too.
             number = fields.number(name)
+            if name in self.measured:
+                continue  # the learner logs this name in validation, too: the server's value counts
             logs[name] = torch.tensor(number, dtype=torch.float64, device=self.round.w.device)
         fields.end()
         return logs
 
     def _check_name(self, fields: Fields, name: str) -> None:
         check_name(fields, "", name)
-        if name.startswith(OF_SERVER) or name in self.measured:
+        if name.startswith(OF_SERVER):
             fields.wrong(name, "has the name of a metric that only the server measures")
 
     def _metric_states(self, fields: Fields) -> MetricStates:
@@ -262,7 +264,8 @@ class Results:
             j = names.integer(name, 0, len(self.metrics))
             if j not in found.states:
                 names.wrong(name, "is the name of a metric whose states are not there")
-            found.names[name] = j
+            if name not in self.measured:
+                found.names[name] = j
         names.end()
         own = fields.under("alone")
         for name in own.tensors():
@@ -270,7 +273,8 @@ class Results:
             array = own.array(name, "f")
             if array.shape != () or array.dtype != "float64":
                 own.wrong(name, "is not a number in double precision")
-            found.alone[name] = torch.tensor(float(array), dtype=torch.float64)
+            if name not in self.measured:
+                found.alone[name] = torch.tensor(float(array), dtype=torch.float64)
         own.end()
         return found
 
