@@ -6,6 +6,7 @@ Only steps of the run's own rounds count: trial steps and measurements write not
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import defaultdict
 from contextlib import nullcontext
 from pathlib import Path
@@ -24,6 +25,7 @@ from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning.callbacks import GlobalLossLogger, PerClientEvaluation
 from tests.helpers.learners import Dropping, Lit, blobs, federated, trainer
 
+FOLDER = tempfile.mkdtemp(prefix="logged-")
 STEPS = 20  # of a round: ten clients, all take part
 
 
@@ -39,7 +41,7 @@ class Kept(Logger):
 
     @property
     def log_dir(self) -> str:
-        return "a/folder"
+        return FOLDER
 
     def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
         self.rows.append(dict(metrics))
@@ -61,7 +63,7 @@ class Seen(pl.Callback):
 
 class ToLogger(Lit):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        assert isinstance(self.logger, Kept) and self.logger.log_dir == "a/folder"
+        assert isinstance(self.logger, Kept) and self.logger.log_dir == FOLDER
         loss = super().training_step(batch, batch_idx)
         self.logger.log_metrics({"mine": 1.0})
         return loss
@@ -209,10 +211,10 @@ class Experiment:
     def __init__(self) -> None:
         self.summary: dict[str, int] = {"steps": 0}
         self.config = {"lr": 2.0}
-        self.dir = "a/folder"
+        self.dir = FOLDER
 
     def get_logdir(self) -> str:
-        return "a/folder"
+        return FOLDER
 
     def span(self, name: str) -> Any:
         return nullcontext()

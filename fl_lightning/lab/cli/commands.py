@@ -113,6 +113,8 @@ def _export(cli: CommandCLI) -> None:
     cli.trainer.precision_plugin.convert_module(cli.model.learner)
     # Loading fails if the checkpoint belongs to another learner.
     cli.model.load_state_dict(checkpoint["state_dict"])
+    # Saving for transformers freezes the learner, so this comes before it.
+    _say_whose_model(cli)
     if client is not None:
         checkpoint["state_dict"] = _personal_weights(cli, checkpoint, client)
     if cli.config.pretrained is not None:
@@ -281,7 +283,7 @@ def _execute(cli: CommandCLI) -> int:
         _export(cli)
     else:
         getattr(cli.trainer, cli.command)(cli.model, cli.datamodule, **cli.starts_from())
-    if cli.command != "fit":
+    if cli.command not in ("fit", "export"):
         _say_whose_model(cli)
     # The exit status that a shell gives to a process that was ended by a signal.
     return 0 if cli.stop.received is None else 128 + cli.stop.received
