@@ -79,9 +79,13 @@ def choose(
     else:
         decision = decided(copies, () if held is None else held.as_buffers)
     kernels = kernels_of(situation.w.device)
+    so_far = kernels
     if held is not None and held.kernels not in ("", kernels):
         note(other_kernels(held.kernels, kernels))
-    plan = replace(decision.plan, server_threads=torch.get_num_threads(), kernels=kernels)
+        # A later resume says so, too, whatever it runs on.
+        same = held.kernels.endswith(kernels)
+        so_far = held.kernels if same else f"{held.kernels}, then {kernels}"
+    plan = replace(decision.plan, server_threads=torch.get_num_threads(), kernels=so_far)
     for text in decision.notes:
         note(text)
     copies.treat_as_buffers(plan.as_buffers)
@@ -115,8 +119,8 @@ def other_kernels(before: str, now: str) -> str:
     """The note about a run that is resumed on other hardware."""
     return (
         f"the rounds up to this checkpoint ran on {before}, and this is {now}. torch computes with "
-        "other kernels here, so the resumed run agrees to rounding, and not bit for bit, with one "
-        "that was never interrupted"
+        "other kernels on each, so the resumed run agrees to rounding, and not bit for bit, with "
+        "one that was never interrupted"
     )
 
 

@@ -38,7 +38,8 @@ class EnginePlan:
         channels_last: whether images lie in channels-last memory.
         fused: whether Adam or AdamW steps by torch's fused kernel.
         as_buffers: frozen parameters that the learner's steps write, by name: buffers to the run.
-        kernels: what torch chooses its kernels by: the processor's instructions, or the GPU's name.
+        kernels: what torch chose its kernels by in the rounds so far: the processor's instructions,
+            and the GPU's name.
     """
 
     # A resumed run keeps the entries that have a kind. Whether steps are captured is tried again,

@@ -105,8 +105,13 @@ def test_a_resumed_run_goes_on_as_its_plan_says(chosen: Any) -> None:
 def test_a_run_that_began_on_another_processor_says_so(chosen: Any) -> None:
     held = EnginePlan("sequential", kernels="a processor with AVX1024")
     _, plan, notes = chosen("auto", held)
-    assert len(notes) == 1 and held.kernels in notes[0] and plan.kernels in notes[0]
-    assert chosen("auto", plan)[2] == []
+    both = plan.kernels
+    assert both.startswith(f"{held.kernels}, then a processor with ")
+    assert len(notes) == 1 and all(part in notes[0] for part in both.split(", then "))
+    _, again, notes = chosen("auto", plan)
+    assert again.kernels == both and both in notes[0], "a later resume says so, too"
+    fresh = replace(plan, kernels=both.partition(", then ")[2])
+    assert chosen("auto", fresh)[2] == []
 
 
 def test_a_run_that_asks_for_another_engine_than_its_checkpoint_gets_it(chosen: Any) -> None:

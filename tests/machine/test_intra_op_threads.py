@@ -96,7 +96,7 @@ def test_a_resume_with_other_kernels_says_so(tmp_path: Path) -> None:
     if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("the processor has only torch's default kernels")
     begun = command(tmp_path, *FIT, ATEN_CPU_CAPABILITY="default")
-    assert "other kernels" not in begun
+    assert "ran on a processor" not in begun
     folder = next(tmp_path.rglob("run.json")).parent
     went_on = command(tmp_path, "fit", str(folder), "--trainer.max_epochs=3")
     said = " ".join(went_on.split())
