@@ -34,7 +34,7 @@ ADAPTER_FAULTS = [
     ),
     Fault(
         "FedEx-LoRA: the residual is that of all B, not of what differs from the mean",
-        [("callbacks/adapters/residual_merge.py", "p * (b - mean_b)", "p * b")],
+        [(LOW_RANK, "p * (b - mean_b)", "p * b")],
     ),
     Fault(
         "FlexLoRA: Σ goes into A",
