@@ -391,6 +391,8 @@ def fake_gpu(devices: int = 1, free: int = MEMORY) -> Iterator[Gpu]:
         stack.enter_context(mock.patch.object(torch.Tensor, "data", Data(), create=True))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", pinned))
         stack.callback(torch._C._set_only_lift_cpu_tensors, torch._C._only_lift_cpu_tensors())
+        # Autograd starts its threads once, one per device: forked processes could not use them.
+        torch.ones(1, requires_grad=True).sum().backward()
         torch._C._ensureCUDADeviceGuardSet()
         torch._C._set_only_lift_cpu_tensors(True)
         stack.enter_context(gpu)
