@@ -46,7 +46,7 @@ def is_other(kind: Any, plain: bool) -> bool:
     """Return whether a type is known to be neither numbers nor texts nor pictures.
 
     Args:
-        plain: the values are no pictures, which are bytes in a struct.
+        plain: whether the values are numbers or texts. Pictures are bytes in a struct.
     """
     import pyarrow.types as types
 

@@ -149,7 +149,7 @@ def read_text(path: Path, what: str) -> str:
         UserError: the file does not exist, or is not such a text.
     """
     try:
-        # A byte order mark is no part of the text.
+        # Drop a byte order mark.
         return path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(

@@ -45,7 +45,7 @@ class Here:
         place: a number that identifies the folder of its rows.
         own: whether it brought its data.
         sizes, batches, tests: of each of its clients: samples, batches of an epoch, and test
-            samples; ``tests`` is empty if nobody asked.
+            samples; ``tests`` is empty if the server did not ask for it.
         shape: of a sample's x. ``config``: as :func:`~fl_lightning.deploy.same_config.config_of`.
     """
 
@@ -64,7 +64,7 @@ class Here:
 
 @dataclass(frozen=True)
 class Trained:
-    """What each client brings from a round.
+    """The results of each client of a round.
 
     ``changed``: buffers that clients changed although the server keeps its own.
     """

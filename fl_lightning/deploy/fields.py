@@ -79,7 +79,7 @@ class Fields:
         return self.by_first([word])[word]
 
     def end(self) -> None:
-        """Refuse the fields that nobody has taken.
+        """Refuse the fields that were not taken.
 
         Raises:
             WrongField: there is one.

@@ -1,4 +1,4 @@
-"""What a server may ask of a site: the site's own file and the run's config say so, not the server.
+"""Checks each question of the server against the site's own file and the run's config.
 
 A site compares its config with the server's when it is greeted. So whatever the config does not
 have, the server has no reason to ask for.

@@ -1,4 +1,4 @@
-"""What a site tells the server of an error: nothing that could be a cell, a label or a folder.
+"""Reports an error of a site to the server without cells, labels and folders.
 
 The text of an error may quote what it is about. So only texts that this package makes without the
 site's data leave it: those about messages, states, and the journal of rows. Of every other error

@@ -108,7 +108,7 @@ def more_threads(threads: int, cores: int) -> str:
 
 
 def kernels_of(device: torch.device) -> str:
-    """What torch chooses its kernels by: the processor's instructions, and the GPU's name."""
+    """Return the processor's instructions and the GPU's name, by which torch chooses kernels."""
     capability = torch.backends.cpu.get_cpu_capability()
     if device.type == "cpu":
         return f"a processor with {capability}"

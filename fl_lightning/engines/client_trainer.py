@@ -41,7 +41,7 @@ class Present:
             step.
         silent: whether the run's loggers write nothing, because this is not the run's own round.
         measures: whether the learner is measured, so that it is not in the training stage.
-        lent: notices what the learner writes at its Trainer; None: nobody asks.
+        lent: notices writes of the learner at its Trainer; None outside of trials and workers.
     """
 
     data: Any = None

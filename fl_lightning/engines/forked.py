@@ -394,7 +394,7 @@ def _of_a_program(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Keeps:
-    """What a client's round changed outside of its results, and a worker process would lose.
+    """A change that a client's round made outside of its results. A worker process would lose it.
 
     Args:
         name: a method's attribute, or an object that the learner reached through its Trainer.

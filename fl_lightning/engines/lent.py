@@ -1,4 +1,4 @@
-"""What a learner reaches through its Trainer in a step: the run's loggers, callbacks and data.
+"""Objects of the run that a learner reaches through its Trainer: loggers, callbacks and data.
 
 The Trainer belongs to the run and not to a copy of the learner. So a trial step and a measurement
 must not write there, and a worker process that writes there would lose it.
@@ -30,7 +30,7 @@ MISSING = object()
 
 
 class Nothing:
-    """What a call returns that writes nothing: whatever is asked of it gives nothing again."""
+    """The result of a call that writes nothing. Its attributes and calls return it again."""
 
     def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
@@ -141,7 +141,7 @@ class Lent:
             self._before[id(each)] = each, own, copies, facts
 
     def changed(self) -> str:
-        """The first place that was written; empty if there is none."""
+        """Return the first place that was written; empty if nothing was."""
         if self._wrote_logs:
             return "the run's loggers"
         for (_, name), (each, before) in self._assigned.items():

@@ -1,4 +1,4 @@
-"""What an adapter's layer adds to its output, measured by a forward pass of a copy of the layer."""
+"""Measures what an adapter adds to its layer's output, by a forward pass of a copy of the layer."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class FederatedStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         if self.root_device.type == "cuda":
-            # Otherwise NCCL aborts the process at a timeout, and nobody learns which one was lost.
+            # Otherwise NCCL aborts the process at a timeout, and the run cannot name the lost process.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         try:
             super().setup_distributed()

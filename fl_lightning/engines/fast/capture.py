@@ -341,7 +341,7 @@ class Watched:
                 step(batch, index)
 
     def forget(self) -> None:
-        """There are no recordings."""
+        """Do nothing: this class records no steps."""
 
 
 def on_gpu(tensor: Tensor) -> bool:
