@@ -333,7 +333,7 @@ def missing_package(package: str, extra: str) -> UserError:
 
 
 def no_class(labels: NDArray[Any]) -> int | None:
-    """Return the place of the first label ``(n,)`` that is negative or fractional; None: none is."""
+    """Return the place of the first label ``(n,)`` that is negative or fractional, or None."""
     with np.errstate(invalid="ignore"):
         # Numbers beyond int64 become negative.
         whole = labels.astype(np.int64)

@@ -97,7 +97,7 @@ def refusal(message: Message) -> str:
     """Return the text of a transport about a site that does not run the app, or is not understood.
 
     Raises:
-        WrongField: there is none.
+        WrongField: the message holds no text.
     """
     return visible(Fields.of(message).text("text", MOST_ERROR), MOST_ERROR)
 

@@ -80,7 +80,7 @@ class FederatedStrategy(DDPStrategy):
 
     def setup_distributed(self) -> None:
         if self.root_device.type == "cuda":
-            # Otherwise NCCL aborts the process at a timeout, and the run cannot name the lost process.
+            # Otherwise NCCL aborts this process at a timeout, before it can name the lost one.
             os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")
         try:
             super().setup_distributed()
