@@ -244,8 +244,8 @@ class FromHuggingFace(FileDataModule):
         if other is None or train.labels is None or other.labels is None:
             return
         kinds = [
-            "numbers with fractions" if side.labels.dtype.kind == "f" else "classes"  # type: ignore
-            for side in (train, other)
+            "numbers with fractions" if labels.dtype.kind == "f" else "classes"
+            for labels in (train.labels, other.labels)
         ]
         if kinds[0] != kinds[1]:
             raise UserError(

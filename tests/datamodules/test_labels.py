@@ -152,7 +152,7 @@ def test_a_loader_whose_collate_function_changes_labels(workers: int) -> None:
                 Digits(),
                 batch_size=4,
                 collate_fn=coarse,
-                num_workers=workers,  # type: ignore
+                num_workers=workers,
             )
 
     with pytest.warns(UserWarning, match=r"sample 2 .* label 0 .* says 2"):

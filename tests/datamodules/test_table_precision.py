@@ -58,7 +58,8 @@ def test_a_target_is_compared_with_above_by_all_its_digits(tmp_path: Path) -> No
     path = written(tmp_path / "t.csv", {"x": np.arange(31), "day": DAYS})
     data = FromTable(path, target="day", above=20240115, num_clients=1)
     data.setup()
-    assert data.train_set.y.tolist() == (DAYS > 20240115).astype(int).tolist()  # type: ignore
+    samples: Any = data.train_set
+    assert samples.y.tolist() == (DAYS > 20240115).astype(int).tolist()
     path = written(tmp_path / "u.csv", {"x": np.arange(3), "id": 2**60 + np.arange(3)})
     data = FromTable(path, target="id", above=2**60, num_clients=1)
     data.setup()
