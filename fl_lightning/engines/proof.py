@@ -173,7 +173,7 @@ def what_first_steps_keep(trial: DryRun, before: RandomState, drawn: str) -> Rea
         before.restore()
         return what_first_steps_keep(trial, before, DRAWS)
     if trial.wrote:
-        return writes(trial.wrote)
+        return writes(trial.copy.learner, trial.wrote)
     kept = after_one.changed(Attributes(trial.copy.learner))
     kept += read_between_rounds(trial.copy.learner, at_first.changed(after_one))
     if kept:
@@ -217,7 +217,7 @@ def compare_two_copies(copies: LearnerCopies, drawn: str = "") -> Reason | None:
             before.restore()
             return compare_two_copies(copies, DRAWS)
         if wrote := one.wrote or two.wrote:
-            return writes(wrote)
+            return writes(one.copy.learner, wrote)
         kept = set(after_one.changed(Attributes(two.copy.learner))) & set(changed)
         kept.update(read_between_rounds(one.copy.learner, changed))
         if kept:
@@ -237,13 +237,14 @@ def carried_over(name: str) -> Reason:
     return Reason(text, keeps=True)
 
 
-def writes(place: str) -> Reason:
-    """The reason of a step that writes to an object of the run, which its Trainer shows it."""
+def writes(learner: object, place: str) -> Reason:
+    """Return the reason of a step that writes to an object of the run through its Trainer."""
     text = f"its training_step writes to {place}"
     return Reason(
         text,
-        note=f"{text}, so clients train one after the other in the run's own process. If the run "
-        "has several processes, each writes only of its own clients",
+        note=f"learner {type(learner).__name__}: {text}, so clients train one after the other in "
+        "the run's own process. If the run has several processes, each writes only of its own "
+        "clients",
     )
 
 
