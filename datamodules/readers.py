@@ -188,12 +188,20 @@ class FileDataModule(FederatedDataModule):
     def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
         """Return the classes' names, and the training and test samples.
 
-        Both are empty if something is wrong, which the run itself reports.
+        Both are empty if an argument is wrong, which the parser reports.
+
+        Raises:
+            UserError: the files are wrong.
         """
         try:
             data = before_the_run(cls, arguments)
+        except Exception:  # arguments are not checked yet
+            return (), []
+        try:
             train, test, _ = data.read()
-        except Exception:  # arguments are not checked yet, and libraries raise many kinds
+        except UserError:
+            raise
+        except Exception:  # libraries raise many kinds
             return (), []
         return data.class_names, [train] if test is None else [train, test]
 

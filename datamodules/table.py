@@ -211,13 +211,21 @@ class FromTable(FederatedDataModule):
 
     @classmethod
     def _first_read(cls, arguments: Mapping[str, Any]) -> FromTable | None:
-        """Return the table, read before the run; None if something is wrong, which the run
+        """Return the table, read before the run; None if an argument is wrong, which the parser
         reports.
+
+        Raises:
+            UserError: the file is wrong.
         """
         try:
             data: FromTable = before_the_run(cls, arguments)
+        except Exception:  # arguments are not checked yet
+            return None
+        try:
             data.load()
-        except Exception:  # arguments are not checked yet, and pyarrow raises many kinds
+        except UserError:
+            raise
+        except Exception:  # pyarrow raises many kinds
             return None
         return data
 
