@@ -35,7 +35,7 @@ class Pixels:
     std: Sequence[float] = ()
 
     def _of(self, values: Sequence[float], x: Tensor, default: float) -> Tensor:
-        return torch.tensor(list(values) or [default], device=x.device).view(1, -1, 1, 1)
+        return to_device(list(values) or [default], x.device, torch.float32).view(1, -1, 1, 1)
 
     def zero(self, x: Tensor) -> Tensor:
         """Return black as a normalised value ``(1, channels or 1, 1, 1)``."""
@@ -124,8 +124,10 @@ class RandAugment:
                 f"data.augment: randaugment takes pictures of 1 or 3 channels, and x has "
                 f"{x.shape[1]}: leave it out."
             )
-        made = [changed(one, self.operations, self.magnitude, rng) for one in pixels.to_bytes(x)]
-        return pixels.from_bytes(torch.stack(made)).to(x.dtype), y
+        # The operations read values of each picture, for which a GPU would wait each time.
+        pictures = pixels.to_bytes(x.cpu())
+        made = [changed(one, self.operations, self.magnitude, rng) for one in pictures]
+        return pixels.from_bytes(to_device(torch.stack(made), x.device)).to(x.dtype), y
 
 
 @checked

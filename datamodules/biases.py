@@ -50,12 +50,15 @@ class CategoryBias(Bias):
     standard normal.
     """
 
+    classes = 0  # of the training samples, once they are known
+
     def __call__(self, x: Tensor, y: Tensor, client: int, seed: int) -> Tensor:
         if len(y) == 0:
             return x
-        # the stream's first numbers are the same for any length, so the largest class of this batch
-        # does not matter
-        z = generator(seed, "category-bias").standard_normal(int(y.max()) + 1)
+        # The stream's first numbers are the same for any length. Reading y on a GPU would wait for
+        # all that was queued before.
+        number = self.classes if y.is_cuda and self.classes else int(y.max()) + 1
+        z = generator(seed, "category-bias").standard_normal(number)
         shift = to_device(self.std * z, x.device, x.dtype)[y]
         return (x + shift.view(-1, *[1] * (x.ndim - 1))).clamp_(0, 1)
 
@@ -69,6 +72,9 @@ def check_biases(biases: Sequence[Bias], data: Any) -> None:
             f"biases is {list(biases)}, but they are for labelled images in memory, as uint8 or "
             "floats in [0, 1], with channels first: give biases=[] for these data."
         )
+    for bias in biases:
+        if isinstance(bias, CategoryBias) and len(data.labels):
+            bias.classes = int(data.labels.max()) + 1
 
 
 def biased(biases: Sequence[Bias], client: int, seed: int) -> Change:

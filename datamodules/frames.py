@@ -55,7 +55,7 @@ def as_tensor(values: Any, what: str) -> Tensor:
     """
     if not hasattr(values, "to_numpy"):
         try:
-            tensor = torch.as_tensor(values)
+            tensor = torch.as_tensor(values).cpu()  # the run puts the data on a GPU itself
         except (TypeError, ValueError, RuntimeError) as error:
             raise UserError(
                 f"{what} is a {type(values).__name__} that does not become a tensor "

@@ -33,6 +33,7 @@ from fl_lightning.lightning import (
     is_default_bar,
 )
 from fl_lightning.machine.agreement import Alike, check_logged_alike
+from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import Logged
 from fl_lightning.round.client_schedule import ShownScheduler
@@ -345,6 +346,7 @@ class FederatedModule(LearnerHooks):
                 callbacks[place] = self.own_bar()
 
     def setup(self, stage: str) -> None:
+        prepare_process(self.trainer.strategy.root_device)
         if stage == "fit":
             # The one batch of an epoch is a round, and is logged whatever the interval is.
             message = r"The number of training batches \(1\) is smaller than the logging interval"

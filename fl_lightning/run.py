@@ -36,7 +36,6 @@ from fl_lightning.learner.hooks import moved_on_by
 from fl_lightning.learner.modules import modes
 from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
-from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.methods import OWNED, SHARED, Methods
 from fl_lightning.round.base_weights import BaseWeights
@@ -264,7 +263,6 @@ class FederatedRun:
 
     def restore(self, trainer: Any) -> None:
         """Set the state with which rounds continue: this run's, a checkpoint's, or a new one."""
-        prepare_process(self.model.w.device)
         if self.continues(trainer):
             if self.loaded and self.model.evaluated is self.model.w:
                 self.note(f"{self.loaded}. The next fit goes on from them, with the run's states")

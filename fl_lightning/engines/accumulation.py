@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
 from fl_lightning.lightning import MisconfigurationException, extract_batch_size
+from fl_lightning.machine.device_memory import to_device
 
 
 class StepBatches(NamedTuple):
@@ -75,17 +76,17 @@ def count_of(learner: str, output: Any, batch: Any, device: torch.device) -> Ten
             ) from None
     count = output["count"]
     try:
-        count = torch.as_tensor(count, device=device).detach().double().reshape(())
+        count = torch.as_tensor(count).detach().double().reshape(())
     except (TypeError, ValueError, RuntimeError):
         count = torch.tensor(float("nan"))
-    # On a GPU reading the value would wait for the device.
+    # Reading a value that lies on a GPU would wait for the device.
     if count.device.type == "cpu" and not 0 <= float(count) < float("inf"):
         raise UserError(
             f"model.accumulate: training_step of {learner} returned count={output['count']!r}. It "
             "is the number of samples or targets over which the loss of the batch is a mean: give "
             "one number from 0, or leave it out for the number of samples."
         )
-    return count
+    return to_device(count, device)
 
 
 def accumulation_notes(learner: nn.Module, accumulate: int) -> list[str]:

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
 from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, Methods
-from fl_lightning import FederatedCallback, FederatedStrategy
+from fl_lightning import (
+    FederatedCallback,
+    FederatedModule,
+    FederatedStrategy,
+    InMemoryDataModule,
+    UserError,
+)
 from fl_lightning import callbacks as c
 from fl_lightning.callback import ClientState, Server
+from fl_lightning.datamodules import CategoryBias, ClientBias, FromDataModule
 from fl_lightning.evaluation.measured_samples import samples_of
 from fl_lightning.lab.contracts.federation import (
     Learner,
@@ -206,9 +217,20 @@ class Logs(Learner):
         return loss
 
 
+class Counts(Learner):
+    """Says over how many samples its loss is a mean, as a Python number."""
+
+    factor = 1
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        return {"loss": loss, "count": self.factor * len(batch[0])}
+
+
 IN_STEPS: dict[str, tuple[Methods, dict[str, Any]]] = {
     "logs": (lambda: [], {"learner": Logs}),
     "accumulated": (lambda: [], {"accumulate": 2, "learner": Logs}),
+    "accumulated, with a count": (lambda: [], {"accumulate": 2, "learner": Counts}),
     "SCAFFOLD": (lambda: [c.ControlVariates()], {}),
     "HetLoRA": (lambda: [c.PaddedRanks()], {}),
     "kept Adam, not fused": (
@@ -231,6 +253,40 @@ def test_no_step_waits_for_the_gpu(name: str) -> None:
         made = {**settings, "learner": settings["learner"]()} if "learner" in settings else {}
         given = {"rounds": 1, **settings, **made, "engine": "concurrent", "capture": False}
         waits.append(on_gpu(methods(), local_steps=steps, workers=2, **given)[1].syncs)
+    assert waits[0] == waits[1]
+
+
+def test_a_count_below_zero_is_refused_on_a_gpu_too() -> None:
+    learner = Counts()
+    learner.factor = -1
+    with pytest.raises(UserError, match="returned count=-"):
+        on_gpu([], accumulate=2, learner=learner)
+
+
+PICTURES: dict[str, dict[str, Any]] = {
+    "crop": {"augment": ["crop"]},
+    "crop, flip, mixup, cutmix": {"augment": ["crop", "flip", "mixup", "cutmix"]},
+    "biases": {"biases": [ClientBias(0.1), CategoryBias(0.1)]},
+}
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_no_batch_of_pictures_waits_for_the_gpu(name: str) -> None:
+    """Four epochs wait as often as one. They have the CPU's bits."""
+    x = torch.randint(0, 256, (128, 3, 8, 8), generator=torch.Generator().manual_seed(0))
+    y = torch.arange(128) % 4
+    waits = []
+    for batches in (16, 64):
+        data = InMemoryDataModule(
+            (x.to(torch.uint8), y), clients=[range(128)], batch_size=8, seed=1, **PICTURES[name]
+        )
+        data.setup()
+        there = list(data.client_batches(0, 0, batches))
+        with fake_gpu() as gpu:
+            here = list(data.client_batches(0, 0, batches, device=torch.device("cuda")))
+            waits.append(gpu.syncs.total())
+            for pair, other in zip(here, there, strict=True):
+                assert all(map(torch.equal, (one.cpu() for one in pair), other))
     assert waits[0] == waits[1]
 
 
@@ -290,6 +346,75 @@ def test_a_step_that_reads_a_value_is_not_recorded(read: str, first: int) -> Non
         assert gpu.graphs == 0
 
 
+class Sequences(Dataset[Tensor]):
+    """Client 0, of the trial steps, has two lengths, and client 1 has four."""
+
+    def __init__(self) -> None:
+        draw = torch.Generator().manual_seed(0)
+        lengths = [4, 4, 1] * 12 + [4, 4, 1, 4, 3, 2] * 6
+        self.rows = [torch.randn(n, 5, generator=draw) for n in lengths]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, i: int) -> Tensor:
+        return self.rows[i]
+
+
+class Lengths(pl.LightningModule):
+    """Reads the batch sizes of a PackedSequence, which lie on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(5, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        # As many numbers and steps may have other batch sizes: 3, 2, 2, 2 and 3, 3, 2, 1.
+        squares = batch.batch_sizes.float().square().sum()
+        loss: Tensor = (self.layer(batch.data) - 0.1 * squares).square().mean()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return SGD(self.parameters(), lr=0.05)
+
+
+def trained_on_sequences(**accelerator: Any) -> tuple[Tensor, str]:
+    class Data(pl.LightningDataModule):
+        def train_dataloader(self) -> Any:
+            packed = partial(pack_sequence, enforce_sorted=False)
+            return DataLoader(Sequences(), batch_size=3, collate_fn=packed)
+
+    data = FromDataModule(Data(), clients=[range(36), range(36, 72)])
+    module = FederatedModule(Lengths(), seed=0, participation="all", engine="concurrent", workers=2)
+    pl.Trainer(
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        **accelerator,
+    ).fit(module, data)
+    return module.global_vector.detach().cpu(), module.engine_facts["capture"]
+
+
+def test_a_batch_with_a_part_on_the_cpu_is_not_recorded() -> None:
+    """A recording would keep the part's first value."""
+    with quiet():
+        there, _ = trained_on_sequences(accelerator="cpu")
+        with fake_gpu() as gpu:
+            here, _ = trained_on_sequences(**ON_GPU)
+    assert torch.equal(here, there) and gpu.graphs == 0
+
+
+def test_data_that_are_given_on_the_gpu_are_taken() -> None:
+    x, y = torch.randn(12, 3), torch.arange(12) % 2
+    with fake_gpu():
+        data = InMemoryDataModule((x.cuda(), y.cuda()), num_clients=2)
+        data.setup()
+    assert sum(data.client_sizes()) == 12
+
+
 class Indexed(Learner):
     """Uses the number of its batch from round 1 on, which no recording can hold."""
 
@@ -344,6 +469,12 @@ def test_convolutions_round_their_inputs_only_if_products_do(precision: str, all
         with quiet(), fake_gpu():
             torch.backends.cudnn.allow_tf32 = True
             fit([], trainer=ON_GPU, rounds=1)
+            assert torch.backends.cudnn.allow_tf32 is allowed
+            # A process that only validates computes as the fit did.
+            torch.backends.cudnn.allow_tf32 = True
+            module = fit([], rounds=1)
+            alone = pl.Trainer(**ON_GPU, logger=False, enable_progress_bar=False)
+            alone.validate(module, module.trainer.datamodule, verbose=False)
             assert torch.backends.cudnn.allow_tf32 is allowed
     finally:
         torch.set_float32_matmul_precision(before)

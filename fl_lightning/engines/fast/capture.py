@@ -102,7 +102,7 @@ class Capture:
         first = None
         for index, batch in enumerate(batches):
             leaves, spec = flat(batch)
-            shape = (spec, [laid_out(leaf) for leaf in leaves])
+            shape = (spec, [laid_out(leaf, copy.x.device) for leaf in leaves])
             if index == 0:
                 first = shape
             elif not bound and self._works and shape == first and None not in shape[1]:
@@ -348,9 +348,13 @@ def on_gpu(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def laid_out(leaf: Any) -> Any:
-    """How a batch's tensor lies in memory; None: it is no tensor."""
-    return (leaf.shape, leaf.stride(), leaf.dtype) if isinstance(leaf, Tensor) else None
+def laid_out(leaf: Any, device: torch.device) -> Any:
+    """How a batch's tensor lies in memory; None if a recording would keep its first value, because
+    it is not a tensor, or lies on the CPU beside a GPU (as the lengths in a PackedSequence).
+    """
+    if not isinstance(leaf, Tensor) or leaf.device != device:
+        return None
+    return leaf.shape, leaf.stride(), leaf.dtype
 
 
 def own_stream(x: Tensor) -> torch.cuda.Stream | None:

@@ -34,6 +34,7 @@ from fl_lightning.engines.threads import largest_first
 from fl_lightning.engines.worker import Worker, begin, tell_where
 from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.learner.parameters import check_same_parameters, slots_of_parameters
+from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
 from fl_lightning.round.group import LOSS, ClientGroup
@@ -85,7 +86,9 @@ class Stack:
         for rows, leaves, spec in groups:
             missing.difference_update(rows)
             everyone = len(rows) == n
-            x = self.x if everyone else self.x[rows]
+            # An index that is made from a list in each use would make a GPU wait each time.
+            place = slice(None) if everyone else to_device(rows, self.x.device)
+            x = self.x if everyone else self.x[place]
             views: dict[str, Tensor] = {}
             for name, (where, shape) in self.copy.layout.items():
                 views["learner." + name] = x[:, where].view(len(rows), *shape)
@@ -93,29 +96,29 @@ class Stack:
             gradients, logs = self._stacked(views, leaves, spec, step)
             # A step may change weights in place (Embedding's max_norm), and these are only a copy.
             if not everyone and x._version != version:
-                self.x[rows] = x
+                self.x[place] = x
             parts = [gradients[name].reshape(len(rows), -1) for name in views]
             if everyone:
                 torch.cat(parts, dim=1, out=self.g)
             else:
-                self.g[rows] = torch.cat(parts, dim=1)
+                self.g[place] = torch.cat(parts, dim=1)
             for name, values in logs.items():
-                self._log(name, rows, values)
+                self._log(name, place, values)
         if missing:
-            self.g[sorted(missing)] = 0
+            self.g.index_fill_(0, to_device(sorted(missing), self.x.device), 0)
         return self.g
 
-    def _log(self, name: str, rows: list[int], values: Tensor) -> None:
-        """Add the values that the clients of these rows logged in a step."""
+    def _log(self, name: str, place: slice | Tensor, values: Tensor) -> None:
+        """Add the values that the clients in these rows logged in a step."""
         kind = self.copy.logs.kinds.get(name, "mean")
         if name not in self.logged:
             zeros = torch.zeros(2, len(self.x), dtype=torch.float64, device=self.x.device)
             self.logged[name] = (zeros[0].fill_(START[kind]), zeros[1])
         total, number = self.logged[name]
-        sums = total[rows]
+        sums = total[place]
         reduce_into(sums, values, kind)
-        total[rows] = sums
-        number[rows] += self._counts[name]
+        total[place] = sums
+        number[place] += self._counts[name]
 
     def _stacked(
         self, parameters: dict[str, Tensor], leaves: list[Tensor], spec: TreeSpec, step: int
@@ -313,8 +316,8 @@ class Stacked:
             training = [row for row, k in enumerate(steps) if step < k]
             finished = [row for row, k in enumerate(steps) if step >= k]
             kept = Kept(group, finished) if finished else None
-            if limit is not None:
-                limit[finished] = torch.inf
+            if limit is not None and finished:
+                limit.index_fill_(0, to_device(finished, limit.device), torch.inf)
             # This generator resumes here after the step, before it yields the next one.
             yield stack.groups([(row, next(sources[row])) for row in training])
             if kept is not None:
@@ -341,9 +344,10 @@ class Kept:
     def __init__(self, group: ClientGroup, finished: list[int]) -> None:
         self.group = group
         self.finished = finished
-        self.x = group.x[finished]
-        self.rates_used = None if group.rates_used is None else group.rates_used[finished]
-        self.rows = {key: (rows._version, rows[finished]) for key, rows in group.rows.items()}
+        self.place = place = to_device(finished, group.x.device)
+        self.x = group.x[place]
+        self.rates_used = None if group.rates_used is None else group.rates_used[place]
+        self.rows = {key: (rows._version, rows[place]) for key, rows in group.rows.items()}
         self.given = [(given, dict(given)) for given in (group.uploads, group.logs)]
         self.attributes = {
             name: (value, value._version, value[finished])
@@ -352,9 +356,9 @@ class Kept:
 
     def restore(self) -> None:
         group = self.group
-        group.x[self.finished] = self.x
+        group.x[self.place] = self.x
         if group.rates_used is not None and self.rates_used is not None:
-            group.rates_used[self.finished] = self.rates_used
+            group.rates_used[self.place] = self.rates_used
         for key, rows in group.rows.items():
             version, values = self.rows.get(key, (None, None))
             # Rows that were first read in this step get back the values that they were loaded with.
@@ -364,13 +368,13 @@ class Kept:
                 values = torch.stack([group.load(key, declared, i) for i in ids])
                 version = group.change_counts[key]
             if rows._version != version:
-                rows[self.finished] = values
+                rows[self.place] = values
         for present, earlier in self.given:
             for key, value in earlier.items():
                 # A different tensor means that a hook assigned the value in this step.
                 if present[key] is not value:
                     present[key] = present[key].clone()
-                    present[key][self.finished] = value[self.finished]
+                    present[key][self.place] = value[self.place]
         self._restore_attributes()
 
     def _restore_attributes(self) -> None:

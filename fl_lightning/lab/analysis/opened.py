@@ -18,6 +18,7 @@ from fl_lightning.evaluation.measured_samples import Samples, drawn
 from fl_lightning.lab.analysis.results import Run
 from fl_lightning.learner.layout import Layout, flatten, trainable
 from fl_lightning.learner.modules import lightning_modules
+from fl_lightning.machine.device_memory import prepare_process
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,7 @@ def opened(path: Path) -> Opened:
     held = held_in(run.checkpoint, "seed", "rounds", "engine")
     built = run.built
     device = built.trainer.strategy.root_device
+    prepare_process(device)
     learner: Any = built.trainer.precision_plugin.convert_module(run.learner).to(device)
     # The network was converted to float64 after its weights were loaded. Load them again, in full
     # precision.
