@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.engines.engine import intra_op_threads
+from fl_lightning.engines.lent import Lent
 from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.engines.situation import LearnerCopies, Situation
 from fl_lightning.engines.worker import Recorder, Worker
 from fl_lightning.learner.buffers import buffer_values
-from fl_lightning.learner.modules import IN_STEPS, lightning_modules
 
 if sys.platform == "linux":
     import resource
@@ -138,27 +136,10 @@ def waits_so_far() -> int:
 
 
 def tried_apart(situation: Situation) -> ExitStack:
-    """Within this context steps may be tried; generators and callbacks are restored afterwards.
-
-    Callbacks that read each batch have no copies, so their attributes are copied meanwhile.
-    """
+    """Within this context steps may be tried; generators and callbacks are restored afterwards."""
     stack = ExitStack()
     stack.enter_context(random_state_kept(situation.w))
-    apart = [situation.learner, *(part._trainer for part in lightning_modules(situation.learner))]
-    for callback in situation.looking:
-        own = {name: v for name, v in vars(callback).items() if name not in IN_STEPS}
-        stack.callback(put_back, callback, own)
-        for name, value in own.items():
-            try:
-                vars(callback)[name] = copy.deepcopy(value, {id(one): one for one in apart})
-            # an object that cannot be copied is shared, and keeps the changes of the steps
-            except Exception:
-                continue
+    lent = Lent(situation.learner)
+    lent.reach(*situation.looking)
+    stack.callback(lent.undo)
     return stack
-
-
-def put_back(callback: Any, own: dict[str, Any]) -> None:
-    """Give a callback the attributes that it had, and no others."""
-    lent = {name: value for name, value in vars(callback).items() if name in IN_STEPS}
-    vars(callback).clear()
-    vars(callback).update(own, **lent)

@@ -98,14 +98,16 @@ def test_pictures_from_memory_and_disk(form: str, tmp_path: Path) -> None:
 
 
 def test_shape_and_classes_are_known_before_a_run(tmp_path: Path) -> None:
-    """So that a network gets its sizes; a path that is wrong is reported by the run."""
+    """So that a network gets its sizes; a column that is missing is named before any guess."""
     path = str(pictures(tmp_path, "saved")[0])
     given = {"data": path, "x": "image", "y": "label"}
     assert FromHuggingFace.shape_of_samples(**given) == (1, 4, 5)
     assert FromHuggingFace.shape_of_samples(**given, mode="RGB", image_size=8) == (3, 8, 8)
     assert FromHuggingFace.classes_of_samples(**given) == 2
-    for wrong in ({"y": "nowhere"}, {"data": str(tmp_path / "nothing")}):
-        assert FromHuggingFace.shape_of_samples(**{**given, **wrong}) is None
+    with pytest.raises(UserError, match="nowhere"):
+        FromHuggingFace.shape_of_samples(**{**given, "y": "nowhere"})
+    # the run's own check of its arguments names it
+    assert FromHuggingFace.shape_of_samples(**{**given, "data": str(tmp_path / "nothing")}) is None
     table().to_parquet(tmp_path / "rows.parquet")
     rows = {"data": str(tmp_path / "rows.parquet"), "x": ["a", "b"], "y": "kind"}
     assert FromHuggingFace.shape_of_samples(**rows) == (2,)
@@ -268,9 +270,7 @@ def test_classes_are_counted_as_the_run_counts_them(
     assert FromHuggingFace.shape_of_samples(**given) == (2,)
 
 
-@pytest.mark.parametrize(
-    "arguments", [{"length": "long"}, {"x": 5}, {"train": ["a"]}, {"mode": "XYZ"}, {"classes": 3}]
-)
+@pytest.mark.parametrize("arguments", [{"length": "long"}, {"mode": "XYZ"}, {"classes": 3}])
 def test_wrong_arguments_are_left_to_the_run(arguments: dict[str, Any], tmp_path: Path) -> None:
     """The command line asks for shape and classes before it has checked the arguments."""
     datasets.Dataset.from_dict({"x": ["a", "b"], "y": ["p", "q"]}).to_parquet(
@@ -279,6 +279,16 @@ def test_wrong_arguments_are_left_to_the_run(arguments: dict[str, Any], tmp_path
     given = {"data": str(tmp_path / "a.parquet"), "x": "x", "y": "y", **arguments}
     assert FromHuggingFace.shape_of_samples(**given) is None
     assert FromHuggingFace.classes_of_samples(**given) in (None, 2)
+
+
+@pytest.mark.parametrize("arguments", [{"x": 5}, {"train": ["a"]}])
+def test_what_the_files_lack_is_said_first(arguments: dict[str, Any], tmp_path: Path) -> None:
+    datasets.Dataset.from_dict({"x": ["a", "b"], "y": ["p", "q"]}).to_parquet(
+        tmp_path / "a.parquet"
+    )
+    given = {"data": str(tmp_path / "a.parquet"), "x": "x", "y": "y", **arguments}
+    with pytest.raises(UserError, match=r"no column 5|data\.train is of type list"):
+        FromHuggingFace.shape_of_samples(**given)
 
 
 @pytest.mark.parametrize("length", [0, -3])
