@@ -30,6 +30,7 @@ from fl_lightning.deploy.transport import Array, Message, Number, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain_lines
 from fl_lightning.evaluation import personal
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop, RoundMetrics
@@ -168,7 +169,8 @@ class Site(FederatedLoop):
             # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            print(f"{message.what}: {kind}{error}{notes}", file=sys.stderr, flush=True)
+            text = plain_lines(f"{message.what}: {kind}{error}{notes}")
+            print(text, file=sys.stderr, flush=True)
             failed = Message("failed", message.site)
             failed.numbers["user"] = int(isinstance(error, UserError))
             who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
