@@ -17,7 +17,7 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
-from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy import evaluation, questions, travel
 from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
@@ -152,11 +152,13 @@ class Site(FederatedLoop):
     def _answer(self, message: Message) -> Message:
         try:
             if message.what == "hello":
+                questions.check_hello(message)
                 return self.here(message)
             if asks_a_stranger(message) and not self.greeted:
                 return Message("lost", message.site)
             if asks_a_stranger(message):
                 self.permitted.check(message)
+                questions.check_model(message, self)
             if message.what == "round":
                 return self.trained(message)
             if message.what == "evaluate":
@@ -179,7 +181,6 @@ class Site(FederatedLoop):
 
     def here(self, message: Message) -> Message:
         """Return the site's clients and config, with their samples and the batches of an epoch."""
-        self.greeted = True
         m = int(message.numbers["m"])
         if m != self.cohort.m:
             raise UserError(
@@ -207,16 +208,18 @@ class Site(FederatedLoop):
             arrays["tests"] = np.asarray(tests, np.int64)
         numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
         numbers["own"] = int(self.own_data)
+        self.greeted = True
         return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:
         """Train the clients that the message names, and keep both their new and their old rows."""
         numbers = message.numbers
         t = int(numbers["round"])
-        self.rows.begin(int(numbers["run"]))
-        if self.lacks_model(message):
-            return self.whole(message)
+        lacks = self.lacks_model(message)
         counted = counted_in(message)
+        self.rows.begin(int(numbers["run"]), {} if lacks else counted)
+        if lacks:
+            return self.whole(message)
         mine = list(counted)
         self.rows.settle(counted)
         ledger = AtSiteLedger(self.round_of(t, message, mine))
@@ -258,10 +261,11 @@ class Site(FederatedLoop):
         because the server's checkpoint may be of the round before.
         """
         numbers = message.numbers
-        self.rows.begin(int(numbers["run"]))
-        if self.lacks_model(message):
-            return self.whole(message)
+        lacks = self.lacks_model(message)
         counted = counted_in(message)
+        self.rows.begin(int(numbers["run"]), {} if lacks else counted)
+        if lacks:
+            return self.whole(message)
         data = self.cohort.data
         read = self.rows.reading(counted)
         round = self._taken(message, max(int(numbers["round"]), 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,17 +79,23 @@ class SiteRows:
                 file.write(str(place).encode())
             return place
 
-    def begin(self, run: int) -> None:
-        """Use these rows for this run, which begins or goes on.
+    def begin(self, run: int, counted: Mapping[int, int] | None = None) -> None:
+        """Use these rows for this run, which begins or goes on; if they do not fit, nothing
+        changes.
+
+        Args:
+            counted: as in :meth:`settle`.
 
         Raises:
-            UserError: the folder holds another run's rows.
+            UserError: the folder holds another run's rows, or none of a client's round.
         """
         if self.run is not None and self.run != run:
             raise UserError(
                 f"site folder {self.folder}: it holds the clients' rows of another run "
                 f"({self.run:x}), and the server runs {run:x}. Give the site another folder."
             )
+        for client, t in (counted or {}).items():
+            self._staged_in(client, t)
         self.run = run
 
     def settle(self, counted: dict[int, int]) -> None:
