@@ -352,7 +352,7 @@ class Site(FederatedLoop):
             expected = int(where.sum())
             self.given = self.given.clone()
             if came.numel() == expected:
-                self.given[where] = came
+                self.given[where] = came.to(self.given.dtype)
         if came.numel() != expected or self.given.numel() != size:
             raise UserError(
                 f"the server's model has {came.numel()} parameters in this message, and the site's "
