@@ -215,11 +215,10 @@ class Site(FederatedLoop):
         """Train the clients that the message names, and keep both their new and their old rows."""
         numbers = message.numbers
         t = int(numbers["round"])
-        lacks = self.lacks_model(message)
-        counted = counted_in(message)
-        self.rows.begin(int(numbers["run"]), {} if lacks else counted)
-        if lacks:
+        self.rows.begin(int(numbers["run"]))
+        if self.lacks_model(message):
             return self.whole(message)
+        counted = counted_in(message)
         mine = list(counted)
         self.rows.settle(counted)
         ledger = AtSiteLedger(self.round_of(t, message, mine))
@@ -261,11 +260,10 @@ class Site(FederatedLoop):
         because the server's checkpoint may be of the round before.
         """
         numbers = message.numbers
-        lacks = self.lacks_model(message)
-        counted = counted_in(message)
-        self.rows.begin(int(numbers["run"]), {} if lacks else counted)
-        if lacks:
+        self.rows.begin(int(numbers["run"]))
+        if self.lacks_model(message):
             return self.whole(message)
+        counted = counted_in(message)
         data = self.cohort.data
         read = self.rows.reading(counted)
         round = self._taken(message, max(int(numbers["round"]), 0))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,27 +79,23 @@ class SiteRows:
                 file.write(str(place).encode())
             return place
 
-    def begin(self, run: int, counted: Mapping[int, int] | None = None) -> None:
-        """Use these rows for this run, which begins or goes on; if they do not fit, nothing
-        changes.
-
-        Args:
-            counted: as in :meth:`settle`.
+    def begin(self, run: int) -> None:
+        """Use these rows for this run, which begins or goes on.
 
         Raises:
-            UserError: the folder holds another run's rows, or none of a client's round.
+            UserError: the folder holds another run's rows.
         """
         if self.run is not None and self.run != run:
             raise UserError(
                 f"site folder {self.folder}: it holds the clients' rows of another run "
                 f"({self.run:x}), and the server runs {run:x}. Give the site another folder."
             )
-        for client, t in (counted or {}).items():
-            self._staged_in(client, t)
         self.run = run
 
     def settle(self, counted: dict[int, int]) -> None:
         """Make the staged rows the clients' state if their round counted, or drop them.
+
+        If a client has neither version, the rows of the others do not change.
 
         Args:
             counted: by client the last of its rounds that counted at the server; -1: none.
@@ -107,9 +103,10 @@ class SiteRows:
         Raises:
             UserError: neither version belongs to that round.
         """
-        for client, t in counted.items():
-            if (names := self._staged_in(client, t)) is not None:
-                self._adopt(client, t, names)
+        staged = {client: self._staged_in(client, t) for client, t in counted.items()}
+        for client, names in staged.items():
+            if names is not None:
+                self._adopt(client, counted[client], names)
             else:
                 self.staged.pop(client, None)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass
@@ -96,6 +97,7 @@ class Recording:
         clock = transport.clock
         with (
             redirect_stdout(StringIO()),
+            warnings.catch_warnings(action="ignore"),
             patch.object(register, "time", clock),
             patch.object(sites, "time", clock),
             # To read the learner's source takes as long as a round.

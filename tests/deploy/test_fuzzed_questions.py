@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fl_lightning import UserError
 from fl_lightning.callbacks import (
     ControlVariates,
     PartialAveraging,
@@ -23,7 +25,9 @@ from fl_lightning.callbacks import (
     QuantizedUpdate,
     RelaxedInitialization,
 )
+from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import Message, opened, packed, said
+from fl_lightning.storage.store import ClientStore
 from tests.deploy.held_sites import HeldSite, Reply
 from tests.deploy.liars import CLIENT, LIAR
 from tests.deploy.test_fuzzed_answers import NUMBERS, WHOLE, changed, data_with_tests, of_arrays
@@ -165,6 +169,18 @@ def check(wrong: Wrong) -> None:
     clients = {name.split("/")[0] for name in (*message.numbers, *message.arrays) if "/" in name}
     assert clients <= {str(CLIENT), "changed"}, (wrong, clients)
     assert wrong.free or reply.data == expected.data, (wrong, message)
+
+
+def test_a_question_that_names_a_lost_round_leaves_the_rows_of_other_clients(
+    tmp_path: Path,
+) -> None:
+    rows = SiteRows(tmp_path, ClientStore())
+    rows.begin(7)
+    rows.stage(0, {"a": {0: torch.ones(1), 1: torch.ones(1)}}, [0, 1])
+    with pytest.raises(UserError, match="the server resumes client 1 after round 5"):
+        rows.settle({0: 0, 1: 5})
+    rows.settle({0: -1, 1: -1})  # the server's checkpoint is of the round before
+    assert rows.store.read("a", 0) is None
 
 
 @given(st.sampled_from([*RUNS]).flatmap(wrong_questions))
