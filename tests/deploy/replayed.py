@@ -97,12 +97,13 @@ class Recording:
         clock = transport.clock
         with (
             redirect_stdout(StringIO()),
-            warnings.catch_warnings(action="ignore"),
+            warnings.catch_warnings(),
             patch.object(register, "time", clock),
             patch.object(sites, "time", clock),
             # To read the learner's source takes as long as a round.
             patch.object(at_server, "check_learner"),
         ):
+            warnings.simplefilter("ignore")
             at.on_fit_start(trainer, module)
             at.on_train_start(trainer, module)
             for t in range(2):
