@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -14,6 +14,7 @@ from fl_lightning.datamodules.measures import effective_classes, gini, total_var
 from fl_lightning.datamodules.partitions import Indices, Partition, digest, positions
 from fl_lightning.datamodules.samples import Samples
 from fl_lightning.datamodules.split import Split
+from fl_lightning.escaping import plain
 from fl_lightning.storage.files import written_aside
 
 if TYPE_CHECKING:
@@ -182,9 +183,10 @@ def partition_table(data: Partitioned) -> str:
     elif counts is not None:
         header += ["classes"]
         rows = [[*row, str((line > 0).sum())] for row, line in zip(rows, counts, strict=True)]
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    table = [[*map(plain, row)] for row in [header, *rows]]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = []
-    for row in [header, *rows]:
+    for row in table:
         cells = zip(row, widths, strict=True)
         lines.append("  ".join(f"{cell:>{width}}" for cell, width in cells))
     if len(sizes) > SHOWN_IN_TABLE:
@@ -265,17 +267,21 @@ def _named(axes: Any, data: Partitioned, shown: int) -> None:
     if not names and shown <= SHOWN_NAMES:
         axes.set_yticks(range(0, shown, 1 + shown // 20))
     elif shown <= SHOWN_NAMES:
-        axes.set_yticks(range(shown), [str(name)[:12] for name in names], fontsize="x-small")
+        axes.set_yticks(range(shown), _short(names), fontsize="x-small", parse_math=False)
 
 
 def _classes_named(axes: Any, data: Partitioned, classes: int) -> None:
     """Write the classes below the picture: their names, or numbers where these are too many."""
     axes.set_xlabel("class" if classes else "all samples")
-    names = [str(name)[:12] for name in getattr(data, "class_names", ())]
+    names = _short(getattr(data, "class_names", ()))
     if 0 < classes <= SHOWN_CLASSES and len(names) == classes:
-        axes.set_xticks(range(classes), names, fontsize="x-small")
+        axes.set_xticks(range(classes), names, fontsize="x-small", parse_math=False)
     else:
         axes.set_xticks(range(0, classes, 1 + classes // 20))
+
+
+def _short(names: Iterable[object]) -> list[str]:
+    return [plain(str(name)[:12]) for name in names]
 
 
 def save_partition(path: Path, split: Split, labels: Indices | None) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from fl_lightning.errors import UserError, debugging, in_own_code, out_of_memory, suggest
+from fl_lightning.escaping import plain_lines
 
 COMMANDS = {
     "fit": (
@@ -221,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if debug:
             raise
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
-        print(f"fl-lightning: {error}{notes}", file=sys.stderr)
+        print(plain_lines(f"fl-lightning: {error}{notes}"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = why or in_own_code(error)
         if debug or not said:
             raise
-        print(f"fl-lightning: {said}", file=sys.stderr)
+        print(plain_lines(f"fl-lightning: {said}"), file=sys.stderr)
         return 2 if why else 1
 
 

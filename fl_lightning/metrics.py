@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.escaping import cells, of_cells
 from fl_lightning.storage.files import written_aside
 
 Row = dict[str, str]
@@ -159,10 +160,23 @@ def metrics_hash(folder: Path) -> str | None:
 
 
 def comma_separated(rows: Iterable[Sequence[Any]]) -> str:
-    """Return a CSV file as text; None is an empty cell, and numbers can be read back exactly."""
+    """Return a CSV file as text, which :func:`separated` reads.
+
+    None is an empty cell, and numbers can be read back exactly. Texts are escaped as
+    :func:`~fl_lightning.escaping.cells` says.
+    """
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    csv.writer(text, lineterminator="\n").writerows(map(cells, rows))
     return text.getvalue()
+
+
+def separated(text: str) -> list[list[str]]:
+    """Return the rows of a CSV file, with texts as they were before they were escaped.
+
+    Raises:
+        csv.Error: it is not a CSV file.
+    """
+    return [*map(of_cells, csv.reader(io.StringIO(text, newline="")))]
 
 
 class Directions:
@@ -309,7 +323,7 @@ def read_rows(
     text = content.decode(errors="replace").replace("\0", "\ufffd")
     text = text if complete else text[: text.rfind("\n") + 1]
     try:
-        lines = list(csv.reader(io.StringIO(text, newline="")))
+        lines = separated(text)
     except csv.Error as error:
         raise UserError(
             f"Cannot read {path}: {error}. The file should be a run's metrics.csv."

@@ -27,6 +27,7 @@ from fl_lightning.engines.local_step import Work
 from fl_lightning.engines.random_state import RandomState, random_state_kept
 from fl_lightning.engines.situation import in_full_precision, situation_of, undeclared
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain
 from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
@@ -110,6 +111,7 @@ class FederatedRun:
 
     def note(self, text: str) -> None:
         """Warn now, and again in the run card and the closing table."""
+        text = plain(text)
         if text not in self.notes:
             self.notes.append(text)
             rank_zero_warn(text)

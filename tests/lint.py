@@ -33,7 +33,7 @@ TRIALS = ("tests", "benchmarks")
 # Three storeys: the core runs any method, parts are what a run is made of, the workbench is
 # around runs.
 CORE = """
-errors lightning papers reading notes
+errors escaping lightning papers reading notes
 accepted
 given
 machine sampling schedules metrics storage

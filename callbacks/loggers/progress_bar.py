@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from fl_lightning.callbacks.loggers.run_card import LABELS, Tally, closing_table
+from fl_lightning.escaping import plain
 from fl_lightning.lightning import ProgressBar, Tqdm, pl
 from fl_lightning.record.shown import shown_metrics
 
@@ -135,7 +136,7 @@ class FederatedProgressBar(ProgressBar):
         if self._enabled:
             rows = closing_table(self._tally.metrics(trainer), trainer)
             width = max(len(label) for label, _ in rows)
-            lines = [f"  {label:<{width}}  {value}" for label, value in rows]
+            lines = [plain(f"  {label:<{width}}  {value}") for label, value in rows]
             self.print("\n".join(["", *lines, ""]))
 
     def on_exception(

@@ -14,6 +14,7 @@ import torch
 
 from fl_lightning import description
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.escaping import markdown
 from fl_lightning.lightning import TensorBoardLogger, pl
 from fl_lightning.metrics import Metrics
 from fl_lightning.record.metrics_csv import MetricsCSV
@@ -205,7 +206,7 @@ def _card(trainer: pl.Trainer) -> str:
         _section("Versions", list(description.versions().items())),
         _section("Machine", machine),
     ]
-    return f"# {head}\n" + "".join(sections)
+    return f"# {markdown(head)}\n" + "".join(sections)
 
 
 def precision(trainer: pl.Trainer) -> str:
@@ -226,9 +227,7 @@ def _section(title: str, rows: list[tuple[str, str]]) -> str:
         return ""
     lines = []
     for label, value in rows:
-        # A cell of a Markdown table has one line and no vertical bar.
-        cell = " ".join(str(value).split()).replace("|", "&#124;")
-        lines.append(f"| {label} | {cell} |")
+        lines.append(f"| {markdown(label)} | {markdown(str(value))} |")
     return "\n".join(["", f"## {title}", "", "| | |", "|---|---|", *lines, ""])
 
 

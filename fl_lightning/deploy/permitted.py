@@ -46,8 +46,9 @@ class Permitted:
             fields = Fields.of(message)
             mine = fields.integers("mine", 0, LARGEST)
             fields.integers("counted", -1, LARGEST, len(mine))
-            for name, low in (("run", 0), ("round", -1), ("epoch", 0), ("steps", 0)):
-                fields.integer(name, low)
+            for name in ("run", "epoch", "steps"):
+                fields.integer(name)
+            fields.integer("round", 0 if message.what == "round" else -1)
             fields.integer("max_epochs", FOREVER)
             fields.flag("whole")
             epochs = 0.0 if message.what == "round" else fields.number("epochs", finite=True)

@@ -17,7 +17,7 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
-from fl_lightning.deploy import evaluation, travel
+from fl_lightning.deploy import evaluation, questions, travel
 from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
@@ -30,6 +30,7 @@ from fl_lightning.deploy.transport import Array, Message, Number, Post, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain_lines
 from fl_lightning.evaluation import personal
 from fl_lightning.lightning import pl
 from fl_lightning.loop import FederatedLoop, RoundMetrics
@@ -151,11 +152,13 @@ class Site(FederatedLoop):
     def _answer(self, message: Message) -> Message:
         try:
             if message.what == "hello":
+                questions.check_hello(message)
                 return self.here(message)
             if asks_a_stranger(message) and not self.greeted:
                 return Message("lost", message.site)
             if asks_a_stranger(message):
                 self.permitted.check(message)
+                questions.check_model(message, self)
             if message.what == "round":
                 return self.trained(message)
             if message.what == "evaluate":
@@ -168,7 +171,8 @@ class Site(FederatedLoop):
             # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            print(f"{message.what}: {kind}{error}{notes}", file=sys.stderr, flush=True)
+            text = plain_lines(f"{message.what}: {kind}{error}{notes}")
+            print(text, file=sys.stderr, flush=True)
             failed = Message("failed", message.site)
             failed.numbers["user"] = int(isinstance(error, UserError))
             who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
@@ -177,7 +181,6 @@ class Site(FederatedLoop):
 
     def here(self, message: Message) -> Message:
         """Return the site's clients and config, with their samples and the batches of an epoch."""
-        self.greeted = True
         m = int(message.numbers["m"])
         if m != self.cohort.m:
             raise UserError(
@@ -205,6 +208,7 @@ class Site(FederatedLoop):
             arrays["tests"] = np.asarray(tests, np.int64)
         numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
         numbers["own"] = int(self.own_data)
+        self.greeted = True
         return Message("here", message.site, numbers, arrays)
 
     def trained(self, message: Message) -> Message:
@@ -346,7 +350,7 @@ class Site(FederatedLoop):
             expected = int(where.sum())
             self.given = self.given.clone()
             if came.numel() == expected:
-                self.given[where] = came
+                self.given[where] = came.to(self.given.dtype)
         if came.numel() != expected or self.given.numel() != size:
             raise UserError(
                 f"the server's model has {came.numel()} parameters in this message, and the site's "

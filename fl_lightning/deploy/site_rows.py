@@ -95,15 +95,18 @@ class SiteRows:
     def settle(self, counted: dict[int, int]) -> None:
         """Make the staged rows the clients' state if their round counted, or drop them.
 
+        If a client has neither version, the rows of the others do not change.
+
         Args:
             counted: by client the last of its rounds that counted at the server; -1: none.
 
         Raises:
             UserError: neither version belongs to that round.
         """
-        for client, t in counted.items():
-            if (names := self._staged_in(client, t)) is not None:
-                self._adopt(client, t, names)
+        staged = {client: self._staged_in(client, t) for client, t in counted.items()}
+        for client, names in staged.items():
+            if names is not None:
+                self._adopt(client, counted[client], names)
             else:
                 self.staged.pop(client, None)
 

@@ -132,8 +132,9 @@ def unpacked(data: bytes, site: str) -> Message:
         start = 16 + length
         header = json.loads(data[16:start])
         numbers = header["numbers"]
-        if not all(type(number) in (int, float) for number in numbers.values()):
-            raise ValueError("a value that should be a number is not one")
+        for name, number in numbers.items():
+            if type(number) not in (int, float):
+                raise ValueError(f"its field {visible(name, 50)} is not a number")
         arrays = {}
         for name, (kind, shape) in header["arrays"].items():
             arrays[name] = _view(data, name, kind, shape, start)
@@ -155,7 +156,7 @@ def _view(data: bytes, name: str, kind: object, shape: Any, start: int) -> Array
     """Return an array of a message, which begins at ``start`` in its bytes."""
     whole = isinstance(shape, list) and all(type(size) is int and size >= 0 for size in shape)
     if kind not in DTYPES or not whole or len(shape) > MOST_AXES:
-        raise ValueError(f"{name[:50]} is not an array of numbers")
+        raise ValueError(f"its field {visible(name, 50)} is not an array of numbers")
     values: Any = np.frombuffer(data, np.dtype(str(kind)), math.prod(shape), start)
     native: Array = values.astype(values.dtype.newbyteorder("="), copy=False).reshape(shape)
     return native

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import UserError
-from fl_lightning.metrics import comma_separated
+from fl_lightning.escaping import plain
+from fl_lightning.metrics import comma_separated, separated
 from fl_lightning.storage import lock
 from fl_lightning.storage.files import written_aside
 
@@ -17,7 +16,7 @@ Values = Mapping[str, Mapping[int, float]]  # metric → client → value
 
 def heading(table: Values, names: Sequence[str] = ()) -> list[object]:
     """Return the columns of :func:`client_rows`."""
-    return ["client", "samples", *table, *(["name"] if names else [])]
+    return ["client", "samples", *map(plain, table), *(["name"] if names else [])]
 
 
 def client_rows(
@@ -90,11 +89,12 @@ class ClientRounds:
 
     def _header(self) -> list[object]:
         with open(self.path, encoding="utf-8", newline="") as file:
-            return list(next(csv.reader(file), []))
+            first = file.readline()
+        return [*(separated(first) or [[]])[0]]
 
     def _read(self) -> tuple[list[object], list[list[object]]]:
         """Return the header and the complete rows; a killed process may have left half a row."""
         text = self.path.read_bytes().decode()
         whole = text[: text.rfind("\n") + 1]
-        header, *rows = list(csv.reader(io.StringIO(whole))) or [[]]
+        header, *rows = separated(whole) or [[]]
         return list(header), [list(row) for row in rows if len(row) == len(header)]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain
 from fl_lightning.lightning import Logger, rank_zero_only, rank_zero_warn
 from fl_lightning.metrics import Row, comma_separated, read_rows
 from fl_lightning.storage import lock
@@ -58,7 +59,9 @@ class MetricsCSV(Logger):
         """Add ``metrics`` to the row of round ``step`` (None: the last one)."""
         # Lightning adds "epoch" to the metrics; it is the round.
         values = {
-            key: _text(value) for key, value in metrics.items() if key not in ("epoch", "round")
+            plain(key): _text(value)
+            for key, value in metrics.items()
+            if key not in ("epoch", "round")
         }
         if not values:
             return

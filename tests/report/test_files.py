@@ -187,7 +187,7 @@ def test_what_papers_would_count_of_a_method_of_ones_own_is_not_known(
 def test_consensus_by_layer_is_averaged_over_rounds_and_seeds(sweep: Path, tmp_path: Path) -> None:
     report(tmp_path / "out", sweep)
     text = (tmp_path / "out/report.md").read_text()
-    rows = text[text.index(r"| layer | fed\<smoo> | fedavg |") :].splitlines()[2:4]
+    rows = text[text.index(r"| layer | fed&lt;smoo> | fedavg |") :].splitlines()[2:4]
     assert rows == ["| conv | 0.15 | 0.15 |", "| fc | 0.2 | 0.2 |"]
 
 
@@ -498,5 +498,5 @@ def test_a_label_with_any_character_is_shown_as_it_is(tmp_path: Path) -> None:
     latex = (tmp_path / "out/report.tex").read_text()
     escaped = r"\$x\_1\textasciicircum{}2\$ 5\% \#1 \& $<$b$>$\textbackslash{}frac\{a\}\{b\}"
     assert escaped in latex
-    in_cell = r"| \$x_1^2\$ 5% #1 & \<b>\\frac{a}{b}\</b> ~\`\*\| |"
+    in_cell = r"| \$x_1^2\$ 5% #1 & &lt;b>\\frac{a}{b}&lt;/b> \~\`\*\| |"
     assert in_cell in (tmp_path / "out/report.md").read_text()

@@ -17,6 +17,7 @@ from fl_lightning.deploy.flower.parent import end_with
 from fl_lightning.deploy.told_errors import TOLD, told
 from fl_lightning.deploy.transport import Message, packed, unpacked
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain_lines
 from fl_lightning.lab.cli.arguments import ArgumentParser
 
 DESCRIPTION = """Train a site's clients as messages of a server ask for it.
@@ -80,7 +81,7 @@ class SocketPost:
         try:
             return unpacked(data, "")
         except UserError as error:
-            print(error, file=sys.stderr, flush=True)
+            print(plain_lines(error), file=sys.stderr, flush=True)
             return Message("damaged")
 
     def give(self, answer: Message) -> None:

@@ -16,6 +16,7 @@ import fl_lightning
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks.loggers.run_card import LABELS
 from fl_lightning.errors import Diverged, UserError, suggest
+from fl_lightning.escaping import plain_lines
 from fl_lightning.evaluation.personal import (
     check_client,
     check_partition,
@@ -328,7 +329,7 @@ def run(command: str, prepared: Command, debug: bool = False, **options: Any) ->
         cli = CommandCLI(command, prepared, **options)
         return _execute(cli)
     except Diverged as error:
-        print(f"fl-lightning: {error}", file=sys.stderr)
+        print(plain_lines(f"fl-lightning: {error}"), file=sys.stderr)
         return 3
     except MisconfigurationException as error:
         if debug:

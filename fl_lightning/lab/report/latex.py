@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from fl_lightning.escaping import plain
 from fl_lightning.lab.report.text_tables import Table
 
 GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΦΨΩ"
@@ -48,7 +49,7 @@ def tex(text: str) -> str:
     val/acc, 75.95 $\\pm$ 0.19 \\% of fedinit\\_0.1
     """
     # LaTeX would turn two hyphens of a name into one dash.
-    return text.translate(_TEX).replace("--", "-{}-")
+    return plain(text).translate(_TEX).replace("--", "-{}-")
 
 
 def widths(table: Table) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.escaping import plain
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.storage.files import named
 
@@ -126,9 +127,9 @@ def main(argv: Sequence[str]) -> int:
     out = options.out or (options.folders[0] if len(options.folders) == 1 else Path("report"))
     _write(out, written, leftovers(out, written))
     for verdict in summary.verdicts:
-        print(f"{verdict.claim.id}: {verdict.printed}")
+        print(plain(f"{verdict.claim.id}: {verdict.printed}"))
     for note in summary.notes:
-        print(f"note: {note}")
+        print(plain(f"note: {note}"))
     files = [name for name in written if "/" not in name]
     if len(files) < len(written):
         files.append("figures/")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
+from fl_lightning.escaping import markdown, paragraph, plain
 from fl_lightning.lab.report import charts, curves, sections
 from fl_lightning.lab.report.drawing import FORMATS, Drawing, in_style, inline, saved
 from fl_lightning.lab.report.labels import relabelled
@@ -54,8 +55,6 @@ COSTS_OF_CURVES = (
     "time/round",
     "time/cpu",
 )
-# Text that Markdown would interpret in a cell: code, bold, mathematics, tags.
-_MARKDOWN = re.compile(r"[\\`*$|]|<(?=[a-zA-Z/!])")
 
 
 @dataclass(frozen=True)
@@ -179,20 +178,14 @@ def _templates(kind: str) -> Environment:
         trim_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
+        finalize=lambda value: plain(value) if type(value) is str else value,
         **marks,
     )
     templates.filters |= {"tex": tex, "heading": heading, "widths": widths, "breakable": breakable}
-    templates.filters["line"] = line
+    templates.filters |= {"markdown": markdown, "paragraph": paragraph}
     templates.filters["label"] = lambda key: re.sub("[^a-z0-9]+", "-", key)
     templates.filters["inline"] = inline
     return templates
-
-
-def line(text: str) -> str:
-    """Return the text of a Markdown cell, without line breaks and bars, which would end the
-    cell.
-    """
-    return _MARKDOWN.sub(r"\\\g<0>", " ".join(text.split()))
 
 
 def _sections(tables: Sequence[Table], drawings: Sequence[Drawing]) -> list[Section]:

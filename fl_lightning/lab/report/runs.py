@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ import numpy as np
 import yaml
 
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain
 from fl_lightning.lab.cli.compose import parse_yaml
-from fl_lightning.metrics import Directions, metrics_hash, read_rows
+from fl_lightning.metrics import Directions, metrics_hash, read_rows, separated
 from fl_lightning.papers import declared
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
@@ -58,7 +60,7 @@ class ReportedRun:
         """Return key of its sweep's grid → value as named; empty if no sweep made the run."""
         axes = self.record.get("axes")
         items = axes.items() if isinstance(axes, dict) else ()
-        return {str(key): str(value) for key, value in items}
+        return {plain(str(key)): plain(str(value)) for key, value in items}
 
     @property
     def machine(self) -> dict[str, Any]:
@@ -411,9 +413,11 @@ def read_states(folder: Path) -> dict[tuple[str, str], str]:
 def read_table(path: Path) -> list[dict[str, str]]:
     """Return the rows of a CSV file; empty if it cannot be read."""
     try:
-        return list(csv.DictReader(path.read_text(encoding="utf-8").splitlines()))
+        header, *rows = separated(path.read_text(encoding="utf-8")) or [[]]
     except (OSError, UnicodeDecodeError, csv.Error):
         return []
+    # A row that is longer than the header has the name None, and a shorter one has values None.
+    return [dict(zip_longest(header, row)) for row in rows if row]
 
 
 def _mapping(path: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain_lines
 from fl_lightning.lab.cli.compose import parse_yaml, prepare
 from fl_lightning.lab.sweep.folder import make
 from fl_lightning.lab.sweep.grid import PlannedRun
@@ -228,7 +229,7 @@ def _fit(run: PlannedRun, place: Place, claims_hash: str | None, parent: int) ->
     try:
         sys.exit(fit_here(run, claims_hash))
     except UserError as error:
-        print(f"fl-lightning: {error}", file=sys.stderr)
+        print(plain_lines(f"fl-lightning: {error}"), file=sys.stderr)
         sys.exit(2)
     finally:
         # A forked process would skip exit functions, which loggers may need.
