@@ -55,8 +55,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     if argv[0] != "flower":
         raise UserError(
-            f"deploy {argv[0][:100]}: this is not written.{suggest(argv[0], ['flower', 'keys'])} "
-            "Accepted: flower (an app for sites), keys (certificates and keys for them)."
+            f"deploy {argv[0][:100]}: not a command.{suggest(argv[0], ['flower', 'keys'])} "
+            "Accepted: flower, keys."
         )
     folder, rest = _out(list(argv[1:]))
     arguments: list[str] = []
