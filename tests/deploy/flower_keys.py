@@ -60,9 +60,12 @@ class KeyedFederation(Federation):
         self.numbers: dict[str, str] = {}  # of the nodes at the link, by site
 
     def link(self) -> None:
+        """Start the link; the first time also the proxy, and register the sites' keys."""
         (command,) = commands(self.page, "flower-superlink")
         self.start("link", str(BIN / command[0]), *command[1:])
         self.wait("the link's port", lambda: listens(self.port))
+        if self.numbers:
+            return
         if NGINX:
             (command,) = commands(self.page, "nginx")
             self.start("proxy", NGINX, *command[1:])

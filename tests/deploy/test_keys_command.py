@@ -97,9 +97,14 @@ def test_each_site_has_the_private_key_of_its_public_one(tmp_path: Path) -> None
         assert private.public_key() == public
 
 
-def test_the_pages_name_files_that_are_there(tmp_path: Path) -> None:
+def test_the_pages_name_files_that_are_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also from another folder, and with a blank in the folder's name."""
-    keys = write(tmp_path / "my keys", "--port", "4443", "--link-port", "4000")
+    monkeypatch.chdir(tmp_path)
+    write(Path("my keys"), "--port", "4443", "--link-port", "4000")
+    keys = tmp_path / "my keys"
+    monkeypatch.chdir(keys)
     (link,) = commands(keys / "README.md", "flower-superlink")
     (proxy,) = commands(keys / "README.md", "nginx")
     registered = commands(keys / "README.md", "flwr supernode register")
