@@ -30,7 +30,10 @@ COMMANDS = {
     "analyse": "look at a run's model: analyse hessian RUN, analyse landscape RUN [RUN2]",
     "new": "write a package with a method of your own, to be changed: new own-anchor",
     "cite": "print BibTeX of the methods and the data of a run: cite RUN",
-    "deploy": "write an app for sites that keep their data: deploy flower base data/digits",
+    "deploy": (
+        "write an app for sites that keep their data, or keys for them: "
+        "deploy flower base data/digits"
+    ),
     "site": "a site's process, which such an app starts itself",
     "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
 }

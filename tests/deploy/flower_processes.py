@@ -31,6 +31,11 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 class Federation:
     """What a user starts, started; all of it ends with the test."""
 
@@ -78,11 +83,7 @@ class Federation:
         if not self.one_port:
             command += [f"--fleet-api-address=127.0.0.1:{self.fleet}"]
         self.start("link", *command, "--disable-runtime-dependency-installation")
-        self.wait("the link's port", self._listens)
-
-    def _listens(self) -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", self.port)) == 0
+        self.wait("the link's port", lambda: listens(self.port))
 
     def node(self, name: str, config: str) -> None:
         """A site's SuperNode, whose rows are in the folder ``name``."""

@@ -52,7 +52,10 @@ def test_an_app_keeps_strict_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["flowr", "base"], "deploy flowr: not an engine for sites. Did you mean 'flower'?"),
+        (
+            ["flowr", "base"],
+            "deploy flowr: not a command. Did you mean 'flower'? Accepted: flower, keys.",
+        ),
         (["flower"], "deploy flower: which configs?"),
         (["flower", "data/digit"], "-c data/digit: this is neither a file nor a packaged config."),
         (["flower", "base", "--out", "a b"], "--out 'a b': an app's name is letters"),

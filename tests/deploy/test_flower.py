@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from fl_lightning.__main__ import main
+from fl_lightning.deploy.flower.certificates import node_keys
+from tests.deploy.flower_keys import NGINX, KeyedFederation
 from tests.deploy.flower_processes import Federation
-from tests.deploy.flower_runs import Study
+from tests.deploy.flower_runs import THREE, Study
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,15 +31,82 @@ def federation(tmp_path: Path) -> Iterator[Federation]:
     made.close()
 
 
-def test_three_nodes_leave_the_bits_of_the_simulation(
-    tmp_path: Path, federation: Federation
+@pytest.fixture
+def keyed(tmp_path: Path) -> Iterator[KeyedFederation]:
+    made = KeyedFederation(tmp_path, THREE)
+    yield made
+    made.close()
+
+
+def test_three_nodes_with_keys_leave_the_bits_of_the_simulation_and_no_other_takes_part(
+    tmp_path: Path, keyed: KeyedFederation
 ) -> None:
-    study = Study(tmp_path, federation, ["method/fedavg"], ROUNDS)
+    """By the commands that ``fl-lightning deploy keys`` writes, through its proxy."""
+    study = Study(tmp_path, keyed, ["method/fedavg"], ROUNDS)
     study.write()
     study.open()
+    # These would be a second site of client 0: the run would name it, or take it for north.
+    other = tmp_path / "other"
+    assert main(["deploy", "keys", "--sites", "1", "--address", "::1", "--out", str(other)]) == 0
+    key = other / "site-1" / "node-key"
+    refused = {
+        "keyless": ("[code: 2001]", {"auth_supernode_private_key": None}),
+        "unregistered": ("[code: 2004]", {"auth_supernode_private_key": key}),
+        "deceived": ("CERTIFICATE_VERIFY", {"root_certificates": other / "site-1" / "ca.pem"}),
+    }
+    for name, (_, options) in refused.items():
+        keyed.node_with(name, 'clients="0"', **options)
     over = study.go_on()
     study.simulate()
+    for name, (why, _) in refused.items():
+        assert keyed.ended(name) != 0
+        assert why in keyed.log(name)
+    keyed.wait("the end of the run", lambda: over.poll() is not None, 600)
+    assert set(keyed.nodes()) == set(keyed.numbers.values())
+    # Taken back, a key ends its node, and starts none again.
+    assert keyed.flwr("supernode", "unregister", keyed.numbers["site-3"], "sites").returncode == 0
+    keyed.ended("west")
+    study.node("west")
+    assert keyed.ended("west") != 0
+    assert "[code: 2004]" in keyed.log("west")
     study.finish(over)
+
+
+# Ways to write a path that begins as a site's call and might end at another one.
+CLOSED = [
+    "/v1/control/start-run",
+    "/v1/runtime/acquire-task",
+    "//v1/control/start-run",
+    "/v1/fleet/../control/start-run",
+    "/v1/fleet/%2e%2e/control/start-run",
+    "/v1/fleet/..%2fcontrol/start-run",
+    "/v1/fleet/..;/control/start-run",
+    "/v1/control/start-run/../../fleet/x",
+    "/v1/control/start-run%3f/../../fleet/x",
+    "/v1/control/start-run%23/../../fleet/x",
+]
+
+
+@pytest.mark.skipif(NGINX is None, reason="nginx is not installed (Debian: nginx-light)")
+def test_through_the_proxy_a_stranger_registers_no_key_and_starts_no_app(tmp_path: Path) -> None:
+    """He has the address and the authority's certificate. At the server the commands work."""
+    app, key = str(tmp_path / "app"), tmp_path / "own.pub"
+    assert main(["deploy", "flower", "base", "data/digits", "--out", app]) == 0
+    key.write_bytes(node_keys()[1])
+    keyed = KeyedFederation(tmp_path)
+    try:
+        keyed.link()
+        register, start = ["supernode", "register", str(key)], ["run", app]
+        assert keyed.flwr(*register, "stranger").returncode == 1
+        assert keyed.flwr(*start, "stranger").returncode == 1
+        assert (set(keyed.nodes()), keyed.runs()) == (set(keyed.numbers.values()), 0)
+        assert keyed.flwr(*register, "sites").returncode == 0
+        assert keyed.flwr(*start, "sites").returncode == 0
+        for path in CLOSED:
+            assert keyed.post(keyed.door, path) == 404, path
+        assert keyed.post(keyed.port, "/v1/control/start-run") != 404
+    finally:
+        keyed.close()
 
 
 @pytest.mark.parametrize("method", ["fedit", "flora", "fedex_lora"])

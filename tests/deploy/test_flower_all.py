@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.deploy.flower_keys import KeyedFederation
 from tests.deploy.flower_processes import Federation
-from tests.deploy.flower_runs import Study
+from tests.deploy.flower_runs import THREE, Study
 
 pytestmark = [
     pytest.mark.slow,
@@ -95,6 +96,25 @@ def test_node_link_and_server_that_are_killed_leave_them_too(
         federation.end(site)
         study.node(site)
     study.finish(study.go_on("run2"), "run2")
+
+
+def test_a_killed_link_with_a_database_knows_its_nodes_and_they_come_back(tmp_path: Path) -> None:
+    """Without their being started again; with TLS, keys and the proxy."""
+    keyed = KeyedFederation(tmp_path, THREE)
+    try:
+        study = Study(tmp_path, keyed, ["method/scaffold"], 3)
+        study.write()
+        study.simulate()
+        study.gates(["training.1"], "north")
+        study.open()
+        study.go_on()
+        reached = study.at("training.1")
+        keyed.crash("link")
+        reached.unlink()
+        keyed.link()
+        study.finish(study.go_on("again"), "again")
+    finally:
+        keyed.close()
 
 
 def test_what_is_killed_after_the_sites_have_measured_leaves_clients_tables_too(

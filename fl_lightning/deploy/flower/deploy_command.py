@@ -1,4 +1,7 @@
-"""``fl-lightning deploy flower CONFIG…`` writes an app's folder, for ``flwr run``."""
+"""``fl-lightning deploy flower CONFIG…`` writes an app's folder, for ``flwr run``.
+
+``fl-lightning deploy keys`` writes what TLS needs.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +16,11 @@ from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import Command, is_file, prepare
 
 USAGE = """usage: fl-lightning deploy flower CONFIG [CONFIG ...] [--out DIR] [--key value ...]
+       fl-lightning deploy keys --sites N --address ADDRESS [--out DIR]
 
 Write a Flower app: the run of these configs over sites that keep their data. Its README.md says how
-to start it and what leaves a site.
+to start it and what leaves a site. `deploy keys` writes certificates and keys for the server and
+the sites; `fl-lightning deploy keys --help` shows what it takes.
 
   CONFIG       packaged configs, YAML files, or a run's folder; several merge, left to right
   --out DIR    the app's folder (default: flower-app), which is not there yet
@@ -41,13 +46,17 @@ def main(argv: Sequence[str]) -> int:
     Raises:
         UserError: the configs are wrong or cannot be run over sites, or the folder exists.
     """
+    if argv and argv[0] == "keys":
+        from fl_lightning.deploy.flower.keys_command import main as write_keys
+
+        return write_keys(argv[1:])
     if not argv or argv[0] in ("-h", "--help") or "--help" in argv:
         print(USAGE)
         return 0
     if argv[0] != "flower":
         raise UserError(
-            f"deploy {argv[0][:100]}: not an engine for sites.{suggest(argv[0], ['flower'])} "
-            "Accepted: flower."
+            f"deploy {argv[0][:100]}: not a command.{suggest(argv[0], ['flower', 'keys'])} "
+            "Accepted: flower, keys."
         )
     folder, rest = _out(list(argv[1:]))
     arguments: list[str] = []
