@@ -234,7 +234,7 @@ class PerClientEvaluation(Measurement):
                 for name, value in named(values).items():
                     table.setdefault(name + suffix, {})[client] = value
         self.table = {name: valued(column) for name, column in table.items()}
-        for text in self.remarks():
+        for text in self.remarks(away is not None):
             module.note(text)
         directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
         modes = _of_validation(module.logged.modes)
@@ -267,13 +267,14 @@ class PerClientEvaluation(Measurement):
             found[f"domains/{name}{kind}"] = value
         return found
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self, over_sites: bool) -> Iterator[str]:
         """Return notes about what the numbers do not show."""
         without = sum(not number for number in self.samples.values())
         if without:
+            few = ", or fewer than their sites' fewest_samples" if over_sites else ""
             yield (
                 f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test "
-                "sample, and are left out of its numbers"
+                f"sample{few}, and are left out of its numbers"
             )
         tested = [client for client, number in self.samples.items() if number]
         for name, column in self.table.items():
