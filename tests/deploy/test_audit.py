@@ -14,6 +14,7 @@ from fl_lightning import UserError
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PerClientEvaluation
 from fl_lightning.deploy import audit
+from fl_lightning.deploy.flower.serve_site import serve
 from fl_lightning.deploy.transport import Message, Post, packed
 from tests.deploy.liars import data
 from tests.deploy.test_in_memory import Restarted, over_sites
@@ -159,3 +160,26 @@ def test_a_field_that_the_list_lacks_does_not_leave(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=f"the field {name} of the answer 'trained'"):
             audit.note(tmp_path, Message("round"), Message("trained", numbers={name: 1}))
     assert not [*tmp_path.iterdir()]
+
+
+class Early:
+    """A post whose first message is for a process that was greeted."""
+
+    def __init__(self) -> None:
+        self.due = [Message("round", numbers={"round": 3, "question": 8})]
+        self.given: list[Message] = []
+
+    def take(self) -> Message | None:
+        return self.due.pop() if self.due else None
+
+    def give(self, answer: Message) -> None:
+        self.given.append(answer)
+
+
+def test_the_answer_of_a_process_that_was_not_greeted_is_noted(tmp_path: Path) -> None:
+    post = Early()
+    serve(tmp_path / "app", tmp_path, "0", None, 1, post)
+    assert [answer.what for answer in post.given] == ["lost"]
+    (line,) = lines_of(tmp_path)
+    assert (line["asked"], line["round"], line["answer"]) == ("round", "3", "lost")
+    assert line["fields"] == "question 1"
