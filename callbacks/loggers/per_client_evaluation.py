@@ -74,8 +74,9 @@ class PerClientEvaluation(Measurement):
     ``clients.csv`` and ``clients.png`` of the last round, whose values are in ``table``. The
     measurement comes after the round, on a copy of the learner, and changes no bit of the training.
     Sent and kept: nothing that counts as communication. Over sites each site measures its own
-    clients and sends their values. If a site does not answer in time, its clients are left out of
-    that round's numbers.
+    clients and sends their values. A client with fewer test samples than its site's
+    ``fewest_samples`` counts as a client without any. If a site does not answer in time, its
+    clients are left out of that round's numbers.
 
     Args:
         every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
