@@ -162,6 +162,10 @@ KEPT = [
     "tests/cli/test_learner_config.py::test_only_a_learner_with_objects",
     "tests/cli/test_one_run_a_folder.py::test_a_killed_run_leaves_no_lock",
     "tests/cli/test_personal.py::test_a_client_is_exported_by_its_name",
+    "tests/deploy/test_few_samples.py::test_a_client_with_few_test_samples",
+    "tests/deploy/test_few_samples.py::test_only_clients_with_enough_samples",
+    "tests/deploy/test_what_leaves.py::test_the_list_has",
+    "tests/deploy/test_what_leaves.py::test_the_page_and_the_readme",
     "tests/machine/test_lost_rank.py::test_a_stopped_rank_is_named_and_the_run_resumes",
 ]
 

@@ -74,8 +74,9 @@ class PerClientEvaluation(Measurement):
     ``clients.csv`` and ``clients.png`` of the last round, whose values are in ``table``. The
     measurement comes after the round, on a copy of the learner, and changes no bit of the training.
     Sent and kept: nothing that counts as communication. Over sites each site measures its own
-    clients and sends their values. If a site does not answer in time, its clients are left out of
-    that round's numbers.
+    clients and sends their values. A client with fewer test samples than its site's
+    ``fewest_samples`` counts as a client without any. If a site does not answer in time, its
+    clients are left out of that round's numbers.
 
     Args:
         every_n_rounds: k: measure if (t + 1) mod k = 0, and after the last round; None: only after
@@ -234,7 +235,7 @@ class PerClientEvaluation(Measurement):
                 for name, value in named(values).items():
                     table.setdefault(name + suffix, {})[client] = value
         self.table = {name: valued(column) for name, column in table.items()}
-        for text in self.remarks():
+        for text in self.remarks(away is not None):
             module.note(text)
         directions = self._directions(module, [name.removesuffix(TUNED) for name in self.table])
         modes = _of_validation(module.logged.modes)
@@ -267,13 +268,14 @@ class PerClientEvaluation(Measurement):
             found[f"domains/{name}{kind}"] = value
         return found
 
-    def remarks(self) -> Iterator[str]:
+    def remarks(self, over_sites: bool) -> Iterator[str]:
         """Return notes about what the numbers do not show."""
         without = sum(not number for number in self.samples.values())
         if without:
+            few = ", or fewer than their sites' fewest_samples" if over_sites else ""
             yield (
                 f"PerClientEvaluation: {without} of {len(self.samples)} clients hold no test "
-                "sample, and are left out of its numbers"
+                f"sample{few}, and are left out of its numbers"
             )
         tested = [client for client, number in self.samples.items() if number]
         for name, column in self.table.items():

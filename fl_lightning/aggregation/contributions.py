@@ -47,6 +47,7 @@ class Brought:
         rows: rows of states, by name.
         kept: how many numbers the client keeps until its next round; None: its rows show it.
         holds: ``(D,)`` bool, the coordinates that it trained, if clients differ in them; else None.
+        withheld: whether its logs and metrics stay at its site.
     """
 
     client: int
@@ -65,6 +66,7 @@ class Brought:
     mean_gradient_readers: set[str] = field(default_factory=set)
     kept: int | None = None
     holds: Tensor | None = None
+    withheld: bool = False
 
 
 class Contributions:

@@ -44,6 +44,7 @@ class Here:
     Args:
         place: a number that identifies the folder of its rows.
         own: whether it brought its data.
+        fewest_samples: metrics of fewer samples stay at the site.
         sizes, batches, tests: of each of its clients: samples, batches of an epoch, and test
             samples; ``tests`` is empty if the server did not ask for it.
         shape: of a sample's x. ``config``: as :func:`~fl_lightning.deploy.same_config.config_of`.
@@ -51,6 +52,7 @@ class Here:
 
     place: int
     own: bool
+    fewest_samples: int
     clients: list[int]
     sizes: list[int]
     batches: list[int]
@@ -134,6 +136,7 @@ def here(message: Message, run: int, asks_tests: bool) -> Here:
     found = Here(
         place=fields.integer("place"),
         own=fields.flag("own"),
+        fewest_samples=fields.integer("fewest_samples"),
         clients=clients,
         sizes=fields.integers("sizes", 0, MOST_SAMPLES, n),
         batches=fields.integers("batches", 0, MOST_SAMPLES, n),

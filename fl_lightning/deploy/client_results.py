@@ -7,7 +7,7 @@ Whatever else it holds, lacks, or holds in another type, shape or range makes it
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -41,6 +41,10 @@ class Results:
         measured: names of metrics that the server itself measures.
         kinds: by name of a metric that clients log, the place of the metric in the learner; None:
             its mean over steps. It grows with the answers that are accepted.
+        fewest: by client, the number of samples that its site declared: logs and metrics of fewer
+            samples stay at the site. 0: the site sends all.
+
+    ``withheld``: of each client that finished, whether its logs and metrics stay at its site.
     """
 
     def __init__(
@@ -50,12 +54,15 @@ class Results:
         decode: Decode | None,
         measured: set[str],
         kinds: dict[str, int | None],
+        fewest: Mapping[int, int],
     ) -> None:
         self.round = round
         self.methods = loop.methods
         self.decode = decode
         self.measured = measured
         self.kinds = kinds
+        self.fewest = fewest
+        self.withheld: list[bool] = []
         self.size = round.layout.size
         declared = self.methods.declared
         self.uploads = {key: each for key, each in declared.items() if each.summed}
@@ -99,9 +106,11 @@ class Results:
             self._buffers(fields, home)
             self._rows(fields.under("row"), home)
             home.kept = fields.optional("kept")
-            home.logs = self._logs(fields.under("log"))
-            if fields.optional("metrics", 1, 1):
-                home.metrics = self._metric_states(fields)
+            home.withheld = self._withheld(fields, client)
+            if not home.withheld:
+                home.logs = self._logs(fields.under("log"))
+                if fields.optional("metrics", 1, 1):
+                    home.metrics = self._metric_states(fields)
         fields.end()
         self._check_kinds(fields, home)
         return home
@@ -109,6 +118,7 @@ class Results:
     def accept(self, homes: Iterable[Brought]) -> None:
         """Note the names of metrics, and the shapes of their states, in an answer that counts."""
         for home in homes:
+            self.withheld += [home.withheld] * home.finished
             self.kinds |= _kinds_of(home)
             if home.metrics is not None:
                 for j, (_, states) in home.metrics.states.items():
@@ -225,6 +235,21 @@ class Results:
                 fields.wrong(key, f"is below {least:g}")
             home.rows[key] = row
         fields.end()
+
+    def _withheld(self, fields: Fields, client: int) -> bool:
+        """Return whether the client's logs and metrics stay at its site, as the site declared."""
+        fewest = self.fewest.get(client, 0)
+        samples = self.round.sizes[client]
+        withheld = fields.optional("withheld", 1, 1) is not None
+        # A site may also withhold the values of a round whose steps read fewer samples.
+        if withheld and fewest <= 1:
+            fields.wrong("withheld", f"is 1, and the site declared fewest_samples={fewest}")
+        if not withheld and samples < fewest:
+            fields.wrong(
+                "withheld",
+                f"is missing, and the site declared fewest_samples={fewest} for {samples} samples",
+            )
+        return withheld
 
     def _logs(self, fields: Fields) -> dict[str, Tensor]:
         logs = {}

@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.deploy.transport import Array, Message, Number, said, visible
+from fl_lightning.deploy.transport import BFLOAT, Array, Message, Number, said, visible
 
 LARGEST = 2**53  # of whole numbers: a sum of some hundred of them still fits in 8 bytes
 MOST_SAMPLES = 2**40  # of a client
 # Of a number in an update, an upload or a row: its square, and the sum over many clients, weighted
 # by samples, are still finite in single precision.
 MOST = 2.0**60
-BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
 LONGEST_NAME = 200
 
 

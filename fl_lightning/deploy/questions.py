@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from fl_lightning.deploy import travel
-from fl_lightning.deploy.fields import BFLOAT, LARGEST, Fields, WrongField
+from fl_lightning.deploy.fields import LARGEST, Fields, WrongField
 from fl_lightning.deploy.sent_base import ANY, BaseAtSite
-from fl_lightning.deploy.transport import Message
+from fl_lightning.deploy.transport import BFLOAT, Message
 from fl_lightning.errors import UserError
 from fl_lightning.methods import Methods
 from fl_lightning.round.global_model import GlobalModel

@@ -38,7 +38,7 @@ class Register:
         gone: function that is called with a site that has gone, or that will be started again.
 
     ``counts_tests``: whether to ask sites how many test samples their clients have; ``tests``:
-    their answers.
+    their answers. ``fewest``: by client, the fewest samples whose metrics its site sends.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class Register:
         self.gone = gone
         self.counts_tests = False
         self.tests: dict[int, int] = {}
+        self.fewest: dict[int, int] = {}
         self.holder: dict[int, str] = {}  # client → its site
         self.known: dict[str, list[int]] = {}  # site → its clients
         self.places: dict[int, str] = {}  # number of a site's folder → name of the site
@@ -268,6 +269,7 @@ class Register:
             for client, *numbers in zip(here.clients, here.sizes, here.batches, strict=True):
                 data.tell(client, numbers[0], numbers[1])
         self.tests |= dict(zip(here.clients, here.tests, strict=False))
+        self.fewest |= dict.fromkeys(here.clients, here.fewest_samples)
         self.known[site] = here.clients
         self.holder |= dict.fromkeys(here.clients, site)
         self.clients_of_refused -= set(here.clients)

@@ -17,7 +17,7 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.tree_sum import visiting_order
-from fl_lightning.deploy import evaluation, questions, travel
+from fl_lightning.deploy import audit, evaluation, questions, travel
 from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
@@ -28,6 +28,7 @@ from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.told_errors import told
 from fl_lightning.deploy.transport import Array, Message, Number, Post, words
 from fl_lightning.description import version_of
+from fl_lightning.engines.accumulation import batches_in
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain_lines
@@ -57,17 +58,26 @@ class AtSite(pl.Callback):
         clients: numbers of the site's clients, in the data.
         folder: the folder of their rows.
         own: whether the site brought its data; the server then knows only what the site sends.
+        fewest_samples: metrics of a client with fewer samples stay at the site. 0: all are sent.
     """
 
     # The server asks a site to measure its clients if the run's callbacks need it.
     measures_clients = True
     progress: SiteProgress  # set when the fit starts
 
-    def __init__(self, post: Post, clients: Sequence[int], folder: Path, own: bool = False) -> None:
+    def __init__(
+        self,
+        post: Post,
+        clients: Sequence[int],
+        folder: Path,
+        own: bool = False,
+        fewest_samples: int = 0,
+    ) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
         self.own = own
+        self.fewest_samples = fewest_samples
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.progress = SiteProgress(trainer, pl_module.learner)
@@ -86,7 +96,7 @@ class AtSite(pl.Callback):
         optimizer = run.optimizers.accounts["client_optimizer"] if kept else ""
         store, strict = run.state.rows.store, run.settings.strict_resume
         rows = SiteRows(self.folder, store, optimizer, strict)
-        run.loop = Site(trainer, run.loop, self.post, self.clients, rows, self.own, self.progress)
+        run.loop = Site(trainer, run.loop, self, rows)
 
     def one_client(self, module: Any) -> dict[str, float] | None:
         return None
@@ -100,16 +110,7 @@ class AtSite(pl.Callback):
 class Site(FederatedLoop):
     """Replaces a run's rounds: it computes a site's share of a server's rounds."""
 
-    def __init__(
-        self,
-        trainer: Any,
-        loop: FederatedLoop,
-        post: Post,
-        clients: list[int],
-        rows: SiteRows,
-        own_data: bool,
-        progress: SiteProgress,
-    ) -> None:
+    def __init__(self, trainer: Any, loop: FederatedLoop, at: AtSite, rows: SiteRows) -> None:
         vars(self).update(vars(loop))
         # A client's message is packed here, where its codes are, and not in forked processes.
         if isinstance(self.engine, Forked):
@@ -117,12 +118,13 @@ class Site(FederatedLoop):
         self.trainer = trainer
         self.module = trainer.lightning_module
         self.config = config_of(self.module.run)  # before hooks of rounds change the learner
-        self.of_server = progress
-        self.post = post
-        self.clients = clients
-        self.permitted = Permitted(clients, trainer.callbacks, self.module.learner)
+        self.of_server = at.progress
+        self.post = at.post
+        self.clients = at.clients
+        self.permitted = Permitted(self.clients, trainer.callbacks, self.module.learner)
         self.rows = rows
-        self.own_data = own_data
+        self.own_data = at.own
+        self.fewest_samples = at.fewest_samples
         self.greeted = False  # whether the server knows this process's data
         self.given: Tensor | None = None  # the last complete w that the server sent
         self.question = -1  # number of the question that brought it
@@ -137,7 +139,9 @@ class Site(FederatedLoop):
         """
         try:
             while (message := self.post.take()) is not None:
-                self.post.give(self.answer(message))
+                answer = self.answer(message)
+                audit.note(self.rows.folder, message, answer)
+                self.post.give(answer)
         finally:
             self.rows.lock.release()
         raise Ended
@@ -204,10 +208,9 @@ class Site(FederatedLoop):
             "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
         }
         if message.numbers.get("tests"):
-            tests = [len(self.cohort.data.client_test_indices(i)) for i in self.clients]
-            arrays["tests"] = np.asarray(tests, np.int64)
+            arrays["tests"] = np.asarray([*map(self.tests_of, self.clients)], np.int64)
         numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
-        numbers["own"] = int(self.own_data)
+        numbers |= {"own": int(self.own_data), "fewest_samples": self.fewest_samples}
         self.greeted = True
         return Message("here", message.site, numbers, arrays)
 
@@ -240,6 +243,7 @@ class Site(FederatedLoop):
                 if home.finished:
                     finished.append(home.client)
                     home.kept = traffic.kept_numbers(home.rows, self.methods)
+                    home.withheld = self.withholds(home.client, round.steps[home.client])
                 for key, row in home.rows.items():
                     ledger.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
@@ -271,12 +275,33 @@ class Site(FederatedLoop):
         run: FederatedRun = self.module.run
         models = personal.PersonalModels(round, self.methods, run.evaluate, AtSiteLedger)
         epochs = numbers["epochs"]
-        values = personal.measured(run, self.trainer, list(counted), epochs, models)
-        samples = {client: len(data.client_test_indices(client)) for client in counted}
+        samples = {client: self.tests_of(client) for client in counted}
+        tested = [client for client, number in samples.items() if number]
+        measured = personal.measured(run, self.trainer, tested, epochs, models)
+        values = {client: measured.get(client, {}) for client in counted}
         answer = Message("evaluated", message.site)
         answer.numbers = {"run": numbers["run"], "round": numbers["round"]}
         evaluation.pack(answer, values, samples)
         return answer
+
+    def withholds(self, client: int, steps: int) -> bool:
+        """Return whether the metrics of a client's local steps stay at the site, because they are
+        of too few samples.
+        """
+        if self.fewest_samples <= 1:
+            return False
+        (samples,) = self.cohort.sizes([client]).values()
+        batches = max(int(self.cohort.data.batches_per_epoch(client)), 1)
+        # A round may read fewer samples than the client has.
+        read = batches_in(steps, batches, self.cohort.accumulate) * -(-samples // batches)
+        return min(samples, read) < self.fewest_samples
+
+    def tests_of(self, client: int) -> int:
+        """Return a client's number of test samples; 0 if they are too few for their metrics to
+        leave the site.
+        """
+        number = len(self.cohort.data.client_test_indices(client))
+        return number if number >= self.fewest_samples else 0
 
     def lacks_model(self, message: Message) -> bool:
         """Return whether the message builds on a model that the site does not have."""

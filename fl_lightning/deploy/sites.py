@@ -137,7 +137,8 @@ class Sites:
             asked.update(mine)
             return self.message(round, site, mine)
 
-        results = Results(round, self.loop, self.decode, self.measured_names, self.kinds)
+        declared = self.measured_names, self.kinds, self.register.fewest
+        results = Results(round, self.loop, self.decode, *declared)
 
         def read(message: Message, mine: list[int]) -> Trained:
             return answers.trained(message, self.run, round.t, mine, results)
@@ -156,6 +157,7 @@ class Sites:
                 collect(leaf_of.pop(client), home)
                 tell()
         self.judge(round.t, inquiry, diverged)
+        self._note_withheld(results.withheld)
         silent = {*leaf_of} - inquiry.without
         if silent:
             self.loop.note(
@@ -169,6 +171,24 @@ class Sites:
                 counts = traffic.sent_down(round, client, self.loop.methods)
             collect(leaf, Brought(client, counts, answered=False))
             tell()
+
+    def _note_withheld(self, withheld: list[bool]) -> None:
+        """Note that metrics of a round's clients stay at their sites.
+
+        ``withheld``: whether they do, of each client that finished.
+        """
+        why = "fewer samples than their sites' fewest_samples are behind them"
+        if withheld and all(withheld):
+            self.loop.note(
+                f"the training metrics of all clients of a round stay at their sites, because {why}"
+                ". So the round has no value of what clients' steps log. Monitor a metric of the "
+                "server's validation in their place, or lower fewest_samples in site.yaml"
+            )
+        elif any(withheld):
+            self.loop.note(
+                f"the training metrics of some clients stay at their sites, because {why}. The "
+                "rounds' values are those of the other clients"
+            )
 
     def judge(self, t: int, inquiry: Inquiry[Any], diverged: Mapping[int, str]) -> None:
         """Stop the run, or go on without the clients whose sites sent wrong answers.
@@ -456,9 +476,9 @@ class Sites:
         if elsewhere and (isinstance(data, Told) or getattr(data, "tests_clients", False)):
             return None
         raise UserError(
-            "PerClientEvaluation: no client has test samples of its own at its site: give "
-            "client_test_fraction in the sites' data (for example 0.25: each client holds out this "
-            "share of its samples), or leave it out."
+            "PerClientEvaluation: no client has test samples of its own at its site, or as many "
+            "as the site's fewest_samples: give client_test_fraction in the sites' data (for "
+            "example 0.25: each client holds out this share of its samples), or leave it out."
         )
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain
 
 Array = NDArray[Any]
 Number = int | float
@@ -33,6 +34,7 @@ DTYPES = {
 }
 MOST_HEADER = 2**24  # bytes of a header
 MOST_AXES = 16  # of an array
+BFLOAT = ":bfloat16"  # suffix of the name of an array that holds the bits of a bfloat16 tensor
 
 
 def words(text: str) -> NDArray[np.uint8]:
@@ -51,7 +53,7 @@ def visible(text: object, most: int = 100) -> str:
     >>> visible("a\x1b[2Jb\\nc")
     'a�[2Jb�c'
     """
-    return "".join(c if c.isprintable() else "\ufffd" for c in str(text)[:most])
+    return plain(str(text)[:most])
 
 
 @dataclass
@@ -104,17 +106,28 @@ class Post(Protocol):
 
 def packed(message: Message) -> bytes:
     """A message as bytes."""
-    places = {}
     payload = []
+    for array in message.arrays.values():
+        little = np.asarray(array, order="C").astype(array.dtype.newbyteorder("<"), copy=False)
+        payload.append(little.tobytes())
+    return b"".join([_header(message), *payload])
+
+
+def bytes_of(message: Message) -> int:
+    """Return how many bytes :func:`packed` makes of a message."""
+    return len(_header(message)) + message.array_bytes
+
+
+def _header(message: Message) -> bytes:
+    """Return the bytes of a message before its arrays."""
+    places = {}
     for name, array in message.arrays.items():
         if array.dtype.kind not in KINDS:
             raise TypeError(f"{name} has the dtype {array.dtype}; messages can hold only numbers")
-        little = np.asarray(array, order="C").astype(array.dtype.newbyteorder("<"), copy=False)
-        places[name] = [little.dtype.str, list(array.shape)]
-        payload.append(little.tobytes())
+        places[name] = [array.dtype.newbyteorder("<").str, list(array.shape)]
     header = {"what": message.what, "numbers": message.numbers, "arrays": places}
     text = json.dumps(header).encode()
-    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text, *payload])
+    return b"".join([MAGIC, len(text).to_bytes(8, "little"), text])
 
 
 def unpacked(data: bytes, site: str) -> Message:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates
-from fl_lightning.deploy.fields import BFLOAT
-from fl_lightning.deploy.transport import Array, Message, said, words
+from fl_lightning.deploy.transport import BFLOAT, Array, Message, said, words
 from fl_lightning.errors import UserError
 from fl_lightning.round.coding import as_array
 from fl_lightning.round.context import Round
@@ -162,13 +161,9 @@ def packed_client(
     for name, value in home.rows.items():
         if name in declared and declared[name].comes_from_sites:
             put(arrays, at + "row/" + name, value)
-    # Logs are summed in float64, which represents each of their values.
-    for name, value in home.logs.items():
-        numbers[at + "log/" + name] = float(value)
     if home.kept is not None:
         numbers[at + "kept"] = home.kept
-    if home.metrics is not None:
-        _put_metrics(message, at, home.metrics)
+    _put_logs(message, at, home)
 
 
 def travelling(round: Round, home: Brought) -> Tensor | None:
@@ -215,6 +210,18 @@ def got_mask(array: Array, size: int) -> Tensor:
     if len(bits) != length:
         raise ValueError(f"it has {len(bits)} bytes, and not {length}")
     return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
+
+
+def _put_logs(message: Message, at: str, home: Brought) -> None:
+    """Put what a client logs, or that this stays at the site."""
+    if home.withheld:
+        message.numbers[at + "withheld"] = 1
+        return
+    # Logs are summed in float64, which represents each of their values.
+    for name, value in home.logs.items():
+        message.numbers[at + "log/" + name] = float(value)
+    if home.metrics is not None:
+        _put_metrics(message, at, home.metrics)
 
 
 def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:

@@ -116,8 +116,10 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
     path = tmp_path / "site.yaml"
     path.write_text(OWN, "utf-8")
     prepared = Command(config={"data": {"class_path": "FromTable", "init_args": {"test": 0.5}}})
-    assert own_data(prepared, path) == 1
+    assert own_data(prepared, path) == (1, 10)
     assert prepared.config["data"] == {"class_path": "Digits", "init_args": {"batch_size": 4}}
+    path.write_text(f"{OWN}fewest_samples: 0\n", "utf-8")
+    assert own_data(prepared, path) == (1, 0)
 
 
 @pytest.mark.parametrize(
@@ -130,6 +132,9 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
         ),
         (OWN.replace("1", "one"), "client is 'one'; give this site's number"),
         (OWN.replace("1", "-1"), "client is -1; give this site's number"),
+        (f"{OWN}fewest_samples: -1", "fewest_samples is -1; give a whole number"),
+        (f"{OWN}fewest_samples: yes", "fewest_samples is True; give a whole number"),
+        (f"{OWN}fewest_sample: 3", "it holds client, data, fewest_sample; accepted are two keys"),
         ("- 3", "it holds something else"),
     ],
 )

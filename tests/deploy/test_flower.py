@@ -13,6 +13,7 @@ from fl_lightning.deploy.flower.certificates import node_keys
 from tests.deploy.flower_keys import NGINX, KeyedFederation
 from tests.deploy.flower_processes import Federation
 from tests.deploy.flower_runs import THREE, Study
+from tests.deploy.test_audit import lines_of
 
 pytestmark = [
     pytest.mark.slow,
@@ -70,6 +71,25 @@ def test_three_nodes_with_keys_leave_the_bits_of_the_simulation_and_no_other_tak
     assert keyed.ended("west") != 0
     assert "[code: 2004]" in keyed.log("west")
     study.finish(over)
+    for name in study.sites:
+        lines = lines_of(tmp_path / name)
+        assert [line["answer"] for line in lines].count("trained") == ROUNDS
+
+
+def test_an_answer_of_a_message_s_own_process_is_noted_too(
+    tmp_path: Path, federation: Federation
+) -> None:
+    """The site's process does not start."""
+    study = Study(tmp_path, federation, ["method/fedavg"], 1)
+    study.write()
+    federation.link()
+    federation.node("north", 'site="away.yaml"')
+    over = federation.run(tmp_path / "app", folder="over", rounds=1, min_sites=1)
+    federation.wait("the end of the run", lambda: over.poll() is not None, 600)
+    assert "this file cannot be read" in federation.log("run")
+    (line,) = lines_of(tmp_path / "north")
+    assert (line["asked"], line["answer"]) == ("something else", "failed")
+    assert line["fields"].startswith("user 1; text ")
 
 
 # Ways to write a path that begins as a site's call and might end at another one.

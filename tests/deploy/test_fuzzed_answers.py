@@ -253,7 +253,8 @@ def check(lie: Lie) -> None:
     # The server cannot know which of two sites has a client. The first that says so keeps it.
     if any(note.startswith("clients: two sites, ") for note in found.notes):
         return
-    assert not any("north" in note or "west" in note for note in found.notes), (lie, found.notes)
+    others = [note for note in found.notes if "site north" in note or "site west" in note]
+    assert not others, (lie, others)
     if same_model(found, recording(lie.run).honest) or (lie.plausible and not refused):
         return
     assert same_model(found, without(lie.run, lie.place)), (lie, found.notes)

@@ -134,11 +134,17 @@ def trained(
 
 
 def site(
-    clients: list[int], folder: Path, methods: Callable[[], list[Any]], options: Any, post: Post
+    clients: list[int],
+    folder: Path,
+    methods: Callable[[], list[Any]],
+    options: Any,
+    post: Post,
+    fewest_samples: int = 0,
 ) -> None:
     """What a site's process does: the same fit, whose first epoch serves the server."""
     with suppress(Ended):
-        trained([*methods(), AtSite(post, clients, folder)], 1, [], **options)
+        at = AtSite(post, clients, folder, fewest_samples=fewest_samples)
+        trained([*methods(), at], 1, [], **options)
 
 
 def over_sites(
@@ -150,6 +156,7 @@ def over_sites(
     rounds: int = ROUNDS,
     carrier: type[InMemoryTransport] = InMemoryTransport,
     min_sites: int | None = None,
+    fewest_samples: int = 0,
     **options: Any,
 ) -> tuple[FederatedModule, list[dict[str, float]], InMemoryTransport]:
     """A run over sites, each with a folder of its own below ``folder``."""
@@ -158,7 +165,7 @@ def over_sites(
     own = {name: value for name, value in options.items() if name not in server_alone}
 
     def serve(name: str, post: Post) -> None:
-        site(shares[name], folder / name, methods, own, wrap(name, post))
+        site(shares[name], folder / name, methods, own, wrap(name, post), fewest_samples)
 
     transport = carrier({name: partial(serve, name) for name in shares})
     metrics: list[dict[str, float]] = []

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from fl_lightning.deploy import audit
 from fl_lightning.deploy.flower import envelope, link
 from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.told_errors import LOG, TOLD, told
@@ -32,6 +33,7 @@ def answer(message: Any, context: Any, file: str) -> Any:
     """
     from flwr.app import Message as FlowerMessage
 
+    site: Resident | None = None
     try:
         settings = NodeSettings(context.node_config)
         rounds = AppSettings(context.run_config).rounds
@@ -40,6 +42,10 @@ def answer(message: Any, context: Any, file: str) -> Any:
     except (UserError, OSError) as error:
         failed = Message("failed", numbers={"user": 1})
         failed.arrays["text"] = np.array(words(told(error)))
+        if site is not None:
+            # If the file cannot be written, the server should still hear why there is no answer.
+            with suppress(UserError):
+                audit.note(site.folder, Message(""), failed)
         data = packed(failed)
     return FlowerMessage(envelope.content(data), reply_to=message)
 

@@ -12,6 +12,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.deploy import what_leaves
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import Command, is_file, prepare
 
@@ -133,6 +134,7 @@ def write(folder: Path, prepared: Command) -> None:
         "ROUNDS": str(trainer.max_epochs),
         "CLIENTS": str(cli.datamodule.num_clients),
         "TABLE": _as_in_the_study(cli.datamodule),
+        "LEAVES": what_leaves.listed(),
     }
     templates = files("fl_lightning.deploy.flower") / "templates"
     _put(folder / "config.yaml", config)

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.deploy import audit
+from fl_lightning.deploy.fields import MOST_SAMPLES
 from fl_lightning.deploy.site import AtSite, Ended, asks_a_stranger, numbers_of
 from fl_lightning.deploy.told import as_one_client
 from fl_lightning.deploy.transport import Message, Post
@@ -29,6 +31,7 @@ _OPTIONS = {
     "devices": "1",
     "num_nodes": "1",
 }
+FEWEST_SAMPLES = 10  # of a site's own data, if its site.yaml does not say it
 
 
 class Peeked:
@@ -67,7 +70,9 @@ def serve(
     while first is not None and asks_a_stranger(first):
         question = first.numbers.get("question")
         answered = {} if question is None else {"question": question}
-        post.give(Message("lost", first.site, answered))
+        lost = Message("lost", first.site, answered)
+        audit.note(folder, first, lost)
+        post.give(lost)
         first = post.take()
     if first is None:
         return
@@ -75,7 +80,12 @@ def serve(
     for name, value in {**_OPTIONS, "max_epochs": str(rounds)}.items():
         arguments += [f"--trainer.{name}", value]
     prepared = prepare("site", arguments)
-    numbers = list(numbers_of(clients)) if site is None else [own_data(prepared, site)]
+    if site is None:
+        # Clients of the config's partition send all metrics, as in a simulation.
+        numbers, fewest_samples = list(numbers_of(clients)), 0
+    else:
+        client, fewest_samples = own_data(prepared, site)
+        numbers = [client]
     try:
         cli = CommandCLI("site", prepared)
     except UserError:
@@ -93,7 +103,7 @@ def serve(
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer
-    at = AtSite(Peeked(post, first), numbers, folder, own=site is not None)
+    at = AtSite(Peeked(post, first), numbers, folder, site is not None, fewest_samples)
     trainer.callbacks = [*filter(runs_at_sites, trainer.callbacks), at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)
@@ -121,8 +131,12 @@ def check_own(first: Message, data: Any) -> None:
     check_names(first.arrays, data)
 
 
-def own_data(prepared: Command, path: Path) -> int:
-    """Put a site's own data in place of the config's; return the number of its client.
+def own_data(prepared: Command, path: Path) -> tuple[int, int]:
+    """Put a site's own data in place of the config's.
+
+    Returns:
+        The number of the site's client, and ``fewest_samples``: metrics of fewer samples stay at
+        the site.
 
     Raises:
         UserError: the file does not exist, or has other keys.
@@ -132,11 +146,19 @@ def own_data(prepared: Command, path: Path) -> int:
         document = plain_yaml(path.read_text("utf-8"), where)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: this file cannot be read ({error}).") from None
-    if not isinstance(document, dict) or set(document) != {"client", "data"}:
+    keys = set(document) if isinstance(document, dict) else set()
+    if not {"client", "data"} <= keys <= {"client", "data", "fewest_samples"}:
         has = ", ".join(map(str, document)) if isinstance(document, dict) else "something else"
         raise UserError(
             f"{where}: it holds {has or 'nothing'}; accepted are two keys: client (this site's "
-            "number) and data (a class_path with its init_args)."
+            "number) and data (a class_path with its init_args). A third one may be added: "
+            f"fewest_samples ({FEWEST_SAMPLES} without it)."
+        )
+    fewest = document.get("fewest_samples", FEWEST_SAMPLES)
+    if isinstance(fewest, bool) or not isinstance(fewest, int) or not 0 <= fewest <= MOST_SAMPLES:
+        raise UserError(
+            f"{where}: fewest_samples is {fewest!r}; give a whole number. Metrics of fewer samples "
+            "stay at this site. 0: all metrics are sent."
         )
     client = document["client"]
     if isinstance(client, bool) or not isinstance(client, int) or client < 0:
@@ -147,4 +169,4 @@ def own_data(prepared: Command, path: Path) -> int:
         left = {k: v for k, v in data["init_args"].items() if k not in ("num_clients", "partition")}
         data = {**data, "init_args": left}
     prepared.config["data"] = data
-    return client
+    return client, fewest
