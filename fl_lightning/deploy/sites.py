@@ -33,6 +33,7 @@ from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.partial import AVERAGED
 
 Answer = TypeVar("Answer")
+LATE = 30.0  # seconds of a question after which the terminal shows who has not answered
 MOST_AGAIN = 3  # how often a site may ask for the whole model in one inquiry
 
 
@@ -224,6 +225,7 @@ class Sites:
             Each site with its answer, which is about all clients that the site was asked for.
         """
         until = time.monotonic() + self.timeout
+        late = time.monotonic() + min(LATE, self.timeout / 2)
         waiting: dict[str, list[int]] = {}  # site → clients asked for
         missing = set(clients)  # clients that no site has been asked for
         while True:
@@ -233,6 +235,10 @@ class Sites:
             missing -= gone
             if not (waiting or missing) or time.monotonic() >= until:
                 return
+            if time.monotonic() >= late:
+                away = sorted(missing.union(*waiting.values()))
+                print(f"waiting for clients {away}, at most {until - late:.0f} s more", flush=True)
+                late = until
             register.find()
             for site in set(waiting) - set(register.known):
                 missing |= set(waiting.pop(site))

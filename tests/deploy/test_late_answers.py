@@ -237,10 +237,13 @@ def bytes_in(metrics: dict[str, float]) -> dict[str, float]:
     return {k: v for k, v in metrics.items() if k.startswith("communication/")}
 
 
-def test_a_client_whose_site_is_away_is_sent_nothing(tmp_path: Path) -> None:
+def test_a_client_whose_site_is_away_is_sent_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     given: dict[str, Any] = {"carrier": losing("away"), "timeout": 1.5, "participation": "all"}
     over, metrics, _ = over_sites(lambda: [CommunicationLogger()], tmp_path, rounds=2, **given)
     assert any("round 1: clients [1, 2, 7] dropped" in note for note in over.notes)
+    assert "waiting for clients [1, 2, 7], at most 1 s more" in capfd.readouterr().out
     before, then = (bytes_in(each) for each in metrics)
     for name in ("down_bytes", "up_bytes", "buffers_bytes"):  # sums over the rounds
         one, both = (each[f"communication/{name}"] for each in (before, then))
