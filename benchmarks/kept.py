@@ -105,7 +105,10 @@ def read(path: Path) -> list[list[str]]:
 
 def write(path: Path, rows: Iterable[Sequence[str]]) -> None:
     """Write a table; xz because gzip takes a fifth more, and it stores no time."""
-    content = comma_separated(rows).encode()
+    # Cells are whole files, so they are not escaped as those of a run's tables are.
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows(rows)
+    content = text.getvalue().encode()
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(lzma.compress(content, preset=9) if path.suffix == ".xz" else content)
 
