@@ -11,8 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
+from torch import nn
 
 from fl_lightning.callbacks import PerClientEvaluation
+from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.transport import Message, said
 from tests.deploy.liars import OPTIONS, data
@@ -35,7 +38,8 @@ class Questions:
         def serve() -> None:
             given = {**OPTIONS, "data": tested, "learner": learner}
             with suppress(Ended):
-                trained([*callbacks, AtSite(self, [1], folder)], 1, [], **given)
+                at = AtSite(self, [1], folder, elsewhere=[Cools()])
+                trained([*callbacks, at], 1, [], **given)
 
         self.thread = threading.Thread(target=serve, daemon=True)
         self.thread.start()
@@ -53,9 +57,42 @@ class Questions:
 
 
 class Scaled(Learner):
-    """It has a number that a callback may schedule."""
+    """Its hook schedules two numbers, one of them through a property; a third one it only has."""
 
     factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.5
+        self._heat = 1.0
+        self.drop = nn.Dropout(0.5)
+
+    @property
+    def heat(self) -> float:
+        return self._heat
+
+    @heat.setter
+    def heat(self, value: float) -> None:
+        self._heat = value
+
+    def on_train_epoch_start(self) -> None:
+        self.factor, self.heat = 1.0, 2.0
+        self.net[1].eps = 1e-5
+        self.count = self.current_epoch  # a new name
+
+
+class Cools(pl.Callback):
+    """It schedules a number of the learner, and has one of its own."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.rate += 0.1
+        self.cool(pl_module.learner)
+
+    def cool(self, learner: Any) -> None:
+        setattr(learner, "cold", 1)  # noqa: B010  # a hook may set it so
 
 
 @pytest.fixture
@@ -99,12 +136,42 @@ def test_a_site_fine_tunes_as_long_as_the_config_says(site: Questions) -> None:
 
 @pytest.mark.parametrize("site", [False], indirect=True)
 @pytest.mark.parametrize(
-    "name", ["_modules", "training", "net._parameters", "forward", "__class__", "nets.a", "a b"]
+    "name",
+    [
+        *("_modules", "training", "net._parameters", "forward", "__class__", "nets.a", "a b"),
+        # what no hook sets, what a library's module has, a new name, a property
+        *("rate", "seen.ignore_index", "seen.num_classes", "net.1.eps", "net.1.momentum"),
+        *("drop.p", "brand_new", "frozen_stay", "current_epoch", "heat", "net.factor"),
+    ],
 )
-def test_only_numbers_of_the_learner_are_set(name: str, site: Questions) -> None:
-    told = refused(site.ask("round", [1], **{f"learner/{name}": 1}))
+def test_only_numbers_that_the_run_schedules_are_set(name: str, site: Questions) -> None:
+    told = refused(site.ask("round", [1], **{f"learner/{name}": 1, "learner/factor": 9.0}))
     assert f"the server asks for another {name}, which is refused" in told
-    assert site.ask("round", [1], **{"learner/factor": 2.0}).what == "trained"
+    scheduled = {"learner/factor": 2.0, "learner/_heat": 3.0, "learner/count": 4, "learner/cold": 5}
+    assert site.ask("round", [1], **scheduled).what == "trained"
+
+
+class Refuses(Scaled):
+    """It refuses a number after another one was set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_heat" and value == 7:
+            raise ValueError("too hot")
+        super().__setattr__(name, value)
+
+
+def test_a_message_sets_all_of_its_numbers_or_none() -> None:
+    learner = Refuses()
+    trainer: Any = pl.Trainer(logger=False, enable_checkpointing=False)
+    progress = SiteProgress(trainer, learner)
+    own = {"epoch": 1, "steps": 3, "max_epochs": 5}
+    progress.take({**own, "learner/factor": 2.0, "learner/count": 1})
+    with pytest.raises(ValueError, match="too hot"):
+        progress.take({**own, "epoch": 4, "learner/factor": 3.0, "learner/_heat": 7})
+    assert (learner.factor, learner.heat, learner.count) == (2.0, 1.0, 1)
+    assert trainer.current_epoch == 1
+    progress.take(own)  # of a server that has restarted
+    assert learner.factor == 1.0 and not {"factor", "count"} & {*vars(learner)}
 
 
 @pytest.mark.parametrize("site", [False], indirect=True)
