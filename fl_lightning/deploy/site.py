@@ -26,8 +26,8 @@ from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.told_errors import told
-from fl_lightning.deploy.transport import Array, Message, Number, Post, words
+from fl_lightning.deploy.told_errors import LOGGED, told
+from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.accumulation import batches_in
 from fl_lightning.engines.forked import Forked
@@ -173,15 +173,15 @@ class Site(FederatedLoop):
             if message.what == "evaluate":
                 return self.evaluated(message)
             raise UserError(
-                f"the message {message.what!r} is not known; do server and site have the same "
+                f"the message {visible(message.what)!r} is not known; do server and site have the same "
                 "version?"
             )
         except Exception as error:
             # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            text = plain_lines(f"{message.what}: {kind}{error}{notes}")
-            print(text, file=sys.stderr, flush=True)
+            text = f"{visible(message.what)}: {kind}{error}{notes}"
+            print(plain_lines(text[:LOGGED]), file=sys.stderr, flush=True)
             failed = Message("failed", message.site)
             failed.numbers["user"] = int(isinstance(error, UserError))
             who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
@@ -198,7 +198,7 @@ class Site(FederatedLoop):
             )
         if self.own_data:
             travel.check_names(message.arrays, self.cohort.data)
-        self.rows.begin(int(message.numbers["run"]))
+        self.rows.check(int(message.numbers["run"]))
         sizes = self.cohort.data.client_sizes()
         arrays: dict[str, Array] = {
             "clients": np.asarray(self.clients, np.int64),
@@ -212,7 +212,7 @@ class Site(FederatedLoop):
             "shape": np.asarray(travel.shape_of(self.cohort.data, self.clients[0]), np.int64),
             "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
         }
-        if message.numbers.get("tests"):
+        if message.numbers.get("tests") and self.permitted.epochs:
             arrays["tests"] = np.asarray([*map(self.tests_of, self.clients)], np.int64)
         numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
         numbers |= {"own": int(self.own_data), "fewest_samples": self.fewest_samples}

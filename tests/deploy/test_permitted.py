@@ -127,6 +127,34 @@ def test_a_site_measures_only_if_the_config_does(site: Questions) -> None:
     assert "has a config without PerClientEvaluation" in told
 
 
+@pytest.mark.parametrize("site", [False, True], indirect=True)
+def test_a_site_counts_test_samples_only_if_the_config_measures(
+    site: Questions, request: pytest.FixtureRequest
+) -> None:
+    measures = request.node.callspec.params["site"]
+    assert ("tests" in site.ask("hello", [1], tests=1).arrays) == measures
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_hello_does_not_bind_a_folder_to_its_run(site: Questions) -> None:
+    assert site.ask("hello", [1], run=8).what == "here"
+    assert site.ask("hello", [1]).what == "here"
+    assert site.ask("round", [1]).what == "trained"
+    assert "rows of another run" in refused(site.ask("hello", [1], run=8))
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_long_question_writes_little_into_the_log(
+    site: Questions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = site.ask("x\u202e" * 10**6, [1])
+    assert "is not known" in refused(answer)
+    assert len(capsys.readouterr().err) < 1000
+    refused(site.ask("round", [1], **{"learner/" + "x" * 10**6: 1}))
+    refused(site.ask("round", [1], **{"round": "x" * 10**6}))
+    assert len(capsys.readouterr().err) < 30_000
+
+
 @pytest.mark.parametrize("site", [True], indirect=True)
 def test_a_site_fine_tunes_as_long_as_the_config_says(site: Questions) -> None:
     assert "3000 epochs of fine-tuning" in refused(site.ask("evaluate", [1], epochs=3000))
