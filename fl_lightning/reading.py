@@ -109,7 +109,7 @@ def stores(function: Any) -> Iterator[tuple[str, bool]]:
 
 def uses(function: Any) -> set[str]:
     """Return the names of all attributes and globals in a function's code."""
-    return {name for code in _codes(function.__code__) for name in code.co_names}
+    return set().union(*(code.co_names for code in _codes(function.__code__)))
 
 
 def named(function: Any) -> Iterator[FunctionType]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from types import FunctionType
 from typing import Any
 
@@ -45,14 +46,14 @@ class Scheduled:
 
     def __init__(self, learner: nn.Module, callbacks: Iterable[Any]) -> None:
         self.learner = learner
-        parts = {part for each in learner.modules() for part in _own_classes(each)}
+        parts = [*set(chain.from_iterable(map(_own_classes, learner.modules())))]
         waiting: list[tuple[FunctionType, Sequence[type]]] = []
         for part in lightning_modules(learner):
             for hook in BETWEEN:
                 waiting += [(function, ()) for function in _functions(_own_classes(part), hook)]
         for callback in callbacks:
             kinds = _own_classes(callback)
-            for name in {name for kind in kinds for name in vars(kind)} - {"__init__", *AT_SITES}:
+            for name in set(chain.from_iterable(map(vars, kinds))) - {"__init__", *AT_SITES}:
                 waiting += [(function, kinds) for function in _functions(kinds, name)]
             # for example those of Lightning's LambdaCallback
             given = [each for each in vars(callback).values() if isinstance(each, FunctionType)]

@@ -173,8 +173,8 @@ class Site(FederatedLoop):
             if message.what == "evaluate":
                 return self.evaluated(message)
             raise UserError(
-                f"the message {visible(message.what)!r} is not known; do server and site have the same "
-                "version?"
+                f"the message {visible(message.what)!r} is not known; do server and site have the "
+                "same version?"
             )
         except Exception as error:
             # The text stays here: it may quote a cell.

@@ -16,6 +16,7 @@ from torch import nn
 
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.progress import SiteProgress
+from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.transport import Message, said
 from tests.deploy.liars import OPTIONS, data
@@ -177,6 +178,14 @@ def test_only_numbers_that_the_run_schedules_are_set(name: str, site: Questions)
     assert f"the server asks for another {name}, which is refused" in told
     scheduled = {"learner/factor": 2.0, "learner/_heat": 3.0, "learner/count": 4, "learner/cold": 5}
     assert site.ask("round", [1], **scheduled).what == "trained"
+
+
+def test_what_a_hook_without_source_sets_is_found_in_its_code() -> None:
+    code = "class Own(Learner):\n def on_validation_end(self):\n  self.set()\n def set(self):\n  "
+    space: dict[str, Any] = {"Learner": Scaled, "__name__": "own"}
+    exec(code + "self.rate += 1.0", space)
+    scheduled = Scheduled(space["Own"](), [])
+    assert scheduled.may_set("rate") and not scheduled.may_set("brand_new")
 
 
 class Refuses(Scaled):

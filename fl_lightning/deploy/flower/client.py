@@ -26,8 +26,8 @@ _PAUSE = 0.05
 _STARTS = 4
 # All that leaves a site that cannot note its answers.
 UNNOTED = (
-    "the site sends no answer, because it cannot note it in left.csv: its --node-config, its folder "
-    "or its disk has to be corrected; the site's node prints the reason"
+    "the site sends no answer, because it cannot note it in left.csv: its --node-config, its "
+    "folder or its disk has to be corrected; the site's node prints the reason"
 )
 
 
