@@ -1,4 +1,4 @@
-"""Reports an error of a site to the server without cells, labels and folders.
+"""Reports an error of a site to the server without cells, labels, columns' names and folders.
 
 The text of an error may quote what it is about. So only texts that this package makes without the
 site's data leave it: those about messages, states, and the journal of rows. Of every other error
