@@ -62,8 +62,11 @@ class FileTable:
         return f"The table {file!r} has {said} in column {column!r} of line {line}"
 
     def place(self, column: str, row: int) -> str:
-        """Return where a value stands, without the value."""
-        return f"column {column!r}, line {self.lines[row]}"
+        """Return where a value stands, without the value and the column's name.
+
+        In a file without a first line of names, the name of a column is a cell.
+        """
+        return f"column {[*self.columns].index(column) + 1}, line {self.lines[row]}"
 
     def only(self, rows: Sequence[int]) -> FileTable:
         """Return the table of these rows."""

@@ -23,12 +23,24 @@ class CellError(UserError):
     """A cell of a table has to be corrected.
 
     Args:
-        place: its column and line, without its value.
+        place: the numbers of its column, counted from 1, and of its line.
     """
 
     def __init__(self, text: str, place: str = "") -> None:
         super().__init__(text)
         self.place = place
+
+
+class OtherNames(UserError):
+    """The columns or classes of a site's data have other names than the server's.
+
+    Args:
+        told: the error without names that the server does not have.
+    """
+
+    def __init__(self, text: str, told: str) -> None:
+        super().__init__(text)
+        self.told = told
 
 
 class WrongKind(UserError, TypeError):

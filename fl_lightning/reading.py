@@ -7,8 +7,10 @@ import dis
 import inspect
 import textwrap
 from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
+from types import CodeType, FunctionType
 from typing import Any
 
 # What hooks assign at `clients` and `server`.
@@ -80,6 +82,51 @@ def assigned(hook: Callable[..., Any]) -> Iterator[str]:
             for target in getattr(statement, "targets", [getattr(statement, "target", None)]):
                 if isinstance(target, ast.Attribute) and _name(target) == own:
                     yield target.attr
+
+
+def stores(function: Any) -> Iterator[tuple[str, bool]]:
+    """Return each attribute that a function itself assigns, also by ``setattr`` with its name, and
+    whether it is one of ``self``.
+
+    Without a source these are the attributes that the function's code stores, of any object.
+    """
+    tree, own = _parsed(function)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, _name(node) == own != ""
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "setattr":
+            name = getattr(node.args[1], "value", None) if len(node.args) > 1 else None
+            if isinstance(name, str):
+                yield name, getattr(node.args[0], "id", "") == own != ""
+    if not getattr(tree, "body", ()):
+        for code in _codes(function.__code__):
+            for each in dis.get_instructions(code):
+                if each.opname == "STORE_ATTR":
+                    yield each.argval, False
+            if "setattr" in code.co_names:
+                yield from ((each, False) for each in code.co_consts if isinstance(each, str))
+
+
+def uses(function: Any) -> set[str]:
+    """Return the names of all attributes and globals in a function's code."""
+    return set().union(*(code.co_names for code in _codes(function.__code__)))
+
+
+def named(function: Any) -> Iterator[FunctionType]:
+    """Return the functions that a function uses as globals, or of the functions around it."""
+    found = [function.__globals__.get(name) for name in uses(function)]
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    yield from (each for each in found if isinstance(each, FunctionType))
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    """Return a function's code and that of the functions within it."""
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
 
 
 def _stored(function: Any) -> Iterator[str]:

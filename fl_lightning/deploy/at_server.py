@@ -14,6 +14,7 @@ from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
+from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.site_hooks import check_hooks, check_learner
 from fl_lightning.deploy.sites import Sites
 from fl_lightning.deploy.told import Told
@@ -89,7 +90,8 @@ class AtServer(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         learner, note = pl_module.learner, pl_module.note
-        self.progress = ServerProgress(trainer, learner, note, self.changed)
+        may_set = Scheduled(learner, trainer.callbacks).may_set
+        self.progress = ServerProgress(trainer, learner, note, may_set, self.changed)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = pl_module.run.loop

@@ -71,7 +71,7 @@ def _of_fields(answer: Message) -> tuple[set[int], dict[str, int]]:
 def _append(path: Path, line: list[object]) -> None:
     """Add a line in one write; a line that a killed process left unfinished is ended first."""
     text = io.StringIO()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o600)
     with open(descriptor, "r+b", buffering=0) as file:
         end = os.fstat(descriptor).st_size
         if not end:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torch import nn
-
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.fields import LARGEST, Fields, WrongField
-from fl_lightning.deploy.progress import ATTRIBUTE, BOOL, FOREVER, of_framework
+from fl_lightning.deploy.progress import ATTRIBUTE, BOOL, FOREVER
+from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.transport import Message, Number, visible
 from fl_lightning.errors import UserError
 
@@ -25,14 +24,14 @@ class Permitted:
         clients: those that the site holds, by its own file or ``--node-config``.
         callbacks: of the config; if there is a ``PerClientEvaluation``, the server may ask for
             measurements, and for fine-tuning of its ``finetune_epochs``.
-        learner: numbers that it has as attributes of its own may be set, and no others.
+        scheduled: the attributes of the learner that may be set.
     """
 
     def __init__(
-        self, clients: Iterable[int], callbacks: Iterable[Any], learner: nn.Module
+        self, clients: Iterable[int], callbacks: Iterable[Any], scheduled: Scheduled
     ) -> None:
         self.clients = frozenset(clients)
-        self.learner = learner
+        self.scheduled = scheduled
         measuring = [c for c in callbacks if isinstance(c, PerClientEvaluation)]
         self.epochs = {0.0, *(float(c.finetune_epochs) for c in measuring)} if measuring else set()
 
@@ -66,24 +65,14 @@ class Permitted:
         self._check_attributes(message.numbers)
 
     def _check_attributes(self, numbers: Mapping[str, Number]) -> None:
-        modules = dict(self.learner.named_modules())
         for key in numbers:
-            if not key.startswith(ATTRIBUTE):
-                continue
             full = key.removeprefix(ATTRIBUTE).removesuffix(BOOL)
-            part, _, name = full.rpartition(".")
-            known = part in modules and name.isidentifier() and not name.startswith("__")
-            if (
-                not known
-                or of_framework(modules[part], name)
-                or not _is_number(modules[part], name)
-            ):
-                raise _refused(f"another {visible(full)}", "lets only its learner's numbers be set")
-
-
-def _is_number(module: nn.Module, name: str) -> bool:
-    """Return whether an attribute is a number, or is not there yet."""
-    return isinstance(getattr(module, name, 0), bool | int | float)
+            if key.startswith(ATTRIBUTE) and not self.scheduled.may_set(full):
+                raise _refused(
+                    f"another {visible(full)}",
+                    "lets only those numbers of its learner be set that the learner's own hooks or "
+                    "the config's callbacks schedule",
+                )
 
 
 def _refused(what: str, instead: str) -> UserError:

@@ -24,6 +24,7 @@ from fl_lightning.lightning import pl
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
 BOOL = ":bool"  # suffix of the name of an attribute that is True or False
 FOREVER = -1  # for max_epochs=None
+ABSENT = object()  # in place of the value of an attribute that a module itself does not have
 OF_MODULES = frozenset({*vars(pl.LightningModule()), *vars(nn.Module())})
 FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
@@ -35,6 +36,7 @@ class ServerProgress:
         trainer: the server's Trainer.
         learner: the learner when the fit begins, before any of its hooks ran.
         note: function that reports a text to the user.
+        may_set: whether sites let a message set the attribute of a name.
         changed: names of attributes that were changed before the run was resumed. The learner may
             have restored them, so they do not differ from ``first``.
     """
@@ -44,11 +46,13 @@ class ServerProgress:
         trainer: Any,
         learner: nn.Module,
         note: Callable[[str], None],
+        may_set: Callable[[str], bool],
         changed: Collection[str] = (),
     ) -> None:
         self.trainer = trainer
         self.learner = learner
         self.note = note
+        self.may_set = may_set
         self.first = Attributes(learner)
         self.frozen = _marks(learner)
         # frozen parameters whose changes are sent
@@ -87,12 +91,18 @@ class ServerProgress:
             if of_framework(modules[part], name):
                 continue
             value = getattr(modules[part], name, None)
-            if isinstance(value, bool):
-                numbers[ATTRIBUTE + full + BOOL] = int(value)
-            elif isinstance(value, int | float):
-                numbers[ATTRIBUTE + full] = value
-            else:
+            if not isinstance(value, int | float):
                 self._note_left(full, "It is not a number")
+            elif not self.may_set(full):
+                self._note_left(
+                    full,
+                    "It belongs to a module of a library, or the code of no hook of the learner "
+                    "and its callbacks assigns it by its name",
+                )
+            elif isinstance(value, bool):
+                numbers[ATTRIBUTE + full + BOOL] = int(value)
+            else:
+                numbers[ATTRIBUTE + full] = value
         return numbers
 
     def _is_of_class(self, full: str) -> bool:
@@ -138,19 +148,15 @@ class SiteProgress:
         self.first: dict[str, Any] = {}
         for part, module in learner.named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, bool | int | float):
+                if isinstance(value, bool | int | float | None):
                     self.first[f"{part}.{name}" if part else name] = value
         self.set: dict[str, None] = {}  # attributes that a message has set
 
     def take(self, numbers: Mapping[str, Number]) -> None:
-        """Set the Trainer's progress and the learner's attributes."""
-        loop = self.trainer.fit_loop
-        for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
-            progress.processed = progress.completed = int(numbers["epoch"])
-        steps = loop.epoch_loop.manual_optimization.optim_step_progress
-        steps.total.ready = steps.total.completed = int(numbers["steps"])
-        limit = int(numbers["max_epochs"])
-        loop.max_epochs = None if limit == FOREVER else limit
+        """Set the Trainer's progress and the learner's attributes, all or none.
+
+        The message has been checked: sites let it set each of its attributes.
+        """
         came: dict[str, Any] = {}
         for key, value in numbers.items():
             if key.startswith(ATTRIBUTE):
@@ -159,11 +165,35 @@ class SiteProgress:
                 came[full.removesuffix(BOOL)] = bool(value) if flag else value
         # After a restart the server has the first values again, so reset the attributes that its
         # message does not name.
-        own = {full: self.first[full] for full in self.set if full in self.first}
-        for full, value in {**own, **came}.items():
-            part, _, name = full.rpartition(".")
-            setattr(self.learner.get_submodule(part), name, value)
+        due = {full: self.first.get(full, ABSENT) for full in self.set} | came
+        before = {full: self._value(full) for full in due}
+        try:
+            for full, value in due.items():
+                self._give(full, value)
+        except Exception:
+            for full, value in before.items():
+                self._give(full, value)
+            raise
         self.set |= dict.fromkeys(came)
+        loop = self.trainer.fit_loop
+        for progress in (loop.epoch_progress.current, loop.epoch_progress.total):
+            progress.processed = progress.completed = int(numbers["epoch"])
+        steps = loop.epoch_loop.manual_optimization.optim_step_progress
+        steps.total.ready = steps.total.completed = int(numbers["steps"])
+        limit = int(numbers["max_epochs"])
+        loop.max_epochs = None if limit == FOREVER else limit
+
+    def _value(self, full: str) -> Any:
+        part, _, name = full.rpartition(".")
+        return vars(self.learner.get_submodule(part)).get(name, ABSENT)
+
+    def _give(self, full: str, value: Any) -> None:
+        part, _, name = full.rpartition(".")
+        module = self.learner.get_submodule(part)
+        if value is not ABSENT:
+            setattr(module, name, value)
+        elif name in vars(module):
+            delattr(module, name)
 
 
 def of_framework(module: nn.Module, name: str) -> bool:

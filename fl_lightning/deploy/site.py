@@ -23,10 +23,11 @@ from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.same_config import config_of
+from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.deploy.told_errors import told
-from fl_lightning.deploy.transport import Array, Message, Number, Post, words
+from fl_lightning.deploy.told_errors import LOGGED, told
+from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
 from fl_lightning.description import version_of
 from fl_lightning.engines.accumulation import batches_in
 from fl_lightning.engines.forked import Forked
@@ -59,6 +60,7 @@ class AtSite(pl.Callback):
         folder: the folder of their rows.
         own: whether the site brought its data; the server then knows only what the site sends.
         fewest_samples: metrics of a client with fewer samples stay at the site. 0: all are sent.
+        elsewhere: callbacks of the config that only the server runs.
     """
 
     # The server asks a site to measure its clients if the run's callbacks need it.
@@ -72,12 +74,14 @@ class AtSite(pl.Callback):
         folder: Path,
         own: bool = False,
         fewest_samples: int = 0,
+        elsewhere: Sequence[Any] = (),
     ) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
         self.own = own
         self.fewest_samples = fewest_samples
+        self.elsewhere = elsewhere
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.progress = SiteProgress(trainer, pl_module.learner)
@@ -121,7 +125,8 @@ class Site(FederatedLoop):
         self.of_server = at.progress
         self.post = at.post
         self.clients = at.clients
-        self.permitted = Permitted(self.clients, trainer.callbacks, self.module.learner)
+        scheduled = Scheduled(self.module.learner, [*trainer.callbacks, *at.elsewhere])
+        self.permitted = Permitted(self.clients, trainer.callbacks, scheduled)
         self.rows = rows
         self.own_data = at.own
         self.fewest_samples = at.fewest_samples
@@ -168,15 +173,15 @@ class Site(FederatedLoop):
             if message.what == "evaluate":
                 return self.evaluated(message)
             raise UserError(
-                f"the message {message.what!r} is not known; do server and site have the same "
-                "version?"
+                f"the message {visible(message.what)!r} is not known; do server and site have the "
+                "same version?"
             )
         except Exception as error:
             # The text stays here: it may quote a cell.
             notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
             kind = "" if isinstance(error, UserError) else f"{type(error).__name__}: "
-            text = plain_lines(f"{message.what}: {kind}{error}{notes}")
-            print(text, file=sys.stderr, flush=True)
+            text = f"{visible(message.what)}: {kind}{error}{notes}"
+            print(plain_lines(text[:LOGGED]), file=sys.stderr, flush=True)
             failed = Message("failed", message.site)
             failed.numbers["user"] = int(isinstance(error, UserError))
             who = f"client{'s' * (len(self.clients) > 1)} {', '.join(map(str, self.clients))}: "
@@ -193,7 +198,7 @@ class Site(FederatedLoop):
             )
         if self.own_data:
             travel.check_names(message.arrays, self.cohort.data)
-        self.rows.begin(int(message.numbers["run"]))
+        self.rows.check(int(message.numbers["run"]))
         sizes = self.cohort.data.client_sizes()
         arrays: dict[str, Array] = {
             "clients": np.asarray(self.clients, np.int64),
@@ -207,7 +212,7 @@ class Site(FederatedLoop):
             "shape": np.asarray(travel.shape_of(self.cohort.data, self.clients[0]), np.int64),
             "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
         }
-        if message.numbers.get("tests"):
+        if message.numbers.get("tests") and self.permitted.epochs:
             arrays["tests"] = np.asarray([*map(self.tests_of, self.clients)], np.int64)
         numbers: dict[str, Number] = {"run": message.numbers["run"], "place": self.rows.place}
         numbers |= {"own": int(self.own_data), "fewest_samples": self.fewest_samples}

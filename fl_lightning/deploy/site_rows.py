@@ -72,7 +72,10 @@ class SiteRows:
     def _place(self, path: Path) -> int:
         """Return a number that identifies the folder, whichever process and node serve it."""
         try:
-            return int(path.read_text("ascii"))
+            place = int(path.read_text("ascii"))
+            if not 0 <= place < 2**53:
+                raise ValueError(place)
+            return place
         except (OSError, ValueError):
             place = secrets.randbelow(2**53)
             with written_aside(path) as file:
@@ -85,12 +88,20 @@ class SiteRows:
         Raises:
             UserError: the folder holds another run's rows.
         """
+        self.check(run)
+        self.run = run
+
+    def check(self, run: int) -> None:
+        """Refuse another run than the one whose rows the folder holds.
+
+        Raises:
+            UserError: it names both.
+        """
         if self.run is not None and self.run != run:
             raise UserError(
                 f"site folder {self.folder}: it holds the clients' rows of another run "
                 f"({self.run:x}), and the server runs {run:x}. Give the site another folder."
             )
-        self.run = run
 
     def settle(self, counted: dict[int, int]) -> None:
         """Make the staged rows the clients' state if their round counted, or drop them.

@@ -1,4 +1,4 @@
-"""Reports an error of a site to the server without cells, labels and folders.
+"""Reports an error of a site to the server without cells, labels, columns' names and folders.
 
 The text of an error may quote what it is about. So only texts that this package makes without the
 site's data leave it: those about messages, states, and the journal of rows. Of every other error
@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 
 from fl_lightning.deploy.transport import visible
-from fl_lightning.errors import CellError, UserError
+from fl_lightning.errors import CellError, OtherNames, UserError
 
 LOG = "site.log"
 TOLD = "site.told"  # file with what the server is told of the error that ended a site's process
@@ -20,6 +20,7 @@ TOLD = "site.told"  # file with what the server is told of the error that ended 
 _OF_MESSAGES = ("fl_lightning.deploy.", "fl_lightning.aggregation.metric_states")
 _FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s'\",;()/]+/)+")
 MOST = 1000  # characters
+LOGGED = 10_000  # characters of an error in the site's own log
 
 
 def told(error: BaseException) -> str:
@@ -29,6 +30,8 @@ def told(error: BaseException) -> str:
         return f"{type(error).__name__}; the text is in the site's {LOG}"
     frame, line = frames[-1]
     module = str(frame.f_globals.get("__name__", ""))
+    if isinstance(error, OtherNames):
+        return visible(error.told, MOST)
     if isinstance(error, UserError) and module.startswith(_OF_MESSAGES):
         return visible(_FOLDERS.sub("…/", str(error)), MOST)
     place = f"{Path(frame.f_code.co_filename).name}, line {line}"

@@ -19,7 +19,7 @@ from torch import Tensor
 from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates
 from fl_lightning.deploy.transport import BFLOAT, Array, Message, said, words
-from fl_lightning.errors import UserError
+from fl_lightning.errors import OtherNames, UserError
 from fl_lightning.round.coding import as_array
 from fl_lightning.round.context import Round
 from fl_lightning.round.state import Declaration
@@ -88,7 +88,8 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
     """Compare the server's names of columns and classes with those of a site's data.
 
     Raises:
-        UserError: it names both, because a number would have another meaning there.
+        OtherNames: it names both, because a number would have another meaning there. What the
+            server is told has only its own names.
     """
     for kind, names in names_of(data).items():
         if kind not in server or said(server[kind]) == said(names):
@@ -96,17 +97,22 @@ def check_names(server: Mapping[str, Array], data: Any) -> None:
         theirs, ours = (said(each).split("\n") for each in (server[kind], names))
         what, option = ("columns", "features") if kind == "column_names" else ("classes", "classes")
         lacks = _list([name for name in theirs if name not in ours])
-        more = _list([name for name in ours if name not in theirs])
+        more = [name for name in ours if name not in theirs]
         differ = [f"lack {lacks}, which the server's have"] if lacks else []
-        differ += [f"have {more}, which the server's do not"] if more else []
-        text = ", and ".join(differ)
-        if not differ:
-            text = f"are {_list(ours)}, and the server's {_list(theirs)}"
+        named, counted = differ[:], differ[:]
+        if more:
+            named.append(f"have {_list(more)}, which the server's do not")
+            counted.append(f"have {len(more)} that the server's do not")
+        if not named:
+            named = counted = [f"are {_list(ours)}, and the server's {_list(theirs)}"]
         mended = "Its table needs them" if lacks and kind == "column_names" else ""
         mended = mended or f"Give the server's by data.init_args.{option} in site.yaml"
-        raise UserError(
-            f"this site's {what} {text}: the run identifies them by their positions. {mended}."
+        text, to_server = (
+            f"this site's {what} {', and '.join(each)}: the run identifies them by their "
+            f"positions. {mended}."
+            for each in (named, counted)
         )
+        raise OtherNames(text, to_server)
 
 
 def _list(names: list[str]) -> str:

@@ -73,8 +73,10 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "whole": {"base": "which version of the frozen weights the site has"},
     "failed": {
-        "text": "the kind of the error and its place: the column and line, or the place in the "
-        "code; the whole text of an error about messages or folders, which holds no cell",
+        "text": "the kind of the error and its place: the numbers of the column and the line, or "
+        "the place in the code; if columns or classes differ from the server's, the names of the "
+        "server's that the site lacks and the number of the site's others; the whole text of an "
+        "error about messages or folders, which holds no cell",
         "user": "whether a user has to correct something",
     },
     EACH: {

@@ -59,12 +59,17 @@ def read(folder: Path) -> Journal:
         held = json.loads(path.read_text("utf-8"))
         rows: Index = {}
         for name, entry in held["rows"].items():
-            rows[name] = {key: torch.tensor(entry[key]) for key in ("clients", "segments")}
+            rows[name] = {
+                key: torch.tensor(entry[key], dtype=torch.int64) for key in ("clients", "segments")
+            }
+            clients, segments = rows[name].values()
+            if clients.ndim != 1 or clients.shape != segments.shape:
+                raise ValueError(f"the clients and segments of {name[:50]} do not fit each other")
         committed = {int(i): int(t) for i, t in held["committed"].items()}
         staged = {int(i): (int(t), list(names)) for i, (t, names) in held["staged"]}
         optimizer = str(held.get("optimizer", ""))
         return Journal(int(held["run"]), committed, staged, rows, optimizer)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise UserError(
             f"site folder {folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the state of its "
             "clients cannot be read. Restore it from a copy, or begin another run with another "

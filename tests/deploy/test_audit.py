@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,10 @@ from fl_lightning import UserError
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PerClientEvaluation
 from fl_lightning.deploy import audit
+from fl_lightning.deploy.flower.app_settings import NodeSettings
+from fl_lightning.deploy.flower.client import UNNOTED, Resident, failure
 from fl_lightning.deploy.flower.serve_site import serve
-from fl_lightning.deploy.transport import Message, Post, packed
+from fl_lightning.deploy.transport import Message, Post, packed, said
 from tests.deploy.liars import data
 from tests.deploy.test_in_memory import Restarted, over_sites
 from tests.deploy.test_what_leaves import Spy
@@ -161,6 +164,37 @@ def test_a_field_that_the_list_lacks_does_not_leave(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match=f"the field {name} of the answer 'trained'"):
             audit.note(tmp_path, Message("round"), Message("trained", numbers={name: 1}))
     assert not [*tmp_path.iterdir()]
+
+
+def test_a_site_that_cannot_note_its_answer_sends_a_fixed_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = NodeSettings({"site": "/data/Meier.yaml", "folder": str(tmp_path / "rows")})
+    site = Resident(tmp_path, settings, 1)
+    why = UserError("site.yaml of Meier is damaged")
+    assert said(failure(site, why).arrays["text"]) != UNNOTED
+    (tmp_path / "rows" / "left.csv").unlink()
+    (tmp_path / "rows" / "left.csv").mkdir()
+    for place in (site, None):
+        answer = failure(place, why)
+        assert answer.numbers == {"user": 1} and {*answer.arrays} == {"text"}
+        assert said(answer.arrays["text"]) == UNNOTED
+    printed = capsys.readouterr().err
+    assert "left.csv cannot be written (Is a directory)" in printed and "Meier" in printed
+
+
+def test_only_the_owner_reads_the_files_of_a_site(tmp_path: Path) -> None:
+    before = os.umask(0o022)
+    try:
+        audit.note(tmp_path, Message("hello"), Message("whole", numbers={"base": 1}))
+        (tmp_path / "config.yaml").write_text("data: Digits\n", "utf-8")
+        settings = NodeSettings({"site": "away.yaml", "folder": str(tmp_path)})
+        with pytest.raises(UserError):
+            Resident(tmp_path, settings, 1).ask(packed(Message("hello", numbers={"m": 3})))
+    finally:
+        os.umask(before)
+    modes = {name: (tmp_path / name).stat().st_mode & 0o777 for name in ("left.csv", "site.log")}
+    assert modes == {"left.csv": 0o600, "site.log": 0o600}
 
 
 class Early:

@@ -15,7 +15,7 @@ from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.flower.client import Resident
 from fl_lightning.deploy.flower.serve_site import own_data, serve
-from fl_lightning.deploy.transport import Message, packed, unpacked, words
+from fl_lightning.deploy.transport import Message, packed, said, unpacked, words
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, parse_yaml
 
@@ -192,6 +192,50 @@ def test_columns_that_a_site_lacks_or_has_too_many_are_named(
     assert main(["deploy", "flower", "base", "study.yaml", "--out", "app"]) == 0
     with pytest.raises(UserError, match=said):
         serve(Path("app"), Path("rows"), "", Path("site.yaml"), 1, Asked())
+
+
+class Asks:
+    """A post with a hello and two rounds, each of which sets one number of the learner."""
+
+    def __init__(self) -> None:
+        own = {"run": 1, "round": 0, "epoch": 0, "steps": 0, "max_epochs": 2, "whole": 1}
+        arrays = {"mine": np.asarray([1]), "counted": np.asarray([-1])}
+        self.asked = [Message("hello", "1", {"run": 1, "m": 3})]
+        for name in ("heat", "cold"):
+            numbers = {**own, "total_weight": 1.0, f"learner/{name}": 2.0}
+            self.asked.append(Message("round", "1", numbers, arrays))
+        self.told: list[str] = []
+
+    def take(self) -> Message | None:
+        return self.asked.pop(0) if self.asked else None
+
+    def give(self, answer: Message) -> None:
+        self.told.append(said(answer.arrays["text"]) if "text" in answer.arrays else answer.what)
+
+
+HEATS = """import pytorch_lightning as pl
+
+class Heats(pl.Callback):
+    def on_train_epoch_start(self, trainer, pl_module):
+        pl_module.learner.heat = 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_number_that_a_callback_of_the_server_schedules_may_be_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("heats.py").write_text(HEATS, "utf-8")
+    given = ["--data.num_clients", "3", "--trainer.callbacks+", "heats.Heats", "--out", "app"]
+    assert main(["deploy", "flower", "base", *given]) == 0
+    post = Asks()
+    serve(Path("app"), Path("rows"), "1", None, 2, post)
+    here, heat, cold = post.told
+    assert here == "here"
+    # The message has no model, which the site checks after the learner's numbers.
+    assert "the field w " in heat and "the server asks for another cold" in cold
 
 
 @pytest.mark.slow

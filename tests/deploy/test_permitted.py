@@ -11,8 +11,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import pytorch_lightning as pl
+from torch import nn
 
 from fl_lightning.callbacks import PerClientEvaluation
+from fl_lightning.deploy.progress import SiteProgress
+from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.transport import Message, said
 from tests.deploy.liars import OPTIONS, data
@@ -35,7 +39,8 @@ class Questions:
         def serve() -> None:
             given = {**OPTIONS, "data": tested, "learner": learner}
             with suppress(Ended):
-                trained([*callbacks, AtSite(self, [1], folder)], 1, [], **given)
+                at = AtSite(self, [1], folder, elsewhere=[Cools()])
+                trained([*callbacks, at], 1, [], **given)
 
         self.thread = threading.Thread(target=serve, daemon=True)
         self.thread.start()
@@ -53,9 +58,42 @@ class Questions:
 
 
 class Scaled(Learner):
-    """It has a number that a callback may schedule."""
+    """Its hook schedules two numbers, one of them through a property; a third one it only has."""
 
     factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.5
+        self._heat = 1.0
+        self.drop = nn.Dropout(0.5)
+
+    @property
+    def heat(self) -> float:
+        return self._heat
+
+    @heat.setter
+    def heat(self, value: float) -> None:
+        self._heat = value
+
+    def on_train_epoch_start(self) -> None:
+        self.factor, self.heat = 1.0, 2.0
+        self.net[1].eps = 1e-5
+        self.count = self.current_epoch  # a new name
+
+
+class Cools(pl.Callback):
+    """It schedules a number of the learner, and has one of its own."""
+
+    def __init__(self) -> None:
+        self.rate = 0.1
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        self.rate += 0.1
+        self.cool(pl_module.learner)
+
+    def cool(self, learner: Any) -> None:
+        setattr(learner, "cold", 1)  # noqa: B010  # a hook may set it so
 
 
 @pytest.fixture
@@ -90,6 +128,34 @@ def test_a_site_measures_only_if_the_config_does(site: Questions) -> None:
     assert "has a config without PerClientEvaluation" in told
 
 
+@pytest.mark.parametrize("site", [False, True], indirect=True)
+def test_a_site_counts_test_samples_only_if_the_config_measures(
+    site: Questions, request: pytest.FixtureRequest
+) -> None:
+    measures = request.node.callspec.params["site"]
+    assert ("tests" in site.ask("hello", [1], tests=1).arrays) == measures
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_hello_does_not_bind_a_folder_to_its_run(site: Questions) -> None:
+    assert site.ask("hello", [1], run=8).what == "here"
+    assert site.ask("hello", [1]).what == "here"
+    assert site.ask("round", [1]).what == "trained"
+    assert "rows of another run" in refused(site.ask("hello", [1], run=8))
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_long_question_writes_little_into_the_log(
+    site: Questions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer = site.ask("x\u202e" * 10**6, [1])
+    assert "is not known" in refused(answer)
+    assert len(capsys.readouterr().err) < 1000
+    refused(site.ask("round", [1], **{"learner/" + "x" * 10**6: 1}))
+    refused(site.ask("round", [1], **{"round": "x" * 10**6}))
+    assert len(capsys.readouterr().err) < 30_000
+
+
 @pytest.mark.parametrize("site", [True], indirect=True)
 def test_a_site_fine_tunes_as_long_as_the_config_says(site: Questions) -> None:
     assert "3000 epochs of fine-tuning" in refused(site.ask("evaluate", [1], epochs=3000))
@@ -99,12 +165,50 @@ def test_a_site_fine_tunes_as_long_as_the_config_says(site: Questions) -> None:
 
 @pytest.mark.parametrize("site", [False], indirect=True)
 @pytest.mark.parametrize(
-    "name", ["_modules", "training", "net._parameters", "forward", "__class__", "nets.a", "a b"]
+    "name",
+    [
+        *("_modules", "training", "net._parameters", "forward", "__class__", "nets.a", "a b"),
+        # what no hook sets, what a library's module has, a new name, a property
+        *("rate", "seen.ignore_index", "seen.num_classes", "net.1.eps", "net.1.momentum"),
+        *("drop.p", "brand_new", "frozen_stay", "current_epoch", "heat", "net.factor"),
+    ],
 )
-def test_only_numbers_of_the_learner_are_set(name: str, site: Questions) -> None:
-    told = refused(site.ask("round", [1], **{f"learner/{name}": 1}))
+def test_only_numbers_that_the_run_schedules_are_set(name: str, site: Questions) -> None:
+    told = refused(site.ask("round", [1], **{f"learner/{name}": 1, "learner/factor": 9.0}))
     assert f"the server asks for another {name}, which is refused" in told
-    assert site.ask("round", [1], **{"learner/factor": 2.0}).what == "trained"
+    scheduled = {"learner/factor": 2.0, "learner/_heat": 3.0, "learner/count": 4, "learner/cold": 5}
+    assert site.ask("round", [1], **scheduled).what == "trained"
+
+
+def test_what_a_hook_without_source_sets_is_found_in_its_code() -> None:
+    code = "class Own(Learner):\n def on_validation_end(self):\n  self.set()\n def set(self):\n  "
+    space: dict[str, Any] = {"Learner": Scaled, "__name__": "own"}
+    exec(code + "self.rate += 1.0", space)
+    scheduled = Scheduled(space["Own"](), [])
+    assert scheduled.may_set("rate") and not scheduled.may_set("brand_new")
+
+
+class Refuses(Scaled):
+    """It refuses a number after another one was set."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_heat" and value == 7:
+            raise ValueError("too hot")
+        super().__setattr__(name, value)
+
+
+def test_a_message_sets_all_of_its_numbers_or_none() -> None:
+    learner = Refuses()
+    trainer: Any = pl.Trainer(logger=False, enable_checkpointing=False)
+    progress = SiteProgress(trainer, learner)
+    own = {"epoch": 1, "steps": 3, "max_epochs": 5}
+    progress.take({**own, "learner/factor": 2.0, "learner/count": 1})
+    with pytest.raises(ValueError, match="too hot"):
+        progress.take({**own, "epoch": 4, "learner/factor": 3.0, "learner/_heat": 7})
+    assert (learner.factor, learner.heat, learner.count) == (2.0, 1.0, 1)
+    assert trainer.current_epoch == 1
+    progress.take(own)  # of a server that has restarted
+    assert learner.factor == 1.0 and not {"factor", "count"} & {*vars(learner)}
 
 
 @pytest.mark.parametrize("site", [False], indirect=True)

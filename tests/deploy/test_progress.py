@@ -162,6 +162,27 @@ def test_an_attribute_that_cannot_travel_is_noted(tmp_path: Path) -> None:
     assert any("its hooks change rates at the server" in note for note in over.notes)
 
 
+class OfLibrary(Learner):
+    def on_train_epoch_start(self) -> None:
+        self.net[1].eps *= 2
+
+
+class Unnamed(Learner):
+    """No code says which number this hook sets."""
+
+    def on_train_epoch_start(self) -> None:
+        vars(self)["ra" + "te"] = 2.0
+
+
+@pytest.mark.parametrize("learner, name", [(OfLibrary, "net.1.eps"), (Unnamed, "rate")])
+def test_a_number_that_sites_do_not_let_be_set_is_noted(
+    learner: type[Learner], name: str, tmp_path: Path
+) -> None:
+    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=learner)
+    told = f"its hooks change {name} at the server. It belongs to a module of a library, or the"
+    assert [note for note in over.notes if told in note]
+
+
 class ByClass(Learner):
     factor = 1.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from torch import Tensor
 from fl_lightning import UserError
 from fl_lightning.datamodules import FromTable
 from fl_lightning.deploy.told_errors import told
+from fl_lightning.deploy.transport import words
+from fl_lightning.deploy.travel import check_names
 from fl_lightning.errors import CellError
 from tests.deploy.liars import OPTIONS, SHARES
 from tests.deploy.test_in_memory import Learner, over_sites
@@ -35,10 +38,10 @@ def error_of(path: Path, cells: list[str]) -> UserError:
 @pytest.mark.parametrize(
     ("cells", "secret", "place"),
     [
-        ([CELL, "1", "1"], CELL, "column 'x0', line 4"),
-        (["1e99", "1", "1"], "1e99", "column 'x0', line 4"),
-        (["1", "1", "HIV-positive"], "HIV-positive", "column 'outcome', line 4"),
-        (["1", "", "1"], "no value", "column 'x1', line 4"),
+        ([CELL, "1", "1"], CELL, "column 1, line 4"),
+        (["1e99", "1", "1"], "1e99", "column 1, line 4"),
+        (["1", "1", "HIV-positive"], "HIV-positive", "column 3, line 4"),
+        (["1", "", "1"], "no value", "column 2, line 4"),
     ],
 )
 def test_the_place_of_a_cell_is_told_and_not_its_value(
@@ -48,6 +51,27 @@ def test_the_place_of_a_cell_is_told_and_not_its_value(
     assert isinstance(error, CellError) and secret in str(error)
     text = told(error)
     assert place in text and secret not in text and str(tmp_path) not in text
+
+
+@pytest.mark.parametrize("kind", ["column_names", "class_names"])
+def test_names_that_only_the_site_has_are_counted_and_not_told(kind: str) -> None:
+    """The classes may be cells of the target's column, and the columns the first row of a table."""
+    data = SimpleNamespace(**{kind: ["a", "c", CELL, f"{CELL} HIV"]})
+    with pytest.raises(UserError) as error:
+        check_names({kind: words("a\nb")}, data)
+    assert f"have c, {CELL}, {CELL} HIV, which the server's do not" in str(error.value)
+    text = told(error.value)
+    assert CELL not in text and "lack b, which the server's have, and have 3 that the" in text
+
+
+def test_the_name_of_a_column_is_not_told(tmp_path: Path) -> None:
+    path = tmp_path / "headless.csv"
+    path.write_text(f"{CELL},51,1\nx,3,1\n4,4,0\n", "utf-8")
+    data = FromTable(path, target="1", classes=[0, 1], num_clients=1)
+    with pytest.raises(CellError, match=CELL) as error:
+        data.prepare_data()
+        data.setup("fit")
+    assert CELL not in told(error.value) and "column 1, line 2" in told(error.value)
 
 
 class Quotes(Learner):

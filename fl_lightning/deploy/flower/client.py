@@ -20,9 +20,15 @@ from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.told_errors import LOG, TOLD, told
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
+from fl_lightning.escaping import plain_lines
 
 _PAUSE = 0.05
 _STARTS = 4
+# All that leaves a site that cannot note its answers.
+UNNOTED = (
+    "the site sends no answer, because it cannot note it in left.csv: its --node-config, its "
+    "folder or its disk has to be corrected; the site's node prints the reason"
+)
 
 
 def answer(message: Any, context: Any, file: str) -> Any:
@@ -40,14 +46,29 @@ def answer(message: Any, context: Any, file: str) -> Any:
         site = Resident(Path(file).resolve().parents[1], settings, rounds)
         data = site.ask(envelope.bytes_in(message.content, str(context.node_id)))
     except (UserError, OSError) as error:
-        failed = Message("failed", numbers={"user": 1})
-        failed.arrays["text"] = np.array(words(told(error)))
-        if site is not None:
-            # If the file cannot be written, the server should still hear why there is no answer.
-            with suppress(UserError):
-                audit.note(site.folder, Message(""), failed)
-        data = packed(failed)
+        data = packed(failure(site, error))
     return FlowerMessage(envelope.content(data), reply_to=message)
+
+
+def failure(site: Resident | None, error: Exception) -> Message:
+    """Return the answer if there is no other: the error, or a fixed text if it cannot be noted.
+
+    Args:
+        site: None if its settings or its folder are wrong.
+    """
+    if site is not None:
+        failed = failed_with(told(error))
+        try:
+            audit.note(site.folder, Message(""), failed)
+            return failed
+        except UserError as unnoted:
+            error = unnoted
+    print(plain_lines(error), file=sys.stderr, flush=True)
+    return failed_with(UNNOTED)
+
+
+def failed_with(text: str) -> Message:
+    return Message("failed", "", {"user": 1}, {"text": np.array(words(text))})
 
 
 class Resident:
@@ -121,7 +142,9 @@ class Resident:
 
     def _start(self) -> subprocess.Popen[bytes]:
         (self.folder / TOLD).unlink(missing_ok=True)
-        with open(self.folder / LOG, "wb") as log:
+        # It may quote cells, so only its owner may read it.
+        writing = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        with open(os.open(self.folder / LOG, writing, 0o600), "wb") as log:
             return subprocess.Popen(
                 [*self.command, "--key", self.key.hex()],
                 stdin=subprocess.DEVNULL,

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.parent import end_with
-from fl_lightning.deploy.told_errors import TOLD, told
+from fl_lightning.deploy.told_errors import LOGGED, TOLD, told
 from fl_lightning.deploy.transport import Message, packed, unpacked
 from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain_lines
@@ -81,7 +81,7 @@ class SocketPost:
         try:
             return unpacked(data, "")
         except UserError as error:
-            print(plain_lines(error), file=sys.stderr, flush=True)
+            print(plain_lines(str(error)[:LOGGED]), file=sys.stderr, flush=True)
             return Message("damaged")
 
     def give(self, answer: Message) -> None:
