@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +57,7 @@ class FederatedLoop:
         loss: the latest round's mean over clients of their steps' losses; None if no callback reads
             it.
         rows_elsewhere: whether clients' rows stay with the clients, at sites.
+        disputed: names of metrics about which the latest round's sites do not agree.
     """
 
     settings: Settings
@@ -79,6 +80,7 @@ class FederatedLoop:
     latest: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
     rows_elsewhere: bool = False
+    disputed: Collection[str] = ()
     logged_metrics: Sequence[Metric] = ()
 
     def run_round(self, t: int) -> RoundMetrics:
@@ -409,7 +411,8 @@ class FederatedLoop:
         means: dict[str, float] = {}
         for name, total in ledger.total.logs.items():
             # A client need not log every name, so each name has its own number of values.
-            means[name] = float(total / ledger.total.logged[name])
+            if name not in self.disputed:
+                means[name] = float(total / ledger.total.logged[name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics, self.note)
