@@ -183,7 +183,10 @@ class FederatedLoop:
             sizes=sizes,
             weights=weights,
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
-            rates=self.client_rates.in_round(t, factor, steps.values()),
+            # Sites fill the tables of their clients' steps.
+            rates=self.client_rates.in_round(
+                t, factor, () if self.rows_elsewhere else steps.values()
+            ),
         )
         trained = mask_of_round(self.methods, ledger.round)
         if trained is not None:

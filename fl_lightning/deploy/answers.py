@@ -23,7 +23,9 @@ from fl_lightning.deploy.fields import (
 )
 from fl_lightning.deploy.transport import Message, visible
 
-MOST_CONFIG = 2**24  # bytes of a site's config
+MOST_CONFIG = 2**22  # bytes of a site's config, which has a checksum of each frozen parameter
+MOST_HERE = 2**16  # bytes of a site's other facts, besides
+OF_CLIENT = 64  # bytes of each of its clients
 MOST_ERROR = 2000  # bytes of the text of an error
 # client → "" or "_finetuned" → metric → value, as evaluation.personal.measured gives them
 Values = dict[int, dict[str, dict[str, float]]]
@@ -132,28 +134,34 @@ def whole(message: Message, run: int) -> Whole:
     return found
 
 
-def here(message: Message, run: int, asks_tests: bool) -> Here:
+def here(message: Message, run: int, m: int, asks_tests: bool) -> Here:
     """Return a site's data and config.
 
     Args:
+        m: number of clients of the run.
         asks_tests: whether it was asked for its clients' numbers of test samples.
 
     Raises:
         WrongField: a field is missing, too many, or not what it has to be.
     """
     fields = _about(message)
+    _bounded(fields, message, MOST_CONFIG + MOST_HERE + m * OF_CLIENT)
     fields.integer("run", run, run)
     clients = fields.integers("clients", -LARGEST, LARGEST)
     n = len(clients)
     if not clients or len(set(clients)) < n:
         fields.wrong("clients", "names no client, or one twice")
+    sizes = fields.integers("sizes", 0, MOST_SAMPLES, n)
+    batches = fields.integers("batches", 0, MOST_SAMPLES, n)
+    if any(b > size for b, size in zip(batches, sizes, strict=True)):
+        fields.wrong("batches", "says that a client has more batches than samples")
     found = Here(
         place=fields.integer("place"),
         own=fields.flag("own"),
         fewest_samples=fields.integer("fewest_samples"),
         clients=clients,
-        sizes=fields.integers("sizes", 0, MOST_SAMPLES, n),
-        batches=fields.integers("batches", 0, MOST_SAMPLES, n),
+        sizes=sizes,
+        batches=batches,
         tests=fields.integers("tests", 0, MOST_SAMPLES, n) if asks_tests else [],
         version=visible(fields.text("version", LONGEST_NAME)),
         parameters=fields.integers("parameters", 0, LARGEST, 1)[0],
@@ -188,11 +196,7 @@ def trained(
         WrongField: a field is missing, too many, or not what it has to be.
     """
     fields = _about(message)
-    most = results.most_bytes(len(clients))
-    if message.array_bytes > most:
-        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
-        size = message.arrays[largest].nbytes
-        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
+    _bounded(fields, message, results.most_bytes(len(clients)))
     fields.integer("run", run, run)
     fields.integer("round", t, t)
     changed = fields.under("changed")
@@ -276,6 +280,14 @@ def _measures(
             value = math.nan
         values[name] = value
     return values
+
+
+def _bounded(fields: Fields, message: Message, most: int) -> None:
+    """Refuse a message whose arrays have more bytes, before any is read."""
+    if message.array_bytes > most:
+        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
+        size = message.arrays[largest].nbytes
+        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
 
 
 def _about(message: Message) -> Fields:

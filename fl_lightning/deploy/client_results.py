@@ -37,6 +37,8 @@ MOST_NAMES = 1000  # of metrics that a client logs in a run, and the server's ow
 UNFIT = f"it is not finite, or above {MOST:.2g}"
 # States by which torchmetrics divide; also where they are fractions they count from 0.
 DIVISORS = frozenset({"weight", "total", "count", "num_obs", "n_total", "num_total"})
+MOST_MOMENTS = 8  # vectors of D numbers in an optimizer's state
+MOST_FACTS = 2**16  # single numbers that a client keeps: of its optimizer, and of its last round
 MOST_COUNTED = 2**31  # by how much a buffer that counts may grow in a round
 _ROOM = 2**20  # bytes of a message for names and numbers
 
@@ -77,6 +79,7 @@ class Results:
         self.uploads = {key: each for key, each in declared.items() if each.summed}
         kept = {key: each for key, each in declared.items() if each.keeps_rows}
         self.rows = {key: each for key, each in kept.items() if each.comes_from_sites}
+        self.keeps_optimizer = loop.settings.keep_optimizer_state
         self.metrics = metrics_of(loop.model.learner)
         policy = loop.buffers
         averaged = {n: v for n, v in round.buffers.items() if policy.averages(n, v)}
@@ -96,6 +99,14 @@ class Results:
             numbers += sum(map(_numel, metric._defaults.values())) + 2**16
         return (clients + 1) * (16 * numbers + _ROOM)
 
+    def most_kept(self) -> int:
+        """Return how many numbers a client may keep until its next round."""
+        kept = [each for each in self.methods.declared.values() if each.keeps_rows]
+        numbers = sum(math.prod(each.sized(self.size)) for each in kept)
+        numbers += sum(value.numel() for value in self.round.buffers.values())
+        # A copy of its parts of the model, and its optimizer's state.
+        return numbers + (1 + MOST_MOMENTS * self.keeps_optimizer) * self.size + MOST_FACTS
+
     def of_client(self, fields: Fields, client: int) -> Brought:
         """Return one client's results.
 
@@ -114,7 +125,7 @@ class Results:
             self._uploads(fields, home)
             self._buffers(fields, home)
             self._rows(fields.under("row"), home)
-            home.kept = fields.optional("kept")
+            home.kept = fields.optional("kept", 0, self.most_kept())
             home.withheld = self._withheld(fields, client)
             if not home.withheld:
                 home.logs = self._logs(fields.under("log"))

@@ -36,6 +36,7 @@ from fl_lightning.round.partial import AVERAGED
 Answer = TypeVar("Answer")
 LATE = 30.0  # seconds of a question after which the terminal shows who has not answered
 MOST_AGAIN = 3  # how often a site may ask for the whole model in one inquiry
+MOST_LOST = 10  # how often a site may lose a message in one inquiry, after which it gets all again
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Inquiry(Generic[Answer]):
         fits: function that returns whether a client may be asked for now, in view of its site.
         wrong: sites with wrong answers, each with what is wrong and the clients asked for.
         without: clients that bring nothing, because their sites' answers are wrong.
-        again: how often sites asked for the whole model.
+        again: how often sites asked for the whole model; ``lost``: how often they lost a message.
     """
 
     word: str
@@ -59,6 +60,7 @@ class Inquiry(Generic[Answer]):
     wrong: dict[str, tuple[WrongField, list[int]]] = field(default_factory=dict)
     without: set[int] = field(default_factory=set)
     again: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
 
 
 class Sites:
@@ -302,6 +304,10 @@ class Sites:
         current = message.numbers.get("question") == self._last.get(site)
         of_process = message.what == "lost" or (message.what == "here" and not current)
         if site not in waiting or of_process:
+            if site in waiting and message.what == "lost":
+                inquiry.lost[site] = inquiry.lost.get(site, 0) + 1
+                if inquiry.lost[site] > MOST_LOST:
+                    raise WrongField("what", f"is lost for the {MOST_LOST + 1}th time")
             self._of_process(message, waiting, missing)
             return None
         if message.what in ("damaged", "refused"):
