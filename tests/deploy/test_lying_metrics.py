@@ -72,6 +72,16 @@ class Late(Learner):
         return loss
 
 
+class LateMean(Mean):
+    """Updates its metric from the second batch on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        if batch_idx:
+            return super().training_step(batch, batch_idx)
+        x, y = batch
+        return nn.functional.cross_entropy(self.net(x), y)
+
+
 @in_rounds(0)
 def a_number(answer: Message) -> None:
     forget_metrics(answer)
@@ -147,6 +157,14 @@ def test_a_name_about_which_sites_disagree_has_no_value_in_that_round(
         assert ours == theirs
     told = [note for note in over.notes if "do not agree what late is" in note]
     assert [note[:8] for note in told] == [f"round {t}:" for t in rounds]
+
+
+def test_a_shape_about_which_sites_disagree_leaves_the_metric_out_of_that_round(
+    tmp_path: Path,
+) -> None:
+    over, metrics = with_liar(a_shape, tmp_path, liar=FIRST, learner=LateMean)
+    assert "train/mean" not in metrics[0] and math.isfinite(metrics[1]["train/mean"])
+    assert any("round 0: sites do not agree what train/mean is" in note for note in over.notes)
 
 
 def test_an_honest_run_with_late_names_has_the_simulation_s_values(tmp_path: Path) -> None:
