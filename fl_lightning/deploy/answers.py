@@ -229,7 +229,7 @@ def evaluated(
             its site reported before; None: it reported none.
         tuned: whether to measure after fine-tuning, too.
         validated: the names that the validation of the server's own learner logs. The values of
-            other names are left out.
+            other names are left out. Empty: they are not known.
 
     Raises:
         WrongField: a field is missing, too many, or not what it has to be.
@@ -271,7 +271,7 @@ def _measures(
     for name in names:
         check_name(fields, "", name)
         value = fields.number(name)
-        if name not in validated:
+        if validated and name not in validated:
             left.append((fields.within + name, "the server's validation logs no such metric"))
             continue
         # A client may have no value of a metric, which is NaN then.
