@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,6 +57,7 @@ class FederatedLoop:
         loss: the latest round's mean over clients of their steps' losses; None if no callback reads
             it.
         rows_elsewhere: whether clients' rows stay with the clients, at sites.
+        disputed: names of metrics about which the latest round's sites do not agree.
     """
 
     settings: Settings
@@ -79,6 +80,7 @@ class FederatedLoop:
     latest: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
     rows_elsewhere: bool = False
+    disputed: Collection[str] = ()
     logged_metrics: Sequence[Metric] = ()
 
     def run_round(self, t: int) -> RoundMetrics:
@@ -181,7 +183,10 @@ class FederatedLoop:
             sizes=sizes,
             weights=weights,
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
-            rates=self.client_rates.in_round(t, factor, steps.values()),
+            # Sites fill the tables of their clients' steps.
+            rates=self.client_rates.in_round(
+                t, factor, () if self.rows_elsewhere else steps.values()
+            ),
         )
         trained = mask_of_round(self.methods, ledger.round)
         if trained is not None:
@@ -409,7 +414,8 @@ class FederatedLoop:
         means: dict[str, float] = {}
         for name, total in ledger.total.logs.items():
             # A client need not log every name, so each name has its own number of values.
-            means[name] = float(total / ledger.total.logged[name])
+            if name not in self.disputed:
+                means[name] = float(total / ledger.total.logged[name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
         metrics = metric_states.merged_into(self.model.learner, ledger.metrics, self.note)

@@ -6,16 +6,26 @@ Nothing behind this module sees a raw message of a site.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fl_lightning.aggregation.contributions import Brought
-from fl_lightning.deploy.client_results import MOST_NAMES, Results
-from fl_lightning.deploy.fields import LARGEST, LONGEST_NAME, MOST_SAMPLES, Fields, check_name
+from fl_lightning.deploy.client_results import MOST_NAMES, UNFIT, Results
+from fl_lightning.deploy.fields import (
+    LARGEST,
+    LONGEST_NAME,
+    MOST,
+    MOST_SAMPLES,
+    Fields,
+    check_name,
+)
 from fl_lightning.deploy.transport import Message, visible
 
-MOST_CONFIG = 2**24  # bytes of a site's config
+MOST_CONFIG = 2**22  # bytes of a site's config, which has a checksum of each frozen parameter
+MOST_HERE = 2**16  # bytes of a site's other facts, besides
+OF_CLIENT = 64  # bytes of each of its clients
 MOST_ERROR = 2000  # bytes of the text of an error
 # client → "" or "_finetuned" → metric → value, as evaluation.personal.measured gives them
 Values = dict[int, dict[str, dict[str, float]]]
@@ -68,19 +78,25 @@ class Here:
 class Trained:
     """The results of each client of a round.
 
-    ``changed``: buffers that clients changed although the server keeps its own.
+    ``changed``: buffers that clients changed although the server keeps its own. ``left``: fields
+    whose values do not count, each with the reason.
     """
 
     clients: dict[int, Brought]
     changed: list[str]
+    left: list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Measurements of clients' own models, and each client's number of test samples."""
+    """Measurements of clients' own models, and each client's number of test samples.
+
+    ``left``: as in :class:`Trained`.
+    """
 
     samples: dict[int, int]
     values: Values
+    left: list[tuple[str, str]]
 
 
 def failed(message: Message) -> SiteError:
@@ -118,28 +134,34 @@ def whole(message: Message, run: int) -> Whole:
     return found
 
 
-def here(message: Message, run: int, asks_tests: bool) -> Here:
+def here(message: Message, run: int, m: int, asks_tests: bool) -> Here:
     """Return a site's data and config.
 
     Args:
+        m: number of clients of the run.
         asks_tests: whether it was asked for its clients' numbers of test samples.
 
     Raises:
         WrongField: a field is missing, too many, or not what it has to be.
     """
     fields = _about(message)
+    _bounded(fields, message, MOST_CONFIG + MOST_HERE + m * OF_CLIENT)
     fields.integer("run", run, run)
     clients = fields.integers("clients", -LARGEST, LARGEST)
     n = len(clients)
     if not clients or len(set(clients)) < n:
         fields.wrong("clients", "names no client, or one twice")
+    sizes = fields.integers("sizes", 0, MOST_SAMPLES, n)
+    batches = fields.integers("batches", 0, MOST_SAMPLES, n)
+    if any(b > size for b, size in zip(batches, sizes, strict=True)):
+        fields.wrong("batches", "says that a client has more batches than samples")
     found = Here(
         place=fields.integer("place"),
         own=fields.flag("own"),
         fewest_samples=fields.integer("fewest_samples"),
         clients=clients,
-        sizes=fields.integers("sizes", 0, MOST_SAMPLES, n),
-        batches=fields.integers("batches", 0, MOST_SAMPLES, n),
+        sizes=sizes,
+        batches=batches,
         tests=fields.integers("tests", 0, MOST_SAMPLES, n) if asks_tests else [],
         version=visible(fields.text("version", LONGEST_NAME)),
         parameters=fields.integers("parameters", 0, LARGEST, 1)[0],
@@ -174,11 +196,7 @@ def trained(
         WrongField: a field is missing, too many, or not what it has to be.
     """
     fields = _about(message)
-    most = results.most_bytes(len(clients))
-    if message.array_bytes > most:
-        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
-        size = message.arrays[largest].nbytes
-        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
+    _bounded(fields, message, results.most_bytes(len(clients)))
     fields.integer("run", run, run)
     fields.integer("round", t, t)
     changed = fields.under("changed")
@@ -189,13 +207,19 @@ def trained(
     changed.end()
     of_clients = fields.by_first([str(client) for client in clients])
     fields.end()
+    results.left = []
     found = {client: results.of_client(of_clients[str(client)], client) for client in clients}
     results.accept(found.values())
-    return Trained(found, names)
+    return Trained(found, names, results.left)
 
 
 def evaluated(
-    message: Message, run: int, t: int, tests: Mapping[int, int | None], tuned: bool
+    message: Message,
+    run: int,
+    t: int,
+    tests: Mapping[int, int | None],
+    tuned: bool,
+    validated: Collection[str],
 ) -> Evaluated:
     """Return the measurements of clients.
 
@@ -204,6 +228,8 @@ def evaluated(
         tests: the clients that the site was asked about, each with the number of test samples that
             its site reported before; None: it reported none.
         tuned: whether to measure after fine-tuning, too.
+        validated: the names that the validation of the server's own learner logs. The values of
+            other names are left out. Empty: they are not known.
 
     Raises:
         WrongField: a field is missing, too many, or not what it has to be.
@@ -222,27 +248,46 @@ def evaluated(
     of_clients = fields.by_first([str(client) for client in clients])
     words = ["before", "after"][: 1 + tuned]
     values: Values = {}
+    left: list[tuple[str, str]] = []
     for client in tests:
         own = of_clients[str(client)]
         here = own.by_first(words)
         values[client] = {}
         for word in words if counts[client] else []:
-            values[client][KINDS[word]] = _measures(here[word], counts[client])
+            values[client][KINDS[word]] = _measures(here[word], counts[client], validated, left)
         for each in (own, *here.values()):
             each.end()
     fields.end()
-    return Evaluated(counts, values)
+    return Evaluated(counts, values, left)
 
 
-def _measures(fields: Fields, samples: int) -> dict[str, float]:
+def _measures(
+    fields: Fields, samples: int, validated: Collection[str], left: list[tuple[str, str]]
+) -> dict[str, float]:
     values: dict[str, float] = {"samples": fields.integer("samples", samples, samples)}
     names = [*fields.numbers]
     if "loss" not in names or len(names) > MOST_NAMES:
         fields.wrong("loss", f"is missing, or there are more than {MOST_NAMES} metrics")
     for name in names:
         check_name(fields, "", name)
-        values[name] = fields.number(name)
+        value = fields.number(name)
+        if validated and name not in validated:
+            left.append((fields.within + name, "the server's validation logs no such metric"))
+            continue
+        # A client may have no value of a metric, which is NaN then.
+        if not math.isnan(value) and abs(value) > MOST:
+            left.append((fields.within + name, UNFIT))
+            value = math.nan
+        values[name] = value
     return values
+
+
+def _bounded(fields: Fields, message: Message, most: int) -> None:
+    """Refuse a message whose arrays have more bytes, before any is read."""
+    if message.array_bytes > most:
+        largest = max(message.arrays, key=lambda name: message.arrays[name].nbytes)
+        size = message.arrays[largest].nbytes
+        fields.wrong(largest, f"has {size} bytes, and this whole answer may have {most}")
 
 
 def _about(message: Message) -> Fields:

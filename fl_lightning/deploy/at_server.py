@@ -12,6 +12,7 @@ import numpy as np
 
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.answers import Values
+from fl_lightning.deploy.logged import KnownMetrics
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.scheduled import Scheduled
@@ -46,7 +47,7 @@ class AtServer(pl.Callback):
 
     ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
     ``changed``: names of the learner's attributes that hooks changed before that.
-    ``measured_names``, ``kinds``: as :class:`~fl_lightning.deploy.sites.Sites` reads them.
+    ``measured_names``, ``known``: as :class:`~fl_lightning.deploy.sites.Sites` reads them.
     """
 
     measures_clients = True
@@ -61,7 +62,7 @@ class AtServer(pl.Callback):
         self.timeout = timeout
         self.min_sites = min_sites
         self.measured_names: set[str] = set()
-        self.kinds: dict[str, int | None] = {}
+        self.known = KnownMetrics()
         self.told: dict[int, tuple[int, int]] = {}
         self.changed: list[str] = []
 
@@ -107,7 +108,8 @@ class AtServer(pl.Callback):
                 loop.cohort.data.tell(client, *numbers)
         facts = run, self.timeout, config_of(pl_module.run)
         self.sites = sites = Sites(self.transport, loop, self.progress, *facts)
-        sites.measured_names, sites.kinds = self.measured_names, self.kinds
+        sites.measured_names, sites.known = self.measured_names, self.known
+        self.known.try_step(pl_module.run, trainer)
         sites.register.counts_tests = any(
             isinstance(c, PerClientEvaluation) for c in trainer.callbacks
         )
@@ -128,7 +130,7 @@ class AtServer(pl.Callback):
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         # Lightning forgets what the validation before round 0 measured.
-        self.measured_names |= trainer.callback_metrics.keys() - self.kinds.keys()
+        self.measured_names |= trainer.callback_metrics.keys() - self.known.heard
 
     def one_client(self, module: Any) -> dict[str, float] | None:
         # Which way is better is known when the learner logs a metric, so it logs its metrics once
@@ -136,7 +138,8 @@ class AtServer(pl.Callback):
         data = module.trainer.datamodule
         evaluator = module.evaluator()
         w, evaluator.buffers = evaluated(module.global_model, module.trainer)
-        evaluator.validated(w, 0, np.arange(min(SAMPLES, int(data.client_sizes().sum()))))
+        own = evaluator.validated(w, 0, np.arange(min(SAMPLES, int(data.client_sizes().sum()))))
+        self.sites.validated = {*own}
         values = self.sites.one(evaluated(module.global_model, module.trainer))
         return values
 

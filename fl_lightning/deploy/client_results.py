@@ -20,6 +20,7 @@ from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates, metrics_of
 from fl_lightning.deploy import travel
 from fl_lightning.deploy.fields import MOST, Fields, check_name, finite
+from fl_lightning.deploy.logged import ALONE, Kind, KnownMetrics, Shape, kinds_of, shapes_of
 from fl_lightning.deploy.transport import Array
 from fl_lightning.learner.buffers import COUNTER
 from fl_lightning.loop import FederatedLoop
@@ -28,7 +29,16 @@ from fl_lightning.round.context import Round
 Decode = Callable[[dict[str, Array], int, int], Tensor]
 # Only the server measures under these prefixes.
 OF_SERVER = ("val/", "test/", "clients/", "domains/", "time/", "cost/", "communication/")
-MOST_NAMES = 1000  # of metrics that a client's steps log
+# Loggers and checkpoints read these of the server's fit.
+RESERVED = frozenset(
+    {"epoch", "step", "global_step", "round", "client_lr", "server_lr", "hp_metric"}
+)
+MOST_NAMES = 1000  # of metrics that a client logs in a run, and the server's own step does not
+UNFIT = f"it is not finite, or above {MOST:.2g}"
+# States by which torchmetrics divide; also where they are fractions they count from 0.
+DIVISORS = frozenset({"weight", "total", "count", "num_obs", "n_total", "num_total"})
+MOST_MOMENTS = 8  # vectors of D numbers in an optimizer's state
+MOST_FACTS = 2**16  # single numbers that a client keeps: of its optimizer, and of its last round
 MOST_COUNTED = 2**31  # by how much a buffer that counts may grow in a round
 _ROOM = 2**20  # bytes of a message for names and numbers
 
@@ -39,12 +49,12 @@ class Results:
     Args:
         decode: ``decode`` of the method that owns ``transmit``, if it has one.
         measured: names of metrics that the server itself measures.
-        kinds: by name of a metric that clients log, the place of the metric in the learner; None:
-            its mean over steps. It grows with the answers that are accepted.
+        known: what the server knows of clients' metrics. Only answers that are accepted add to it.
         fewest: by client, the number of samples that its site declared: logs and metrics of fewer
             samples stay at the site. 0: the site sends all.
 
     ``withheld``: of each client that finished, whether its logs and metrics stay at its site.
+    ``left``: fields of the present answer whose values do not count, each with the reason.
     """
 
     def __init__(
@@ -53,21 +63,23 @@ class Results:
         loop: FederatedLoop,
         decode: Decode | None,
         measured: set[str],
-        kinds: dict[str, int | None],
+        known: KnownMetrics,
         fewest: Mapping[int, int],
     ) -> None:
         self.round = round
         self.methods = loop.methods
         self.decode = decode
         self.measured = measured
-        self.kinds = kinds
+        self.known = known
         self.fewest = fewest
         self.withheld: list[bool] = []
+        self.left: list[tuple[str, str]] = []
         self.size = round.layout.size
         declared = self.methods.declared
         self.uploads = {key: each for key, each in declared.items() if each.summed}
         kept = {key: each for key, each in declared.items() if each.keeps_rows}
         self.rows = {key: each for key, each in kept.items() if each.comes_from_sites}
+        self.keeps_optimizer = loop.settings.keep_optimizer_state
         self.metrics = metrics_of(loop.model.learner)
         policy = loop.buffers
         averaged = {n: v for n, v in round.buffers.items() if policy.averages(n, v)}
@@ -75,7 +87,7 @@ class Results:
         self.maxima = {n: v for n, v in averaged.items() if not _is_real(v)}
         # Which clients train which coordinates: each client says so itself.
         self.holds = self.methods.resting is not None and round.trained is None
-        self.of_states: dict[tuple[int, str], tuple[int, ...]] = {}
+        self.homes: list[Brought] = []
 
     def most_bytes(self, clients: int) -> int:
         """Return how many bytes an answer about so many clients may have."""
@@ -86,6 +98,14 @@ class Results:
         for metric in self.metrics:
             numbers += sum(map(_numel, metric._defaults.values())) + 2**16
         return (clients + 1) * (16 * numbers + _ROOM)
+
+    def most_kept(self) -> int:
+        """Return how many numbers a client may keep until its next round."""
+        kept = [each for each in self.methods.declared.values() if each.keeps_rows]
+        numbers = sum(math.prod(each.sized(self.size)) for each in kept)
+        numbers += sum(value.numel() for value in self.round.buffers.values())
+        # A copy of its parts of the model, and its optimizer's state.
+        return numbers + (1 + MOST_MOMENTS * self.keeps_optimizer) * self.size + MOST_FACTS
 
     def of_client(self, fields: Fields, client: int) -> Brought:
         """Return one client's results.
@@ -105,7 +125,7 @@ class Results:
             self._uploads(fields, home)
             self._buffers(fields, home)
             self._rows(fields.under("row"), home)
-            home.kept = fields.optional("kept")
+            home.kept = fields.optional("kept", 0, self.most_kept())
             home.withheld = self._withheld(fields, client)
             if not home.withheld:
                 home.logs = self._logs(fields.under("log"))
@@ -116,22 +136,49 @@ class Results:
         return home
 
     def accept(self, homes: Iterable[Brought]) -> None:
-        """Note the names of metrics, and the shapes of their states, in an answer that counts."""
+        """Note what an answer that counts logs."""
         for home in homes:
             self.withheld += [home.withheld] * home.finished
-            self.kinds |= _kinds_of(home)
+            if logged := kinds_of(home.logs, home.metrics):
+                self.homes.append(home)
+                self.known.heard |= logged.keys()
+                if others := logged.keys() - self.known.kinds.keys():
+                    self.known.others.setdefault(home.client, set()).update(others)
+
+    def disputed(self) -> set[str]:
+        """Return the names about which the round's clients do not agree.
+
+        The server does not know them from its own learner. Clients' states lose them.
+        """
+        said: dict[str, set[Kind]] = {}
+        shapes: dict[tuple[int, str], set[Shape]] = {}
+        for home in self.homes:
+            for name, kind in kinds_of(home.logs, home.metrics).items():
+                said.setdefault(name, set()).add(kind)
+            for state, shape in shapes_of(home.metrics).items():
+                shapes.setdefault(state, set()).add(shape)
+        places = {j for (j, _), each in shapes.items() if len(each) > 1}
+        names = {name for name, each in said.items() if len(each) > 1 or each & places}
+        for home in self.homes:
             if home.metrics is not None:
-                for j, (_, states) in home.metrics.states.items():
-                    self.of_states |= {(j, name): _shape(each) for name, each in states.items()}
+                for name in names:
+                    home.metrics.names.pop(name, None)
+                    home.metrics.alone.pop(name, None)
+                for j in places:
+                    home.metrics.states.pop(j, None)
+        return names
 
     def _check_kinds(self, fields: Fields, home: Brought) -> None:
-        """Refuse a name that was another metric's before, or one name too many."""
-        kinds = _kinds_of(home)
+        """Refuse a name that is another metric's at the server, or one name too many."""
+        kinds = kinds_of(home.logs, home.metrics)
+        known = self.known.kinds
         for name, kind in kinds.items():
-            if self.kinds.get(name, kind) != kind:
-                fields.wrong(f"name/{name}", "is the name of another metric in this run")
-        if len(kinds.keys() | self.kinds.keys()) > MOST_NAMES:
-            fields.wrong("log/…", f"brings the run to more than {MOST_NAMES} names of metrics")
+            if known.get(name, kind) != kind:
+                word = {None: "log", ALONE: "alone"}.get(kind, "name")
+                fields.wrong(f"{word}/{name}", "is the name of another metric in this run")
+        others = (kinds.keys() - known.keys()) | self.known.others.get(home.client, set())
+        if len(others) > MOST_NAMES:
+            fields.wrong("log/…", f"brings this client to more than {MOST_NAMES} names of metrics")
 
     def _counts(self, fields: Fields) -> list[int]:
         most = self.most_bytes(1)
@@ -254,19 +301,33 @@ class Results:
     def _logs(self, fields: Fields) -> dict[str, Tensor]:
         logs = {}
         for name in [*fields.numbers]:
-            self._check_name(fields, name)
-            # A learner may log NaN or infinity; such a value is that metric's in a simulation, too.
+            # A learner may log NaN or infinity: then the mean is that of the other clients.
             number = fields.number(name)
-            if name in self.measured:
-                continue  # the learner logs this name in validation, too: the server's value counts
-            logs[name] = torch.tensor(number, dtype=torch.float64, device=self.round.w.device)
+            if self._counts_as(fields, name) and self._fits(fields, name, number):
+                logs[name] = torch.tensor(number, dtype=torch.float64, device=self.round.w.device)
         fields.end()
         return logs
 
-    def _check_name(self, fields: Fields, name: str) -> None:
+    def _counts_as(self, fields: Fields, name: str) -> bool:
+        """Return whether a metric's name is a client's; otherwise the server's value counts.
+
+        Raises:
+            WrongField: only the server measures under such a name.
+        """
         check_name(fields, "", name)
         if name.startswith(OF_SERVER):
             fields.wrong(name, "has the name of a metric that only the server measures")
+        reserved = name in RESERVED or name.startswith("lr-")
+        if reserved:
+            self.left.append((fields.within + name, "this name is the server's"))
+        # The learner may log a name in validation, too.
+        return not reserved and name not in self.measured
+
+    def _fits(self, fields: Fields, name: str, value: float) -> bool:
+        if abs(value) <= MOST:  # NaN is in no order
+            return True
+        self.left.append((fields.within + name, UNFIT))
+        return False
 
     def _metric_states(self, fields: Fields) -> MetricStates:
         found = MetricStates()
@@ -285,21 +346,20 @@ class Results:
             left.end()
         names = fields.under("name")
         for name in [*names.numbers]:
-            self._check_name(names, name)
             j = names.integer(name, 0, len(self.metrics))
             if j not in found.states:
                 names.wrong(name, "is the name of a metric whose states are not there")
-            if name not in self.measured:
+            if self._counts_as(names, name):
                 found.names[name] = j
         names.end()
         own = fields.under("alone")
         for name in own.tensors():
-            self._check_name(own, name)
             array = own.array(name, "f")
             if array.shape != () or array.dtype != "float64":
                 own.wrong(name, "is not a number in double precision")
-            if name not in self.measured:
-                found.alone[name] = torch.tensor(float(array), dtype=torch.float64)
+            value = float(array)
+            if self._counts_as(own, name) and self._fits(own, name, value):
+                found.alone[name] = torch.tensor(value, dtype=torch.float64)
         own.end()
         return found
 
@@ -318,19 +378,19 @@ class Results:
 
     def _state(self, fields: Fields, j: int, name: str, default: Tensor, reduction: Any) -> Tensor:
         shape = tuple(default.shape)
-        shapes = [self.of_states.get((j, name), shape)]
+        shapes = [self.known.shapes.get((j, name), shape)]
         array = fields.arrays.get(name)
-        # A state that begins as one number may get an axis at the first update; it has the same
-        # shape at all clients.
-        free = not shape and (j, name) not in self.of_states
+        # A state that begins as one number may get an axis at the first update. If the server's
+        # own step did not update it, the clients have to agree: see `disputed`.
+        free = not shape and (j, name) not in self.known.shapes
         if array is not None and free and array.size <= 2**16:
             shapes.append(array.shape)
         dtype = default.dtype
         if array is not None and array.dtype.kind == "f" and not _is_real(default):
             dtype = torch.get_default_dtype()  # a count may become a fraction
         infinite = _is_real(default) and not finite(default)
-        value = fields.tensor(name, shapes, dtype, infinite)
-        counts = not _is_real(default) and reduction is dim_zero_sum
+        value = fields.tensor(name, shapes, dtype, infinite, math.inf if infinite else MOST)
+        counts = name in DIVISORS or (not _is_real(default) and reduction is dim_zero_sum)
         if counts and bool((value < 0).any()):
             fields.wrong(name, "counts less than nothing")
         return value.to(self.round.w.device)
@@ -347,18 +407,6 @@ def _is_variance(name: str) -> bool:
 
 def _numel(state: Any) -> int:
     return state.numel() if isinstance(state, Tensor) else 0
-
-
-def _shape(state: Any) -> tuple[int, ...]:
-    return tuple(state.shape) if isinstance(state, Tensor) else ()
-
-
-def _kinds_of(home: Brought) -> dict[str, int | None]:
-    """Return the kinds of the metrics that a client logs, as :class:`Results` has them."""
-    if home.metrics is None:
-        return dict.fromkeys(home.logs)
-    logs = [name for name in home.logs if name not in home.metrics.alone]
-    return {**dict.fromkeys(logs), **home.metrics.names}
 
 
 def _said(error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 from fl_lightning.deploy.transport import BFLOAT, Array, Message, Number, said, visible
 
 LARGEST = 2**53  # of whole numbers: a sum of some hundred of them still fits in 8 bytes
-MOST_SAMPLES = 2**40  # of a client
+MOST_SAMPLES = 2**32  # of a client
 # Of a number in an update, an upload or a row: its square, and the sum over many clients, weighted
 # by samples, are still finite in single precision.
 MOST = 2.0**60

@@ -77,7 +77,8 @@ class Register:
         """Wait until there are so many sites, and print how many.
 
         If they have their own data, also wait until each client's numbers were sent once, because
-        the server has no others for its weights.
+        the server has no others for its weights. If a site was left out, its clients' numbers may
+        never come: then wait for those of the sites that are there.
 
         Raises:
             UserError: the user has to correct something at sites; the error names each site that
@@ -93,22 +94,32 @@ class Register:
                 print(f"waiting for sites: {said} of {number} are there{self.away()}", flush=True)
             self.find()
             for message in self.transport.receive(ASK_AGAIN):
-                since = time.monotonic()
+                if message.site not in self.refused:
+                    since = time.monotonic()
                 try:
                     self.heard(message)
                 except LeftOut as error:
                     self.leave_out(message.site, str(error))
-                except UserError as error:
-                    faults[message.site] = str(error)
+                except (UserError, RuntimeError) as error:
                     if self.skips:
-                        self.leave_out(message.site, faults.pop(message.site))
+                        self.leave_out(message.site, str(error))
+                        continue
+                    if isinstance(error, RuntimeError):
+                        raise
+                    faults[message.site] = str(error)
                     until = min(until, time.monotonic() + OTHERS)
             now = time.monotonic()
             waits = bool(self._asked - {*self.known, *faults, *self.refused})
             if faults and (not waits or now > until):
                 raise UserError(" ".join(faults.values()))
             if self.refused and self.lacks(number) and not waits and now > since + SETTLED:
-                raise UserError(" ".join(self.refused.values()))
+                if not self.skips or len(self.known) < number:
+                    raise UserError(" ".join(self.refused.values()))
+                self.loop.note(
+                    f"the run begins without the clients {self.untold()[:10]}: no site has them, "
+                    "and a site was left out. They take part once a site comes with them"
+                )
+                return
             if self.lacks(number):
                 time.sleep(0.01)
 
@@ -208,7 +219,7 @@ class Register:
             del self._greeted[site]
             if message.what != "here":
                 raise WrongField("what", "is not here")
-            self.enter(site, answers.here(message, self.run, self.counts_tests))
+            self.enter(site, answers.here(message, self.run, self.loop.cohort.m, self.counts_tests))
         except WrongField as error:
             raise UserError(
                 f"site {site}: its answer to the server's hello is wrong: {error}."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -16,14 +16,15 @@ from fl_lightning.aggregation.server_update import diverged_text
 from fl_lightning.deploy import answers, travel
 from fl_lightning.deploy.answers import Evaluated, Trained, Values
 from fl_lightning.deploy.client_results import Results
-from fl_lightning.deploy.fields import WrongField
+from fl_lightning.deploy.fields import LONGEST_NAME, WrongField
+from fl_lightning.deploy.logged import KnownMetrics
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.register import ASK_AGAIN, LeftOut, Register, raise_failed
 from fl_lightning.deploy.resent import SentModel
 from fl_lightning.deploy.sent_base import SentBase
 from fl_lightning.deploy.site_hooks import reads_of_clients
 from fl_lightning.deploy.told import Told
-from fl_lightning.deploy.transport import Message, Number, Transport
+from fl_lightning.deploy.transport import Message, Number, Transport, visible
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal import PersonalModel
 from fl_lightning.loop import FederatedLoop
@@ -35,6 +36,7 @@ from fl_lightning.round.partial import AVERAGED
 Answer = TypeVar("Answer")
 LATE = 30.0  # seconds of a question after which the terminal shows who has not answered
 MOST_AGAIN = 3  # how often a site may ask for the whole model in one inquiry
+MOST_LOST = 10  # how often a site may lose a message in one inquiry, after which it gets all again
 
 
 @dataclass
@@ -48,7 +50,7 @@ class Inquiry(Generic[Answer]):
         fits: function that returns whether a client may be asked for now, in view of its site.
         wrong: sites with wrong answers, each with what is wrong and the clients asked for.
         without: clients that bring nothing, because their sites' answers are wrong.
-        again: how often sites asked for the whole model.
+        again: how often sites asked for the whole model; ``lost``: how often they lost a message.
     """
 
     word: str
@@ -58,6 +60,7 @@ class Inquiry(Generic[Answer]):
     wrong: dict[str, tuple[WrongField, list[int]]] = field(default_factory=dict)
     without: set[int] = field(default_factory=set)
     again: dict[str, int] = field(default_factory=dict)
+    lost: dict[str, int] = field(default_factory=dict)
 
 
 class Sites:
@@ -65,7 +68,9 @@ class Sites:
 
     ``config``: settings, methods and frozen weights, which sites need to have alike. ``progress``:
     the values that learners read of the run's progress. ``measured_names``: of metrics that the
-    server itself measures. ``reads_evaluated``: whether a hook at sites reads the evaluated model.
+    server itself measures. ``known``: what it knows of the metrics that clients log.
+    ``validated``: the names that its learner's validation of a client logs. ``reads_evaluated``:
+    whether a hook at sites reads the evaluated model.
     """
 
     def __init__(
@@ -85,7 +90,8 @@ class Sites:
         self.timeout = timeout
         self.register = Register(transport, loop, run, config, self.gone)
         self.measured_names: set[str] = set()
-        self.kinds: dict[str, int | None] = {}  # of the metrics that clients log
+        self.known = KnownMetrics()
+        self.validated: set[str] = set()
         self.told: set[str] = set()  # sites that have the whole model
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
         base = () if loop.state.base is None else loop.state.base.values
@@ -138,14 +144,15 @@ class Sites:
             asked.update(mine)
             return self.message(round, site, mine)
 
-        declared = self.measured_names, self.kinds, self.register.fewest
-        results = Results(round, self.loop, self.decode, *declared)
+        metrics = self.measured_names, self.known
+        results = Results(round, self.loop, self.decode, *metrics, self.register.fewest)
 
         def read(message: Message, mine: list[int]) -> Trained:
             return answers.trained(message, self.run, round.t, mine, results)
 
         inquiry = Inquiry("trained", ask, read, fits)
         for site, brought in self.answers(inquiry, leaf_of):
+            self._note_left(site, brought.left)
             self.loop.buffers.name_kept(brought.changed, self.loop.note)
             for client, home in brought.clients.items():
                 if home.finished:
@@ -158,7 +165,7 @@ class Sites:
                 collect(leaf_of.pop(client), home)
                 tell()
         self.judge(round.t, inquiry, diverged)
-        self._note_withheld(results.withheld)
+        self._settle(round.t, results)
         silent = {*leaf_of} - inquiry.without
         if silent:
             self.loop.note(
@@ -172,6 +179,26 @@ class Sites:
                 counts = traffic.sent_down(round, client, self.loop.methods)
             collect(leaf, Brought(client, counts, answered=False))
             tell()
+
+    def _settle(self, t: int, results: Results) -> None:
+        """Leave out the names of metrics about which a round's sites do not agree, and note which
+        metrics are missing.
+        """
+        self._note_withheld(results.withheld)
+        self.loop.disputed = results.disputed()
+        if self.loop.disputed:
+            names = ", ".join(sorted(self.loop.disputed)[:10])
+            self.loop.note(
+                f"round {t}: sites do not agree what {names} is, so the round has no value of it"
+            )
+
+    def _note_left(self, site: str, left: Sequence[tuple[str, str]]) -> None:
+        """Note values in a site's answer that do not count: field, and what is wrong with it."""
+        if left:
+            more = f" (and {len(left) - 1} more fields)" if len(left) > 1 else ""
+            field, why = left[0]
+            field = visible(field, LONGEST_NAME)
+            self.loop.note(f"site {site}: the value in {field} is left out, because {why}{more}")
 
     def _note_withheld(self, withheld: list[bool]) -> None:
         """Note that metrics of a round's clients stay at their sites.
@@ -277,6 +304,10 @@ class Sites:
         current = message.numbers.get("question") == self._last.get(site)
         of_process = message.what == "lost" or (message.what == "here" and not current)
         if site not in waiting or of_process:
+            if site in waiting and message.what == "lost":
+                inquiry.lost[site] = inquiry.lost.get(site, 0) + 1
+                if inquiry.lost[site] > MOST_LOST:
+                    raise WrongField("what", f"is lost for the {MOST_LOST + 1}th time")
             self._of_process(message, waiting, missing)
             return None
         if message.what in ("damaged", "refused"):
@@ -455,11 +486,12 @@ class Sites:
         def read(message: Message, mine: list[int]) -> Evaluated:
             known = {client: tests.get(client) for client in mine}
             tuned = finetune_epochs > 0
-            return answers.evaluated(message, self.run, rounds - 1, known, tuned)
+            return answers.evaluated(message, self.run, rounds - 1, known, tuned, self.validated)
 
         values: Values = {}
         inquiry = Inquiry("evaluated", ask, read)
-        for _, evaluated in self.answers(inquiry, ids):
+        for site, evaluated in self.answers(inquiry, ids):
+            self._note_left(site, evaluated.left)
             tests.update(evaluated.samples)
             values |= evaluated.values
         self.judge(max(rounds - 1, 0), inquiry, {})

@@ -51,6 +51,7 @@ class DryRun:
         self.worker.checks_frozen = False
         self.buffers = buffer_values(self.situation.learner, copies.as_buffers)
         self.metrics: list[MetricStates] = []  # of the learner, after each call of `run`
+        self.logged: dict[str, Tensor] = {}  # what the latest call of `run` logged, by name
         self.wrote = ""  # an object of the run that the steps wrote, through the Trainer
 
     def run(self, client: int, steps: int) -> list[Tensor]:
@@ -64,6 +65,7 @@ class DryRun:
             clients = self.worker.train(round, client)
             if isinstance(clients.metrics, MetricStates):
                 self.metrics.append(clients.metrics)
+            self.logged = dict(clients.logs)
             logs = [value for _, value in sorted(clients.logs.items())]
             buffers = [buffer.clone() for buffer in clients.buffers.values()]
             return [self.copy.x.clone(), *buffers, *logs]

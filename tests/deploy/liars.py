@@ -47,12 +47,16 @@ class Liar:
 
 
 def with_liar(
-    lie: Lie, folder: Path, methods: Callable[[], list[Any]] = list, **options: Any
+    lie: Lie,
+    folder: Path,
+    methods: Callable[[], list[Any]] = list,
+    liar: str = LIAR,
+    **options: Any,
 ) -> tuple[FederatedModule, list[dict[str, float]]]:
     """A run over the three sites, and the metrics of its rounds."""
 
     def wrap(name: str, post: Post) -> Post:
-        return Liar(post, lie) if name == LIAR else post
+        return Liar(post, lie) if name == liar else post
 
     given = {**OPTIONS, "shares": SHARES, "timeout": 20, "rounds": 2, "wrap": wrap, **options}
     module, metrics, _ = over_sites(methods, folder, **given)

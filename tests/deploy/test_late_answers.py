@@ -152,7 +152,7 @@ def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
     numbers = {"run": 7, "round": 0, "0/before/samples": 3, "0/before/loss": 1.0}
     answer = Message("evaluated", "north", numbers)
     answer.arrays = {"clients": np.array([0]), "tests": np.array([3])}
-    assert evaluated(answer, 7, 0, {0: 3}, tuned=False).values == {
+    assert evaluated(answer, 7, 0, {0: 3}, tuned=False, validated={"loss"}).values == {
         0: {"": {"samples": 3, "loss": 1.0}}
     }
     if change == "huge":
@@ -165,7 +165,7 @@ def test_numbers_that_no_client_can_have_are_refused(change: str) -> None:
         answer.numbers["4/before/loss"] = 1.0
     field = {"huge": "0/before/loss", "unknown": "4/before/loss"}.get(change, "tests")
     with pytest.raises(WrongField, match=f"the field {field} "):
-        evaluated(answer, 7, 0, {0: 3}, tuned=False)
+        evaluated(answer, 7, 0, {0: 3}, tuned=False, validated={"loss"})
 
 
 def test_a_deadline_that_is_just_over_brings_no_answer() -> None:
