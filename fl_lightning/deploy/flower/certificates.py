@@ -34,7 +34,7 @@ class ServerFiles:
 def server_files(address: str, days: int) -> ServerFiles:
     """Make certificates that name ``address``, localhost, 127.0.0.1 and ::1.
 
-    The authority's private key is not kept, so that nobody can sign another certificate with it.
+    The authority's private key is thrown away, so it signs no further certificate.
 
     Args:
         address: the server's IP address or name.

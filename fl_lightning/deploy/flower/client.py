@@ -51,7 +51,7 @@ def answer(message: Any, context: Any, file: str) -> Any:
 
 
 def failure(site: Resident | None, error: Exception) -> Message:
-    """Return the answer if there is no other: the error, or a fixed text if it cannot be noted.
+    """Return the answer after an error: the error, or a fixed text if it cannot be noted.
 
     Args:
         site: None if its settings or its folder are wrong.
