@@ -86,7 +86,7 @@ test-flower-all: .venv-flower/installed  ## every kind of method over sites, and
 	FL_LIGHTNING_FLOWER=all OMP_NUM_THREADS=1 .venv-flower/bin/python -m pytest $(SIDE_BY_SIDE) tests/deploy/test_flower_all.py
 
 test-trackers: .venv-trackers/installed  ## what MLflow and W&B hold of runs, read back, in an environment of their own
-	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest $(SIDE_BY_SIDE) tests/cli/test_trackers.py tests/test_description.py -k "mlflow or wandb"
+	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest $(SIDE_BY_SIDE) tests/cli/test_trackers.py tests/record/test_description.py -k "mlflow or wandb"
 
 test-lightning: .venv/installed-test  ## the suite with `lightning` in place of `pytorch_lightning`
 	FL_LIGHTNING_TESTS=lightning OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
@@ -122,8 +122,8 @@ format: .venv/installed-dev  ## put the code in form
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-results: .venv/installed  ## docs/results.md and results_tables.md from the runs in docs/results/
-	$(BIN)/python -m benchmarks.papers page
+results: .venv/installed  ## studies/results.md and results_tables.md from the runs in studies/results/
+	$(BIN)/python -m studies.papers page
 
 .venv/installed-docs: .venv/installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[docs]'
@@ -142,10 +142,10 @@ gallery: .venv/installed-notebook  ## run the examples and the notebook, and kee
 
 # data from FL_LIGHTNING_DATA, else fetched; beside the committed results, in runs/papers
 papers-quick: .venv/installed  ## three of the papers' small twins again, cut; within twenty minutes on two cores
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers quick
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.papers quick
 
-papers: .venv/installed-test  ## all of them (docs/protocol.md says what takes how long); goes on where it stopped
-	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.papers all
+papers: .venv/installed-test  ## all of them (studies/protocol.md says what takes how long); goes on where it stopped
+	OMP_NUM_THREADS=1 $(BIN)/python -m studies.papers all
 
 gpu-check: .venv/installed  ## on a CUDA GPU: compare the engines' results, then time and profile them
 	$(BIN)/python -m benchmarks.gpu_check

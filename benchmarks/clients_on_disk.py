@@ -84,7 +84,7 @@ def started(kind: str, path: Path) -> dict[str, float]:
     import torch
 
     from fl_lightning import FederatedModule
-    from fl_lightning.lightning import pl
+    from fl_lightning.machine.lightning import pl
     from fl_lightning.models import MLP, ImageClassifier
 
     if kind == "parquet":

@@ -38,7 +38,7 @@ import torch
 
 from benchmarks.soak import COMMON, PATIENCE, Attempt, in_a_process, kill, waited
 from fl_lightning.__main__ import main as command
-from fl_lightning.engines.local_step import LocalStep
+from fl_lightning.client.local_step import LocalStep
 from fl_lightning.lab.cli import run_record
 from fl_lightning.lab.cli.run_folder import RunEvents
 from fl_lightning.record.metrics_csv import MetricsCSV

@@ -15,8 +15,8 @@ from fl_lightning import callbacks as c
 SGD, Adam = torch.optim.SGD, torch.optim.Adam
 # From eight steps per client on, steps are recorded.
 COMMON: dict[str, Any] = {"local_steps": 9, "rounds": 2}
-Methods = Callable[[], list[Any]]
-COMPOSITIONS: dict[str, tuple[Methods, dict[str, Any]]] = {
+CallbackList = Callable[[], list[Any]]
+COMPOSITIONS: dict[str, tuple[CallbackList, dict[str, Any]]] = {
     "FedAvg": (lambda: [], {"weighting": "samples"}),
     "kept momentum": (
         lambda: [],

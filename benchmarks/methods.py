@@ -2,9 +2,9 @@
 
 ``page`` writes both tables into docs: what a round of each packaged method costs and is, from what
 its classes declare and from rounds of a small run (``docs/methods.md``), and the accuracy of all of
-them with tuned coefficients (``docs/methods/compared.md``), from the runs that are in
-``docs/results/methods``. A method without such runs has empty cells. ``keep`` adds what has ended
-under ``runs`` to the tables there. The runs are a sweep, which may be stopped and goes on:
+them with tuned coefficients (``studies/compared.md``), from the runs that are in
+``studies/results/methods``. A method without such runs has empty cells. ``keep`` adds what has
+ended under ``runs`` to the tables there. The runs are a sweep, which may be stopped and goes on:
 
     nice -n 19 fl-lightning sweep experiment/methods/fashionmnist-100 \\
         --out runs/methods/fashionmnist-100
@@ -25,23 +25,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from benchmarks.compared import drawn, line, ranked, table, tables
-from benchmarks.kept import WALL, keep, unpacked
-from benchmarks.papers import sweeps
 from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
-from fl_lightning.given import made as object_of
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.introspection.init_args import made as object_of
 from fl_lightning.lab.cli.cite_command import cited, references
 from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
 from fl_lightning.lab.cli.method_options import full_paths, method_class
 from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
-from fl_lightning.lightning import pl
-from fl_lightning.methods import Methods
+from fl_lightning.machine.lightning import pl
 from fl_lightning.systems import Buffered, Devices
+from studies.compared import drawn, line, ranked, table, tables
+from studies.kept import WALL, keep, unpacked
+from studies.papers import sweeps
 
 COSTS = Path("docs/methods.md")
-COMPARED = Path("docs/methods/compared.md")
+COMPARED = Path("studies/compared.md")
 PICTURE = COMPARED.with_suffix(".png")
-RESULTS = Path("docs/results/methods")
+RESULTS = Path("studies/results/methods")
 SWEEP = "experiment/methods/fashionmnist-100"
 # What is added to other methods.
 ADDED = ("ri", "sam", "byzantine")
@@ -230,7 +230,7 @@ class Packaged:
         name = re.split(r" \(|: |, ", line.removeprefix("# "))[0]
         methods = self.made()
         if len(methods) > 1:
-            name = f"{name} = {Methods(methods).title()}"
+            name = f"{name} = {CallbackList(methods).title()}"
         return ", ".join([name, *(f"`{key}: {value}`" for key, value in self.changed)])
 
     def kind(self) -> str:
@@ -280,7 +280,7 @@ class Packaged:
 
     def asynchronous(self) -> str:
         """Whether it works in asynchronous runs, as its classes say."""
-        sends = bool(Methods(self.made()).sent_to_clients())
+        sends = bool(CallbackList(self.made()).sent_to_clients())
         tolerant = all(method.tolerates_staleness for method in self.made())
         return "yes" if tolerant and not sends else ""
 

@@ -36,17 +36,17 @@ import torch
 from torch import nn
 
 from fl_lightning.__main__ import main as command
-from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
+from fl_lightning.client.local_step import LocalStep
 from fl_lightning.datamodules import FederatedDataModule
-from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage import segments
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
+from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.rows_on_disk import index_in
 from fl_lightning.storage.run_state import RunState
-from fl_lightning.storage.store import ClientStore
 
 PHASES = (
     "start-up",
@@ -161,7 +161,7 @@ class Watch:
     def all(self) -> None:
         self.batches()
         self.function("training", LocalStep, "__call__")
-        self.function("sum", Contributions, "total")
+        self.function("sum", UpdateAccumulator, "total")
         self.function("sum", FederatedLoop, "update")
         self.function("commit", RunState, "commit")
         self.function("segment", segments, "write")

@@ -42,8 +42,8 @@ from benchmarks.networks import (
     adapted_decoder,
 )
 from fl_lightning import FederatedModule, InMemoryDataModule
+from fl_lightning.client.local_step import LocalStep
 from fl_lightning.datamodules import FederatedDataModule, FromDatasets
-from fl_lightning.engines.local_step import LocalStep
 from fl_lightning.models import MLP, LeNet, ResNet18GN, ResNet20
 
 LR = 0.1

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
 if __name__ == "datamodules":
     raise ImportError("this is fl_lightning.datamodules: import it by that name")
 
 from fl_lightning.datamodules.base import FederatedDataModule
-from fl_lightning.datamodules.biases import Bias, CategoryBias, ClientBias
-from fl_lightning.datamodules.digits import Digits
-from fl_lightning.datamodules.existing import FromDataModule, FromDatasets
-from fl_lightning.datamodules.flower_splits import (
+from fl_lightning.datamodules.batches.biases import Bias, CategoryBias, ClientBias
+from fl_lightning.datamodules.partitions.flower_splits import (
     ByValue,
     Grouped,
     InnerDirichlet,
     LabelBuckets,
     Shards,
 )
-from fl_lightning.datamodules.folders import FromFolders
-from fl_lightning.datamodules.generated_domains import GeneratedDomains
-from fl_lightning.datamodules.hdf5 import FromHDF5
-from fl_lightning.datamodules.hugging_face import FromHuggingFace
-from fl_lightning.datamodules.human_activity import HumanActivity
-from fl_lightning.datamodules.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
-from fl_lightning.datamodules.instruction_tuning import InstructionTuning
-from fl_lightning.datamodules.label_skew import Dirichlet, Pathological
-from fl_lightning.datamodules.language_modelling import LanguageModelling
-from fl_lightning.datamodules.leaf import FromLEAF
-from fl_lightning.datamodules.memory import InMemoryDataModule
-from fl_lightning.datamodules.own_splits import Imported, LabelShares, Mixed
-from fl_lightning.datamodules.partitions import (
+from fl_lightning.datamodules.partitions.label_skew import Dirichlet, Pathological
+from fl_lightning.datamodules.partitions.other_tools import DirichletByClass, LabelsPerClient
+from fl_lightning.datamodules.partitions.own_splits import Imported, LabelShares, Mixed
+from fl_lightning.datamodules.partitions.partition import (
     IID,
     ByGroup,
     Contiguous,
@@ -37,11 +28,28 @@ from fl_lightning.datamodules.partitions import (
     Saved,
     SortedShards,
 )
-from fl_lightning.datamodules.pfllib import FromPFLlib
-from fl_lightning.datamodules.published import DirichletByClass, LabelsPerClient
-from fl_lightning.datamodules.size_rules import Sizes
-from fl_lightning.datamodules.table import FromTable
-from fl_lightning.datamodules.text_classification import TextClassification
+from fl_lightning.datamodules.partitions.size_rules import Sizes
+from fl_lightning.datamodules.sources.digits import Digits
+from fl_lightning.datamodules.sources.existing import FromDataModule, FromDatasets
+from fl_lightning.datamodules.sources.folders import FromFolders
+from fl_lightning.datamodules.sources.generated_domains import GeneratedDomains
+from fl_lightning.datamodules.sources.hdf5 import FromHDF5
+from fl_lightning.datamodules.sources.hugging_face import FromHuggingFace
+from fl_lightning.datamodules.sources.human_activity import HumanActivity
+from fl_lightning.datamodules.sources.images import CIFAR10, CIFAR100, MNIST, SVHN, FashionMNIST
+from fl_lightning.datamodules.sources.instruction_tuning import InstructionTuning
+from fl_lightning.datamodules.sources.language_modelling import LanguageModelling
+from fl_lightning.datamodules.sources.leaf import FromLEAF
+from fl_lightning.datamodules.sources.memory import InMemoryDataModule
+from fl_lightning.datamodules.sources.pfllib import FromPFLlib
+from fl_lightning.datamodules.sources.table import FromTable
+from fl_lightning.datamodules.sources.text_classification import TextClassification
+
+# Before they were sorted all files lay in this folder, and config.yaml of such a run names
+# fl_lightning.datamodules.label_skew.
+for _path, _module in list(sys.modules.items()):
+    if _path.startswith(f"{__name__}."):
+        sys.modules.setdefault(f"{__name__}.{_path.rpartition('.')[2]}", _module)
 
 __all__ = [
     "CIFAR10",

@@ -14,22 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Dataset
 
 from fl_lightning.accepted import BelowOne, PositiveInt
-from fl_lightning.datamodules import batching
-from fl_lightning.datamodules.augment import CropFlip, augmented
-from fl_lightning.datamodules.augmentations import Pixels, augmentations_of, augmented_batches
-from fl_lightning.datamodules.biases import Bias, biased, check_biases
-from fl_lightning.datamodules.client_tests import (
-    ClientTests,
-    GroupTests,
-    HeldOut,
-    OwnTests,
-    check_test_clients,
+from fl_lightning.datamodules.batches import batch_sizes
+from fl_lightning.datamodules.batches.augmentations import (
+    Pixels,
+    augmentations_of,
+    augmented_batches,
 )
-from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
-from fl_lightning.datamodules.names import by_name
-from fl_lightning.datamodules.partitions import IID, ByGroup, Indices, Partition
-from fl_lightning.datamodules.pool import global_test, joined
-from fl_lightning.datamodules.samples import (
+from fl_lightning.datamodules.batches.biases import Bias, biased, check_biases
+from fl_lightning.datamodules.batches.crop_flip import CropFlip, augmented
+from fl_lightning.datamodules.batches.samples import (
     CPU,
     Batch,
     Change,
@@ -38,18 +31,35 @@ from fl_lightning.datamodules.samples import (
     makes_batches,
     one_by_one,
 )
-from fl_lightning.datamodules.split import Split, What, check_apart, check_given, split_samples
-from fl_lightning.datamodules.transfer import Transfer
-from fl_lightning.datamodules.views import (
+from fl_lightning.datamodules.loaders import RoundToken, evaluation_loader, say
+from fl_lightning.datamodules.partitions.client_names import by_name
+from fl_lightning.datamodules.partitions.client_tests import (
+    ClientTests,
+    GroupTests,
+    HeldOut,
+    OwnTests,
+    check_test_clients,
+)
+from fl_lightning.datamodules.partitions.partition import IID, ByGroup, Indices, Partition
+from fl_lightning.datamodules.partitions.pool import global_test, joined
+from fl_lightning.datamodules.partitions.split import (
+    Split,
+    What,
+    check_apart,
+    check_given,
+    split_samples,
+)
+from fl_lightning.datamodules.summaries.split_summary import (
     card,
     partition_figure,
     partition_measures,
     partition_table,
     save_partition,
 )
+from fl_lightning.datamodules.transfer import Transfer
 from fl_lightning.errors import UserError
-from fl_lightning.given import Given
-from fl_lightning.lightning import pl
+from fl_lightning.introspection.init_args import Given
+from fl_lightning.machine.lightning import pl
 from fl_lightning.sampling import check_seed, generator
 
 if TYPE_CHECKING:
@@ -394,7 +404,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
     # ---- batches of a client
 
     def batches_per_epoch(self, client: int) -> int:
-        return batching.epoch_batches(
+        return batch_sizes.epoch_batches(
             int(self.client_sizes()[client]), self._mine.batch_size, self._mine.drop_last
         )
 
@@ -413,13 +423,13 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         own_batches = type(self).client_batches is not FederatedDataModule.client_batches
         if own_batches or makes_batches(self._train):
             return None
-        return batching.smallest_batch(
+        return batch_sizes.smallest_batch(
             self.client_sizes(), self._mine.batch_size, self._mine.drop_last, steps, clients
         )
 
     def told_of_batch(self, client: int, samples: int) -> tuple[str, str]:
         """Return two texts: why a client has a batch of so few samples, and how to avoid it."""
-        return batching.told_of_batch(
+        return batch_sizes.told_of_batch(
             self.client_sizes(), self._mine.batch_size, self._mine.drop_last, client, samples
         )
 
@@ -436,7 +446,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
             shuffle = generator(self.run_seed, purpose or "order", round, client, epoch)
             return shuffle.permutation(len(indices))
         draw = generator(self.run_seed, purpose + "weighted", round, client, epoch)
-        return batching.drawn_by_weight(self._weights[indices], draw, client)
+        return batch_sizes.drawn_by_weight(self._weights[indices], draw, client)
 
     def client_batches(
         self, client: int, round: int, steps: int, device: torch.device = CPU, purpose: str = ""
@@ -450,7 +460,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         device = torch.device(device)
         size = self._mine.batch_size or len(indices)
         source = self._transfer.source(device)
-        per_epoch = batching.epoch_batches(len(indices), size, self._mine.drop_last)
+        per_epoch = batch_sizes.epoch_batches(len(indices), size, self._mine.drop_last)
 
         def epochs() -> Iterator[tuple[int, Indices]]:
             for epoch in range(-(-steps // per_epoch)):
@@ -513,7 +523,7 @@ class FederatedDataModule(Given, pl.LightningDataModule):
         else:
             batch_size = size
             drop_last = False
-        cut = [indices[part] for part in batching.slices(len(indices), batch_size, drop_last)]
+        cut = [indices[part] for part in batch_sizes.slices(len(indices), batch_size, drop_last)]
         source = self._transfer.source(device)
         size = len(cut[0])
         if isinstance(data, DatasetSamples):

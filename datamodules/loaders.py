@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from fl_lightning.datamodules.partitions import Indices
-from fl_lightning.datamodules.samples import (
+from fl_lightning.datamodules.batches.samples import (
     CPU,
     EVALUATION_BATCH,
     Batch,
@@ -24,8 +23,9 @@ from fl_lightning.datamodules.samples import (
     TensorSamples,
     makes_batches,
 )
+from fl_lightning.datamodules.partitions.partition import Indices
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import pl, rank_zero_warn
+from fl_lightning.machine.lightning import pl, rank_zero_warn
 from fl_lightning.sampling import generator
 
 KEPT_BYTES = 256 * 2**20  # evaluation batches up to this total size are made once and kept

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fl_lightning.datamodules.samples import Batch, batch_to_device
+from fl_lightning.datamodules.batches.samples import Batch, batch_to_device
 
 HOOKS = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
 # clients train on threads and share the attributes that hooks set on the data module

@@ -25,7 +25,7 @@ extensions = [
     "gallery",
     "llms",
 ]
-exclude_patterns = ["results", "gallery", "site", "generated/gallery/sg_execution_times.rst"]
+exclude_patterns = ["gallery", "site", "generated/gallery/sg_execution_times.rst"]
 exclude_patterns += ["sg_execution_times.rst"]
 # sphinx-gallery keeps what it made an example from beside the page.
 exclude_patterns += ["generated/gallery/*.ipynb", "generated/gallery/*.py"]

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fl_lightning.lab.analysis.results import load
     from fl_lightning.lab.cli.drop_in import FederatedCLI
     from fl_lightning.lab.cli.python_run import RunFolder
-    from fl_lightning.machine.strategies import FederatedStrategy
+    from fl_lightning.machine.federated_strategy import FederatedStrategy
     from fl_lightning.module import FederatedModule
     from fl_lightning.record.metrics_csv import MetricsCSV
     from fl_lightning.schedules import Cosine, Exponential, Linear, Schedule, Steps

@@ -186,7 +186,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
     _say_what_takes_seconds(command)
     # Python has to find the user's `my_learner.Lit` in the current directory.
     sys.path.insert(0, os.getcwd())
-    from fl_lightning.lab.cli.commands import run
+    from fl_lightning.lab.cli.lightning_commands import run
 
     return run(command, prepared, debug=debug)
 

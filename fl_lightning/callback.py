@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fl_lightning import reading, sampling
+from fl_lightning import sampling
 from fl_lightning.accepted import (
     Above,
     AtLeast,
@@ -30,16 +30,28 @@ from fl_lightning.accepted import (
     UnitInterval,
     check,
 )
+from fl_lightning.checks.notes import CLASS_LABELS, UNIFORM_OPTIMUM, Note, Refusal, RunFacts
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.given import Given
+from fl_lightning.introspection import hook_source as reading
+from fl_lightning.introspection.init_args import Given
+from fl_lightning.introspection.papers import Paper
 from fl_lightning.learner.layout import Layout
-from fl_lightning.lightning import pl
-from fl_lightning.notes import CLASS_LABELS, UNIFORM_OPTIMUM, Note, Refusal, RunFacts
-from fl_lightning.papers import Paper
+from fl_lightning.machine.lightning import pl
 from fl_lightning.round import low_rank
 from fl_lightning.round.base_weights import Base
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.coding import (
+from fl_lightning.round.coordinate_sums import ordered_norm, ordered_sum
+from fl_lightning.round.declared_state import (
+    ClientState,
+    Coefficient,
+    Declaration,
+    Scratch,
+    ServerState,
+    Staging,
+    Upload,
+)
+from fl_lightning.round.partial_training import PartialTraining
+from fl_lightning.round.quantization import (
     Blocks,
     Message,
     as_array,
@@ -53,18 +65,7 @@ from fl_lightning.round.coding import (
     rounded_up,
     unpacked,
 )
-from fl_lightning.round.resting import Resting
 from fl_lightning.round.server import Server
-from fl_lightning.round.state import (
-    ClientState,
-    Coefficient,
-    Declaration,
-    Scratch,
-    ServerState,
-    Staging,
-    Upload,
-)
-from fl_lightning.round.sums import ordered_norm, ordered_sum
 from fl_lightning.sampling import generator
 from fl_lightning.schedules import Schedule, arguments
 
@@ -165,7 +166,7 @@ def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
     return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
-class FederatedCallback(Given, Resting, pl.Callback):
+class FederatedCallback(Given, PartialTraining, pl.Callback):
     """Base class of methods and loggers: a Lightning callback with the hooks of a federated round.
 
     Most methods need four: :meth:`on_local_start`, :meth:`on_local_gradient`, :meth:`on_local_end`
@@ -264,13 +265,13 @@ class FederatedCallback(Given, Resting, pl.Callback):
         return None
 
     _declared: dict[str, Declaration]
-    _bound_ledger: Staging | None
+    _bound_transaction: Staging | None
     _bound_run: RunBinding | None
 
     def __new__(cls, /, *args: object, **kwargs: object) -> Self:
         # A subclass may assign attributes before it calls `super().__init__()`, or never call it.
         self: Self = super().__new__(cls, *args, **kwargs)
-        self.__dict__.update(_declared={}, _bound_ledger=None, _bound_run=None)
+        self.__dict__.update(_declared={}, _bound_transaction=None, _bound_run=None)
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -378,12 +379,12 @@ class FederatedCallback(Given, Resting, pl.Callback):
         return {name: declaration.of(self) for name, declaration in declarations.items()}
 
     @property
-    def _ledger(self) -> Staging:
-        if self._bound_ledger is None:
+    def _transaction(self) -> Staging:
+        if self._bound_transaction is None:
             raise RuntimeError(
                 f"{type(self).__name__}'s declared state can only be read during a run"
             )
-        return self._bound_ledger
+        return self._bound_transaction
 
     @property
     def _run(self) -> RunBinding:

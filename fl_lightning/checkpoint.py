@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.engines import configured_optimizer
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.client import run_optimizers
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import all_finite
-from fl_lightning.methods import Methods
 from fl_lightning.round.global_model import GlobalModel, set_buffers
-from fl_lightning.storage.apart import is_plain
+from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.storage.columns import (
     chosen_read,
     chosen_written,
@@ -29,7 +29,7 @@ from fl_lightning.storage.columns import (
     versions_written,
 )
 from fl_lightning.storage.lock import RunLock, held_by_all
-from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.pickled_objects import is_plain
 from fl_lightning.storage.rows_on_disk import KEY, RowsOnDisk, find_folder, index_read
 from fl_lightning.storage.run_state import RunState, Versions
 from fl_lightning.storage.schema import (
@@ -78,7 +78,7 @@ class Identity:
     partition: str
 
     @classmethod
-    def of(cls, seed: int, arguments: dict[str, str], methods: Methods, data: Any) -> Identity:
+    def of(cls, seed: int, arguments: dict[str, str], methods: CallbackList, data: Any) -> Identity:
         """Return a run's identity; arguments of data and methods are added to ``arguments``."""
         of_data = {
             "batch_size": repr(getattr(data, "batch_size", None)),
@@ -90,7 +90,7 @@ class Identity:
         compared = {**arguments, **of_data, "methods without state": methods.stateless()}
         return cls(seed, compared, methods.fingerprint(), partition)
 
-    def check_same(self, held: Held) -> None:
+    def check_same(self, held: SavedRun) -> None:
         """Refuse a checkpoint of a run with other settings.
 
         Raises:
@@ -103,7 +103,7 @@ class Identity:
         if differing:
             raise other_settings(differing)
 
-    def differing(self, then: Held | Identity) -> list[Difference]:
+    def differing(self, then: SavedRun | Identity) -> list[Difference]:
         """Return the arguments and methods that differ."""
         # A checkpoint has these entries only if the run used them.
         unsaid = {"client_scheduler": "ignore", "asynchronous": "None", "accumulate": "1"}
@@ -111,7 +111,7 @@ class Identity:
         found: list[Difference] = []
         for key in filter(one.__contains__, other):
             if key in ("client_optimizer", "server_optimizer"):
-                found += configured_optimizer.differing(key, one[key], other[key])
+                found += run_optimizers.differing(key, one[key], other[key])
             else:
                 found.append((key, one[key], other[key]))
         for name in sorted({*self.methods, *then.methods}):
@@ -162,7 +162,7 @@ def ended_early(trainer: Any) -> tuple[bool, str]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class SavedRun:
     """The run's part of a checkpoint: it is written, checked and read back by this class.
 
     Args:
@@ -221,7 +221,7 @@ class Held:
         disk: RowsOnDisk,
         secret: Secret,
         trainer: Any,
-    ) -> Held:
+    ) -> SavedRun:
         """Collect what a run holds now; every process calls it, to write its rows.
 
         ``named``: names in the checkpoint's ``state_dict``, which holds the learner with the
@@ -264,7 +264,7 @@ class Held:
                 del held[name]
         return {k: v for k, v in held.items() if k not in ("versions", "secret") or v}
 
-    def without_optimizers(self) -> Held:
+    def without_optimizers(self) -> SavedRun:
         """Return it without the rows of the clients' optimizers."""
         clients = {k: v for k, v in self.clients.items() if not k.startswith("optimizer.")}
         return replace(self, clients=clients)
@@ -322,7 +322,7 @@ class LightningsPart:
     lr_schedulers: list[Any] = entry(LIST)
 
 
-def resumed(saved: dict[str, Any], trainer: Any) -> Held:
+def resumed(saved: dict[str, Any], trainer: Any) -> SavedRun:
     """Return the run's part of a checkpoint to resume from; Lightning's part is checked, too.
 
     Raises:
@@ -387,9 +387,9 @@ def check_optimizer(
     if len(held) != 1 or not isinstance(held[0], Mapping):
         raise damaged(place)
     each(each(that(fits), ANYTHING), ANYTHING)(held[0].get("state"), f"{place}.state")
-    now = configured_optimizer.account(optimizer)
-    if then and configured_optimizer.differing("server_optimizer", then, now):
-        if configured_optimizer.state_fits(then, now):
+    now = run_optimizers.account(optimizer)
+    if then and run_optimizers.differing("server_optimizer", then, now):
+        if run_optimizers.state_fits(then, now):
             fresh["state"] = held[0]["state"]
         elif any(held[0]["state"].values()):
             note(
@@ -512,7 +512,7 @@ class CheckpointFolder:
         """Add the run's part to a checkpoint, and write the files beside the checkpoint."""
         self._rows = self._rows or RowsOnDisk.of(trainer)
         named = saved["state_dict"]
-        held = Held.of(identity, state, model, named, plan, self._rows, secret, trainer)
+        held = SavedRun.of(identity, state, model, named, plan, self._rows, secret, trainer)
         saved[KEY] = held.entries()
         if trainer.is_global_zero:
             secret.keep(self._rows.folder)
@@ -542,7 +542,7 @@ def with_hyper_parameters(saved: dict[str, Any], model: GlobalModel) -> None:
     saved["datamodule_hyper_parameters"] = plain
 
 
-def federated_part(checkpoint: dict[str, Any]) -> Held:
+def federated_part(checkpoint: dict[str, Any]) -> SavedRun:
     """Return the run's part of a checkpoint.
 
     Raises:
@@ -555,14 +555,14 @@ def federated_part(checkpoint: dict[str, Any]) -> Held:
             "resumed. To start from its weights, give it as model.init_from."
         )
     # The version decides how the other entries are read.
-    version = values(Held, held, KEY, ("version",)).get("version", VERSION)
+    version = values(SavedRun, held, KEY, ("version",)).get("version", VERSION)
     if version > VERSION:
         raise UserError(
             f"ckpt_path: the checkpoint has version {version} of the format, and this "
             f"fl-lightning reads up to {VERSION}. Resume with the newer fl-lightning that wrote "
             "it."
         )
-    return record(Held)(held, KEY)
+    return record(SavedRun)(held, KEY)
 
 
 def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
@@ -571,7 +571,7 @@ def held_in(checkpoint: dict[str, Any], *names: str) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is damaged.
     """
-    return values(Held, checkpoint[KEY], KEY, names) if KEY in checkpoint else {}
+    return values(SavedRun, checkpoint[KEY], KEY, names) if KEY in checkpoint else {}
 
 
 def load_buffers(learner: Any, checkpoint: dict[str, Any]) -> None:

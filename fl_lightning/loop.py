@@ -11,25 +11,25 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from fl_lightning.aggregation import metric_states, server_update, traffic
-from fl_lightning.aggregation.contributions import Contributions
+from fl_lightning.aggregation.over_processes import visiting_order
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
-from fl_lightning.aggregation.tree_sum import visiting_order
+from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
+from fl_lightning.callback_list import CallbackList, checked_choice, checked_rows
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.machine.processes import gathered, processor_seconds
-from fl_lightning.methods import Methods, checked_choice, checked_rows
+from fl_lightning.round.client_group import LOSS
+from fl_lightning.round.client_sums import Total
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.group import LOSS
-from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.partial import Parts
-from fl_lightning.round.resting import mask_of_round, remember_sent
+from fl_lightning.round.model_parts import Parts
+from fl_lightning.round.partial_training import mask_of_round, remember_sent
 from fl_lightning.round.server import Server
 from fl_lightning.round.settings import Settings
-from fl_lightning.round.totals import Total
+from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.run_state import BaseAfter, RoundOutcome, RunState, Versions
 from fl_lightning.virtual.planned_round import Plan
@@ -63,7 +63,7 @@ class FederatedLoop:
     settings: Settings
     model: GlobalModel
     cohort: Cohort
-    methods: Methods
+    methods: CallbackList
     state: RunState
     engine: Engine
     server_step: ServerStep
@@ -88,48 +88,50 @@ class FederatedLoop:
         start = time.perf_counter()
         start_cpu = processor_seconds()
         # Before the server's step nothing in the run changes: clients' rows and server states are
-        # staged in the ledger. So an exception needs no undo.
-        ledger = self.begin(t)
-        round = ledger.round
-        with ledger.server_hooks():
-            before = Server(round, ledger)
+        # staged in the transaction. So an exception needs no undo.
+        transaction = self.begin(t)
+        round = transaction.round
+        with transaction.server_hooks():
+            before = Server(round, transaction)
             self.methods.run("on_round_start", before)
-            ledger.broadcast = self.broadcast(before)
+            transaction.broadcast = self.broadcast(before)
 
-        ledger.total, diverged = self.train(ledger.for_clients, ledger)
-        ledger.finished = self.finished(round, diverged, ledger.dropped)
+        transaction.total, diverged = self.train(transaction.for_clients, transaction)
+        transaction.finished = self.finished(round, diverged, transaction.dropped)
 
-        server = Server(round, ledger)
+        server = Server(round, transaction)
         # The optimizer changes w and its own state in place, so both are copied before.
         server.w_before, undo = self.server_step.snapshot(self.model)
         try:
-            with ledger.server_hooks():
-                self.update(ledger, server)
-                self.step(ledger, server)
-                self.evaluate(ledger, server)
-                server.communication = traffic.of_round(ledger, self.methods)
-                server.kept_vectors = traffic.kept_vectors(ledger, self.methods)
-                self.methods.end_round(server, bool(ledger.finished))
-            metrics = self.metrics(ledger, server)
+            with transaction.server_hooks():
+                self.update(transaction, server)
+                self.step(transaction, server)
+                self.evaluate(transaction, server)
+                server.communication = traffic.of_round(transaction, self.methods)
+                server.kept_vectors = traffic.kept_vectors(transaction, self.methods)
+                self.methods.end_round(server, bool(transaction.finished))
+            metrics = self.metrics(transaction, server)
             # Whatever may still fail comes before the commit: all processes send rows to their
             # owners, and loggers write.
-            staged = ledger.rows_to_commit(self.methods.declared) if ledger.finished else {}
+            staged = (
+                transaction.rows_to_commit(self.methods.declared) if transaction.finished else {}
+            )
             rows = self.state.rows.bring_home(staged)
-            server_states = self.server_states(ledger)
+            server_states = self.server_states(transaction)
             metrics["time/round"] = time.perf_counter() - start
             # On a GPU the processor's seconds mean little.
             if self.model.w.device.type == "cpu":
                 metrics["time/cpu"] = sum(gathered(processor_seconds() - start_cpu))
             self.report(metrics, t)
             chosen = self.latest[1] if self.methods.owner("select") else None
-            versions = self.versions(ledger, server)
-            sent = self.sent_to(ledger)
-            base = self.changed_base(ledger)
+            versions = self.versions(transaction, server)
+            sent = self.sent_to(transaction)
+            base = self.changed_base(transaction)
             self.state.commit(
                 RoundOutcome(t, rows, server_states, metrics, chosen, versions, sent, base)
             )
             # The store has the rows now, in memory or on disk.
-            ledger.rows = {}
+            transaction.rows = {}
         except BaseException:
             # If the commit's one assignment is done, the round counts and its commit is finished.
             # If not, everything is undone.
@@ -140,44 +142,47 @@ class FederatedLoop:
         self.state.rows.store.make_room()
         return metrics
 
-    def sent_to(self, ledger: Ledger) -> list[int]:
+    def sent_to(self, transaction: RoundTransaction) -> list[int]:
         """Return the clients that were sent w, if a method depends on it; otherwise none."""
         if self.state.base is None and not remember_sent(self.methods):
             return []
         # A client has what it was sent, whether or not its update is used.
-        others = () if ledger.planned is None else ledger.planned.others
-        return [*(i for i in ledger.round.ids if i not in ledger.unsent), *others]
+        others = () if transaction.planned is None else transaction.planned.others
+        return [*(i for i in transaction.round.ids if i not in transaction.unsent), *others]
 
-    def begin(self, t: int) -> Ledger:
-        """Return the ledger of round t, with its facts and its participants, sampled or chosen."""
-        # `select` may read server states, so the ledger is bound before participants are chosen.
-        ledger = Ledger(self.round_at(t))
-        ledger.rows_elsewhere = self.rows_elsewhere
-        ledger.base_weights = self.state.base
-        self.methods.bind(ledger)
+    def begin(self, t: int) -> RoundTransaction:
+        """Return the transaction of round t, with its facts and its participants, sampled or
+        chosen.
+        """
+        # `select` may read server states, so the transaction is bound before participants are
+        # chosen.
+        transaction = RoundTransaction(self.round_at(t))
+        transaction.rows_elsewhere = self.rows_elsewhere
+        transaction.base_weights = self.state.base
+        self.methods.bind(transaction)
         select = self.methods.owner("select")
-        ids = list(self.participants(t)) if select is None else self.chosen(select, ledger)
+        ids = list(self.participants(t)) if select is None else self.chosen(select, transaction)
         self.latest = t, tuple(ids)
         if self.device_plan is not None:
-            ledger.planned = self.device_plan.planned(t, None if select is None else ids)
-            ids = list(ledger.planned.ids)
+            transaction.planned = self.device_plan.planned(t, None if select is None else ids)
+            ids = list(transaction.planned.ids)
         # Fetch the rows of the clients that this process trains from the processes that own them.
         self.state.rows.fetch(ids)
-        if ledger.planned is None:
+        if transaction.planned is None:
             steps = self.cohort.steps_in(t, ids)
         else:
-            steps = {i: self.cohort.steps(i, v) for i, v in ledger.planned.versions.items()}
+            steps = {i: self.cohort.steps(i, v) for i, v in transaction.planned.versions.items()}
         sizes = self.cohort.sizes(ids)
         weights = dict.fromkeys(ids, 1.0)
         if self.settings.weighting == "samples":
             weights = {i: float(sizes[i]) for i in ids}
-        if ledger.planned is not None:
-            discounts = ledger.planned.discounts
+        if transaction.planned is not None:
+            discounts = transaction.planned.discounts
             weights = {i: weight * discounts.get(i, 1.0) for i, weight in weights.items()}
-            ledger.base = ledger.round.w if ledger.planned.mixed else None
+            transaction.base = transaction.round.w if transaction.planned.mixed else None
         factor = decay_factor(self.settings.lr_decay, t)
-        ledger.round = replace(
-            ledger.round,
+        transaction.round = replace(
+            transaction.round,
             ids=ids,
             steps=steps,
             sizes=sizes,
@@ -188,23 +193,23 @@ class FederatedLoop:
                 t, factor, () if self.rows_elsewhere else steps.values()
             ),
         )
-        trained = mask_of_round(self.methods, ledger.round)
+        trained = mask_of_round(self.methods, transaction.round)
         if trained is not None:
-            ledger.round = replace(ledger.round, trained=trained)
+            transaction.round = replace(transaction.round, trained=trained)
         # After this check nothing may refuse the round. From here until the commit, a checkpoint
         # holds the present model.
-        self.model.hold(ledger.round.buffers)
-        return ledger
+        self.model.hold(transaction.round.buffers)
+        return transaction
 
-    def chosen(self, select: Callable[..., object], ledger: Ledger) -> list[int]:
+    def chosen(self, select: Callable[..., object], transaction: RoundTransaction) -> list[int]:
         """Return the participants that a method chose, ascending; the same in every process."""
-        there = self.cohort.there(ledger.t)
+        there = self.cohort.there(transaction.t)
         if not len(there):  # every process knows that, so they agree
             return []
-        available = torch.as_tensor(there, dtype=torch.int64, device=ledger.round.w.device)
-        n = min(self.cohort.number(ledger.t), len(available))
-        with ledger.server_hooks():
-            choice = self.methods.call(select, Server(ledger.round, ledger), available, n)
+        available = torch.as_tensor(there, dtype=torch.int64, device=transaction.round.w.device)
+        n = min(self.cohort.number(transaction.t), len(available))
+        with transaction.server_hooks():
+            choice = self.methods.call(select, Server(transaction.round, transaction), available, n)
         ids = checked_choice(select, choice, available, n)
         # Processes that train different rounds would add up unrelated updates.
         if any(other != ids for other in gathered(ids)):
@@ -271,11 +276,11 @@ class FederatedLoop:
             raise Diverged(diverged_text(server.round, "the model that is sent to clients"))
         return given
 
-    def train(self, round: Round, ledger: Ledger) -> tuple[Total, list[int]]:
+    def train(self, round: Round, transaction: RoundTransaction) -> tuple[Total, list[int]]:
         """Train this process's share, and return the sum over all participants and who diverged."""
         # Take every W-th client, so that a process's share is one subtree of the sum.
         clients = round.ids[self.rank :: self.world_size]
-        contributions = Contributions(ledger, self.methods, len(clients), self.buffers)
+        contributions = UpdateAccumulator(transaction, self.methods, len(clients), self.buffers)
         done = 0
 
         def one_more() -> None:
@@ -284,23 +289,23 @@ class FederatedLoop:
             self.progress(done, len(clients))
 
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
-        ledger.make_server_states(self.methods.declared)
-        for trained, group in self.by_version(round, ledger, leaves):
-            with ledger.clients_at(trained.t):
+        transaction.make_server_states(self.methods.declared)
+        for trained, group in self.by_version(round, transaction, leaves):
+            with transaction.clients_at(trained.t):
                 self.engine.train(trained, group, contributions, one_more)
         sums, diverged = contributions.total()
         self.buffers.name_kept(contributions.changed, self.note)
         return sums, diverged
 
     def by_version(
-        self, round: Round, ledger: Ledger, leaves: list[tuple[int, int]]
+        self, round: Round, transaction: RoundTransaction, leaves: list[tuple[int, int]]
     ) -> Iterator[tuple[Round, list[tuple[int, int]]]]:
         """Return (leaf, client) pairs by the version of the model from which they train.
 
         Each group comes with a ``Round`` that has this version's number, w, buffers and rates.
         In synchronous runs there is one group, of the round itself.
         """
-        planned = ledger.planned
+        planned = transaction.planned
         if planned is None or set(planned.versions.values()) <= {round.t}:
             yield round, leaves
             return
@@ -317,21 +322,21 @@ class FederatedLoop:
         # the present ones back.
         self.model.set_buffers(round.buffers)
 
-    def server_states(self, ledger: Ledger) -> dict[str, Tensor]:
+    def server_states(self, transaction: RoundTransaction) -> dict[str, Tensor]:
         """Return the server states to commit, by key."""
-        states = ledger.server_states_to_commit(self.methods.declared)
-        if not self.server_steps(ledger):
+        states = transaction.server_states_to_commit(self.methods.declared)
+        if not self.server_steps(transaction):
             states = self.methods.of_every_round(states)
         if self.parts is not None:
-            states |= self.parts.after(ledger.t, self.state.server, bool(ledger.finished))
+            states |= self.parts.after(transaction.t, self.state.server, bool(transaction.finished))
         return states
 
-    def versions(self, ledger: Ledger, server: Server) -> Versions:
+    def versions(self, transaction: RoundTransaction, server: Server) -> Versions:
         """Return the models and buffers from which clients still train after this round."""
-        needed = frozenset[int]() if ledger.planned is None else ledger.planned.needed
+        needed = frozenset[int]() if transaction.planned is None else transaction.planned.needed
         kept = {v: model for v, model in self.state.versions.items() if v in needed}
-        if ledger.t in needed:
-            kept[ledger.t] = server.w_before, ledger.round.buffers
+        if transaction.t in needed:
+            kept[transaction.t] = server.w_before, transaction.round.buffers
         return kept
 
     def finished(self, round: Round, diverged: list[int], dropped: list[int]) -> list[int]:
@@ -349,24 +354,24 @@ class FederatedLoop:
         out = {*diverged, *dropped}
         return [i for i in round.ids if i not in out]
 
-    def update(self, ledger: Ledger, server: Server) -> None:
+    def update(self, transaction: RoundTransaction, server: Server) -> None:
         """Set ``server.update``: aggregated, and changed by methods; zero without a step."""
-        if not self.server_steps(ledger):
+        if not self.server_steps(transaction):
             server.update = torch.zeros_like(server.w)
             return
-        ledger.takes_additions = True
-        server.update = server_update.aggregated(ledger, self.methods, server)
+        transaction.takes_additions = True
+        server.update = server_update.aggregated(transaction, self.methods, server)
         self.methods.run("on_server_update", server)
-        ledger.takes_additions = False
+        transaction.takes_additions = False
         server.update = server_update.masked(server)
 
-    def server_steps(self, ledger: Ledger) -> bool:
+    def server_steps(self, transaction: RoundTransaction) -> bool:
         """Return whether the server takes a step: a client finished, or a method needs no
         client.
         """
-        return bool(ledger.finished) or self.methods.aggregates_nobody
+        return bool(transaction.finished) or self.methods.aggregates_nobody
 
-    def changed_base(self, ledger: Ledger) -> BaseAfter | None:
+    def changed_base(self, transaction: RoundTransaction) -> BaseAfter | None:
         """Return the frozen weights that methods change, after the round.
 
         Raises:
@@ -374,12 +379,12 @@ class FederatedLoop:
         """
         if self.state.base is None:
             return None
-        after: BaseAfter = self.state.base.after(ledger.additions)
+        after: BaseAfter = self.state.base.after(transaction.additions)
         if not all(map(all_finite, after[0].values())):
-            raise Diverged(diverged_text(ledger.round.t, "the base that the server changed"))
+            raise Diverged(diverged_text(transaction.round.t, "the base that the server changed"))
         return after
 
-    def step(self, ledger: Ledger, server: Server) -> None:
+    def step(self, transaction: RoundTransaction, server: Server) -> None:
         """Take the server optimizer's step to w^{t+1}.
 
         Raises:
@@ -388,43 +393,43 @@ class FederatedLoop:
         # Lightning counts one step per epoch, so the step is taken even if no client finished. It
         # then changes neither the coordinates nor the optimizer's state.
         moves = server.averaged
-        if not self.server_steps(ledger):
+        if not self.server_steps(transaction):
             moves = torch.zeros_like(server.w, dtype=torch.bool)
         self.server_step.step(self.model.w, server.update, moves)
         if not all_finite(server.w):
             raise Diverged(diverged_text(server.round, "the server's model"))
 
-    def evaluate(self, ledger: Ledger, server: Server) -> None:
+    def evaluate(self, transaction: RoundTransaction, server: Server) -> None:
         """Set the model that is evaluated from now on, and the server's buffers."""
         owner = self.methods.owner("evaluated")
         if owner is None:
-            vector = server_update.evaluated(ledger, server)
+            vector = server_update.evaluated(transaction, server)
         else:
             vector = checked_rows(owner, self.methods.call(owner, server), server.w)
             vector = vector.detach().to(server.w).clone()
         self.model.evaluate_at(vector)
         server.evaluated = self.model.evaluated.detach()
-        self.model.set_buffers(server_update.averaged_buffers(ledger.round, ledger.total))
+        self.model.set_buffers(server_update.averaged_buffers(transaction.round, transaction.total))
 
-    def metrics(self, ledger: Ledger, server: Server) -> RoundMetrics:
+    def metrics(self, transaction: RoundTransaction, server: Server) -> RoundMetrics:
         """Return the metrics that learner, clients' and server hooks logged; also set ``loss``."""
-        self.warn_of_mean_gradient(ledger)
-        for text in ledger.notes:
+        self.warn_of_mean_gradient(transaction)
+        for text in transaction.notes:
             self.note(text)
         means: dict[str, float] = {}
-        for name, total in ledger.total.logs.items():
+        for name, total in transaction.total.logs.items():
             # A client need not log every name, so each name has its own number of values.
             if name not in self.disputed:
-                means[name] = float(total / ledger.total.logged[name])
+                means[name] = float(total / transaction.total.logged[name])
         self.loss = means.pop(LOSS, None)
         logged = {name: float(value) for name, value in server.logs.items()}
-        metrics = metric_states.merged_into(self.model.learner, ledger.metrics, self.note)
-        self.logged_metrics = metric_states.logged_in(self.model.learner, ledger.metrics)
-        logged["cost/gradients"] = traffic.gradients(ledger)
-        logged["cost/forwards"] = traffic.forwards(ledger)
-        logged["client_lr"] = float(ledger.round.rates.lr)
-        if ledger.planned is not None:
-            logged |= ledger.planned.metrics
+        metrics = metric_states.merged_into(self.model.learner, transaction.metrics, self.note)
+        self.logged_metrics = metric_states.logged_in(self.model.learner, transaction.metrics)
+        logged["cost/gradients"] = traffic.gradients(transaction)
+        logged["cost/forwards"] = traffic.forwards(transaction)
+        logged["client_lr"] = float(transaction.round.rates.lr)
+        if transaction.planned is not None:
+            logged |= transaction.planned.metrics
         for name in sorted((means.keys() | metrics.keys()) & (logged.keys() | TIMES)):
             self.note(
                 f"{name} is logged by the learner and by the run, and the run's value replaces the "
@@ -432,10 +437,10 @@ class FederatedLoop:
             )
         return {**means, **metrics, **logged}
 
-    def warn_of_mean_gradient(self, ledger: Ledger) -> None:
+    def warn_of_mean_gradient(self, transaction: RoundTransaction) -> None:
         """Warn if ``clients.mean_gradient`` was read and is not the mean of the gradients."""
         rates = self.client_rates
-        readers = sorted(ledger.mean_gradient_readers)
+        readers = sorted(transaction.mean_gradient_readers)
         direction = self.name_of("precondition")
         if direction:
             # Its owner adds the mean of directions to directions.
@@ -459,7 +464,7 @@ class FederatedLoop:
                 f"which it is added. The method is made for SGD{self.other_estimate(readers)}"
             )
         # A limit on gradients does not limit a direction that is computed from them.
-        if float(ledger.total.logs.get("clipped_steps", 0)) > 0 and not direction:
+        if float(transaction.total.logs.get("clipped_steps", 0)) > 0 and not direction:
             self.note(
                 f"{reading}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
                 "less than that"

@@ -24,7 +24,7 @@ import numpy as np
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.escaping import cells, of_cells
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 Row = dict[str, str]
 Column = np.ndarray[Any, np.dtype[np.float64]]

@@ -13,29 +13,31 @@ from typing import Any, ClassVar, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, description
+from fl_lightning import checkpoint
 from fl_lightning.accepted import NonNegativeInt, PositiveFloat, PositiveInt, check_arguments
-from fl_lightning.engines import batch_callbacks
-from fl_lightning.engines.random_state import seed_round
+from fl_lightning.checks import refusals
+from fl_lightning.client import batch_callbacks
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import averages, monitors, personal
-from fl_lightning.evaluation.averages import evaluated
+from fl_lightning.evaluation import monitors, personal_models, validated_model
 from fl_lightning.evaluation.evaluator import Evaluator
+from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.learner import saved_network
 from fl_lightning.learner.buffers import BufferWord
 from fl_lightning.learner.hooks import STEPS, WHERE_OVERRIDDEN, LearnerHooks
 from fl_lightning.learner.layout import Layout
 from fl_lightning.learner.modules import TRANSFER
 from fl_lightning.learner.weights import check_weights
-from fl_lightning.lightning import (
+from fl_lightning.machine.agreement import Alike, check_logged_alike
+from fl_lightning.machine.device_memory import prepare_process
+from fl_lightning.machine.lightning import (
     LightningOptimizer,
     explain_to_other_trainers,
     is_default_bar,
 )
-from fl_lightning.machine.agreement import Alike, check_logged_alike
-from fl_lightning.machine.device_memory import prepare_process
 from fl_lightning.machine.processes import gathered
+from fl_lightning.machine.random_state import seed_round
 from fl_lightning.metrics import Logged
+from fl_lightning.record import description
 from fl_lightning.round.client_schedule import ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.global_model import GlobalModel
@@ -43,7 +45,7 @@ from fl_lightning.round.settings import AUTO, EngineName, OptimizerFactory, Sett
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import Schedule
 from fl_lightning.storage.checkpoint_io import check_readable
-from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.client_rows import ClientRows
 from fl_lightning.virtual.buffered import Buffered
 
 
@@ -145,7 +147,7 @@ class FederatedModule(LearnerHooks):
         super().__init__()
         self.automatic_optimization = False
         explain_to_other_trainers(FederatedModule)
-        checks.check_learner(learner)
+        refusals.check_learner(learner)
         self.settings = Settings(**{field.name: given[field.name] for field in fields(Settings)})
         self.adopt(learner)
         self.global_model = GlobalModel(learner)
@@ -249,7 +251,7 @@ class FederatedModule(LearnerHooks):
         if client is None:
             model = evaluated(self.global_model, self._trainer)
         else:
-            model = personal.of_client(self.run, client, self._trainer)
+            model = personal_models.of_client(self.run, client, self._trainer)
         return self.global_model.export(path, self._trainer, model)
 
     def save_pretrained(self, folder: str | Path, merged: bool = False) -> None:
@@ -329,12 +331,12 @@ class FederatedModule(LearnerHooks):
         # A fit that ended with an exception did not call teardown.
         batch_callbacks.give_back(self.trainer)
         monitors.put_back(self.trainer)
-        averages.put_back(self.trainer, self)
+        validated_model.put_back(self.trainer, self)
         self.run.put_modes_back()
         self.run.put_back()
         # This is the first hook of a fit: our message comes before Lightning's, and is shorter.
         if self.trainer.state.fn == "fit":
-            checks.check_trainer(self.trainer)
+            refusals.check_trainer(self.trainer)
             self._show_own_bar()
         return self.learner.configure_callbacks()
 
@@ -354,9 +356,9 @@ class FederatedModule(LearnerHooks):
             monitors.follow(self.trainer)
             batch_callbacks.take_over(self.trainer)
             self.run.set_up(self.trainer)
-            averages.check_averages(self.trainer, self.run.methods.callbacks)
+            validated_model.check_averages(self.trainer, self.run.methods.callbacks)
             again = self.run.continues(self.trainer) and not self.trainer.ckpt_path
-            averages.follow(self.trainer, again)
+            validated_model.follow(self.trainer, again)
         self.connect_learner()
         self.learner.setup(stage)
 
@@ -393,7 +395,7 @@ class FederatedModule(LearnerHooks):
         # Lightning has loaded a checkpoint's weights by now, and other callbacks may have changed
         # them. So w is the learner's model at the start of its first round.
         try:
-            checks.check_fixed_parameters(self.trainer)
+            refusals.check_fixed_parameters(self.trainer)
             self.global_model.build(again=True)
             self.run.restore(self.trainer)
             self.run.check_states()
@@ -466,12 +468,12 @@ class FederatedModule(LearnerHooks):
 
     def on_train_end(self) -> None:
         self.learner.on_train_end()
-        averages.end(self.trainer)
+        validated_model.end(self.trainer)
         self.run.end()
 
     def on_save_checkpoint(self, saved: dict[str, Any]) -> None:
         # The learner's hook comes last, as in plain training, and may change every entry.
-        with averages.saving(self.trainer, saved):
+        with validated_model.saving(self.trainer, saved):
             self.run.save(saved, self.trainer)
         self.learner.on_save_checkpoint(saved)
 

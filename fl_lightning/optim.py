@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fl_lightning.accepted import BelowOne, NonNegativeFloat, PositiveFloat, checked
-from fl_lightning.papers import Paper
+from fl_lightning.introspection.papers import Paper
 
 
 @checked

@@ -10,50 +10,51 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning import checkpoint, checks, sampling, systems
-from fl_lightning.aggregation import gathering, server_update
+from fl_lightning import checkpoint, sampling, systems
+from fl_lightning.aggregation import all_updates, server_update
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
-from fl_lightning.checkpoint import CheckpointFolder, Held, Identity
-from fl_lightning.description import Reporter
-from fl_lightning.engines import configured_optimizer
-from fl_lightning.engines.accumulation import accumulation_notes
-from fl_lightning.engines.build import choose
-from fl_lightning.engines.configured_optimizer import Optimizers
+from fl_lightning.callback_list import OWNED, SHARED, CallbackList
+from fl_lightning.checkpoint import CheckpointFolder, Identity, SavedRun
+from fl_lightning.checks import refusals
+from fl_lightning.client import run_optimizers
+from fl_lightning.client.gradient_accumulation import accumulation_notes
+from fl_lightning.client.local_step import LocalTraining
+from fl_lightning.client.run_optimizers import RunOptimizers
+from fl_lightning.engines.choice import choose
 from fl_lightning.engines.engine import Engine
+from fl_lightning.engines.engine_context import engine_context_of, in_full_precision, undeclared
 from fl_lightning.engines.engine_plan import EnginePlan
-from fl_lightning.engines.kinds import NOT_CAPTURED
-from fl_lightning.engines.local_step import Work
-from fl_lightning.engines.random_state import RandomState, random_state_kept
-from fl_lightning.engines.situation import in_full_precision, situation_of, undeclared
+from fl_lightning.engines.registry import NOT_CAPTURED
 from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain
-from fl_lightning.evaluation.averages import averaging_notes
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
+from fl_lightning.evaluation.validated_model import averaging_notes
 from fl_lightning.learner import weights
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.hooks import moved_on_by
 from fl_lightning.learner.modules import modes
-from fl_lightning.lightning import is_foreign, rank_zero_warn
 from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
+from fl_lightning.machine.lightning import is_foreign, rank_zero_warn
 from fl_lightning.machine.processes import cores_of_each, limit_threads
-from fl_lightning.methods import OWNED, SHARED, Methods
+from fl_lightning.machine.random_state import RandomState, random_state_kept
+from fl_lightning.record.description import Reporter
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate
 from fl_lightning.round.global_model import GlobalModel, RoundStart
-from fl_lightning.round.partial import Parts
-from fl_lightning.round.resting import check_added, check_parts, notes_of_restarts
+from fl_lightning.round.model_parts import Parts
+from fl_lightning.round.partial_training import check_added, check_parts, notes_of_restarts
 from fl_lightning.round.settings import Settings
 from fl_lightning.schedules import decay_factor
 from fl_lightning.storage import secret
 from fl_lightning.storage.checkpoint_io import use_atomic_checkpoints
-from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.client_rows import ClientRows
+from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.rows_on_disk import KEY
 from fl_lightning.storage.run_state import RunState
 from fl_lightning.storage.schema import check_alike
-from fl_lightning.storage.store import ClientStore
 
 # Attributes of a run that a fit changes before it begins, and which another fit goes on with.
 CHANGED_BEFORE = ("state", "monitored", "secret", "_drawn_seed", "optimizers", "plan", "notes")
@@ -67,7 +68,7 @@ class FederatedRun:
     loggers and callbacks), ``folder`` (of checkpoints), ``notes`` (warnings for the user).
     """
 
-    optimizers: Optimizers  # set by `make_optimizers`
+    optimizers: RunOptimizers  # set by `make_optimizers`
     _identity: Identity  # of the latest fit that has begun
     _random_state: RandomState  # the process's random state before the first round
 
@@ -84,10 +85,10 @@ class FederatedRun:
         self.monitored: dict[str, torch.Tensor] = {}
         self.loaded = ""  # the call that loaded weights since the last fit, in words
         # The following attributes belong to one fit.
-        self.methods = Methods([])
+        self.methods = CallbackList([])
         # Until this fit has begun: our part of the checkpoint that is resumed, its states of
         # optimizers, and attributes and model from before the fit.
-        self.resumed_from: Held | None = None
+        self.resumed_from: SavedRun | None = None
         self._optimizer_states: list[Any] = []
         self._before: dict[str, Any] = {}
         self._model_before: RoundStart | None = None
@@ -121,9 +122,13 @@ class FederatedRun:
         self._before = {name: vars(self)[name] for name in CHANGED_BEFORE if name in vars(self)}
         own = self.reporter is None or self.continues(trainer)  # not those of an earlier run
         self.notes = [*self.notes] if own else []
-        checks.check_data(trainer.datamodule)
-        checks.count_participants(self.settings.participation, int(trainer.datamodule.num_clients))
-        self.methods = Methods([c for c in trainer.callbacks if isinstance(c, FederatedCallback)])
+        refusals.check_data(trainer.datamodule)
+        refusals.count_participants(
+            self.settings.participation, int(trainer.datamodule.num_clients)
+        )
+        self.methods = CallbackList(
+            [c for c in trainer.callbacks if isinstance(c, FederatedCallback)]
+        )
         use_atomic_checkpoints(trainer, after_exception=self.folder.release)
         self.folder.claim(trainer, begins=False)
         self.cores = cores_of_each()
@@ -166,7 +171,7 @@ class FederatedRun:
             trainer.datamodule, self.seed(trainer), self.methods, trainer.fast_dev_run
         )
 
-    def _cohort(self, data: Any, seed: int, methods: Methods, quick: bool | int) -> Cohort:
+    def _cohort(self, data: Any, seed: int, methods: CallbackList, quick: bool | int) -> Cohort:
         # The seed must not reveal who took part in a private run.
         key: Any = self.secret
         if methods.draws_from != "secret":
@@ -188,7 +193,7 @@ class FederatedRun:
         Raises:
             UserError: there is no clock that gives their durations.
         """
-        methods = Methods(callbacks, self.model.layout)
+        methods = CallbackList(callbacks, self.model.layout)
         cohort = self._cohort(data, self.seed(None), methods, quick=0)
         plan = systems.plan(cohort, self.settings, methods, self.model.w)
         if plan is None or plan.durations is None:
@@ -220,7 +225,7 @@ class FederatedRun:
         if self.loop is None:
             return None
         rates = self.loop.client_rates.in_round(t, decay_factor(self.settings.lr_decay, t), ())
-        return configured_optimizer.shown_at(self.optimizers.clients, rates)
+        return run_optimizers.shown_at(self.optimizers.clients, rates)
 
     def continues(self, trainer: Any) -> bool:
         """Return whether this is another fit by the same Trainer, after rounds were committed."""
@@ -246,7 +251,7 @@ class FederatedRun:
             wanted = None if held is None else held.secret
             folders = () if held is None else held.folders
             self.secret = secret.of_fit(trainer, wanted, folders, self.note)
-        self.optimizers = configured_optimizer.of_run(
+        self.optimizers = run_optimizers.of_run(
             self.settings,
             self.model.learner,
             self.model.w,
@@ -300,7 +305,7 @@ class FederatedRun:
         self._keep_initial_model()
         self.state.keep_rows_for(trainer.datamodule)
 
-    def _fitting(self, held: Held) -> Held:
+    def _fitting(self, held: SavedRun) -> SavedRun:
         """Return a checkpoint's part without client optimizers' states that this run's cannot use.
 
         With ``strict_resume`` all of them fit.
@@ -310,7 +315,7 @@ class FederatedRun:
         then = held.arguments.get("client_optimizer", now)
         if not kept or not self.settings.keep_optimizer_state:
             return held
-        if configured_optimizer.state_fits(then, now):
+        if run_optimizers.state_fits(then, now):
             return held
         self.note(
             "client_optimizer has other settings than the checkpoint's, to which the states that "
@@ -458,12 +463,12 @@ class FederatedRun:
             )
         names = self.methods.gathering
         if names:
-            self.note(gathering.memory(" and ".join(names), cohort.most, self.model.w))
+            self.note(all_updates.memory(" and ".join(names), cohort.most, self.model.w))
 
     def _choose_engine(self, trainer: Any, cohort: Cohort) -> BufferPolicy:
         """Choose and set engine and plan; return how the learner's buffers are treated."""
         settings = self.settings
-        work = Work(
+        work = LocalTraining(
             cohort.data,
             self.methods,
             cohort.seed,
@@ -474,10 +479,10 @@ class FederatedRun:
         work.evaluate = self.evaluate = ClientEvaluation(
             self.model.learner, trainer.datamodule, lambda: Evaluator.of_run(self, trainer)
         )
-        situation = situation_of(trainer, settings, self.model, self.optimizers, work, cohort)
+        context = engine_context_of(trainer, settings, self.model, self.optimizers, work, cohort)
         ends = [callback.on_train_batch_end for callback in trainer.callbacks]
         keeps_loss = self.methods.reads_loss or any(map(is_foreign, ends))
-        situation = replace(situation, keeps_loss=keeps_loss, usable_cores=self.cores)
+        context = replace(context, keeps_loss=keeps_loss, usable_cores=self.cores)
         if self.resumed_from is not None:
             earlier = self.resumed_from.engine
         else:
@@ -485,14 +490,14 @@ class FederatedRun:
             earlier = self.plan if self.continues(trainer) else None
         # An engine left by an earlier fit holds threads and memory that the trials need.
         self.close_engine()
-        self.engine, self.plan = choose(situation, earlier, self.note, self._not_captured)
+        self.engine, self.plan = choose(context, earlier, self.note, self._not_captured)
         self.model.as_buffers = self.plan.as_buffers
         if earlier is not None and earlier.engine != self.plan.engine:
             self.note(
                 f"engine='{self.plan.engine}' continues a run that '{earlier.engine}' began: the "
                 "results agree up to rounding, but not in every bit"
             )
-        return situation.policy
+        return context.policy
 
     def identity(self, trainer: Any) -> Identity:
         """Return the settings that have to be the same when this run is resumed."""

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.callback import Above, AtLeast, AtMost, BelowOne, FederatedCallback, PositiveFloat
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.errors import UserError
-from fl_lightning.methods import Methods
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.settings import Settings
 from fl_lightning.virtual.buffered import Buffered, Hinge, Polynomial
@@ -181,7 +181,7 @@ def set_conditions(
         cohort.running = f"{most} of {cohort.m} clients at a time, {asynchronous.buffer} a step"
 
 
-def plan(cohort: Cohort, settings: Settings, methods: Methods, w: Tensor) -> Plan | None:
+def plan(cohort: Cohort, settings: Settings, methods: CallbackList, w: Tensor) -> Plan | None:
     """Return who delivers when; None if all clients take part at once.
 
     Raises:
@@ -234,7 +234,7 @@ def check_models(plan: Plan | None, rounds: int, held: Collection[int]) -> None:
         )
 
 
-def notes(asynchronous: Buffered | None, methods: Methods) -> list[str]:
+def notes(asynchronous: Buffered | None, methods: CallbackList) -> list[str]:
     """Return notes on properties of methods that the run's clock does not include."""
     clock = next((c for c in methods.callbacks if isinstance(c, VirtualClock)), None)
     devices = clock.devices if asynchronous is None and clock is not None else None
@@ -270,7 +270,7 @@ def _sends_less(callback: FederatedCallback) -> bool:
     return compresses or not packaged
 
 
-def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: Methods) -> None:
+def _check_asynchronous(asynchronous: Buffered, cohort: Cohort, methods: CallbackList) -> None:
     """Refuse methods and settings that cannot work with updates of earlier models."""
     if asynchronous.buffer > cohort.m:
         raise UserError(

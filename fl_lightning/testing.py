@@ -13,8 +13,15 @@ from typing import Any
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.lab.contracts import rehearsal, small_runs
+from fl_lightning.lab.contracts.check_report import (
+    RUN,
+    Check,
+    CheckReport,
+    Failed,
+    NotApplicable,
+    where,
+)
 from fl_lightning.lab.contracts.federation import ROUNDS, fit, quiet
-from fl_lightning.lab.contracts.verdict import RUN, Check, CheckReport, Failed, NotApplicable, where
 from fl_lightning.module import FederatedModule
 
 __all__ = ["INVARIANTS", "Check", "CheckReport", "check_method", "tiny_run"]

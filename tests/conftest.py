@@ -76,9 +76,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     The latter are skipped where these are switched off.
     """
-    from fl_lightning.engines.door import why_closed
+    from fl_lightning.engines.fast_switch import why_off
 
-    closed = why_closed()
+    closed = why_off()
     for item in items:
         if tier(item.nodeid, item.get_closest_marker("slow") is not None) == WHOLE:
             item.add_marker(WHOLE)

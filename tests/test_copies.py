@@ -16,7 +16,7 @@ from torch import Tensor
 from fl_lightning import FederatedModule
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 from tests.helpers.learners import Normed, blobs, client_rows, federated, momentum, trainer
 
 METHODS = {

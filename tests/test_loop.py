@@ -17,8 +17,8 @@ from pytorch_lightning.callbacks import Callback, ModelCheckpoint
 
 from fl_lightning.callback import ClientState, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging, RelaxedInitialization
-from fl_lightning.checks import check_trainer
-from fl_lightning.engines.door import why_closed
+from fl_lightning.checks.refusals import check_trainer
+from fl_lightning.engines.fast_switch import why_off
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdam
 from tests.helpers.breaking import (
@@ -77,7 +77,7 @@ CASES = {
         moving,
         engine="concurrent",
         workers=2,
-        capture=not why_closed(),
+        capture=not why_off(),
         server_optimizer=heavy,
         **OPTIMIZERS,
     ),

@@ -24,13 +24,13 @@ from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolderWriter
 from fl_lightning.lab.cli.run_record import RunRecord
 from fl_lightning.lab.report.claims import read_claims
+from fl_lightning.lab.report.report_tables import scores
 from fl_lightning.lab.report.runs import find
-from fl_lightning.lab.report.sections import scores
 from fl_lightning.lab.report.summary import summarise
-from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.selection import Candidate, choose
-from fl_lightning.lab.sweep.spec import Selection
+from fl_lightning.lab.sweep.sweep_file import Selection
+from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE
 from fl_lightning.metrics import Metrics, higher_is_better
 from tests.callbacks.test_per_client_evaluation import data
 from tests.helpers.learners import Lit, federated, trainer

@@ -94,7 +94,7 @@ print("its own fits")
 def test_a_variable_chooses_the_lightning_before_imports_do(bare_python: str) -> None:
     """A function that cloudpickle brings to a worker cannot import in an order of its own."""
     pytest.importorskip("lightning.pytorch")
-    code = "import pytorch_lightning, fl_lightning.lightning as ours; print(ours.NAMESPACE)"
+    code = "import pytorch_lightning, fl_lightning.machine.lightning as ours; print(ours.NAMESPACE)"
     for name, said in (("lightning.pytorch", "lightning.pytorch\n"), ("lightning", "Accepted: py")):
         environment = {**os.environ, "FL_LIGHTNING_NAMESPACE": name}
         command = [bare_python, "-c", code]

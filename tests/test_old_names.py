@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fl_lightning import ClientState, FederatedCallback, Upload
 from fl_lightning.callback import OLD_NAMES
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.lab.contracts.federation import required_by
-from fl_lightning.methods import Methods
 from fl_lightning.testing import tiny_run
 
 
@@ -33,15 +33,15 @@ def test_roles_and_orders() -> None:
 
 
 def test_what_is_read_from_the_source_now() -> None:
-    assert Methods([old(gathers=True, aggregate=nothing)]).gathering == ["Old"]
-    assert Methods([old(reads_loss=True)]).reads_loss
+    assert CallbackList([old(gathers=True, aggregate=nothing)]).gathering == ["Old"]
+    assert CallbackList([old(reads_loss=True)]).reads_loss
     kept = ClientState(synchronised=False)
-    assert Methods([old(personal_of_all=True, personal=nothing, kept=kept)]).personal_of_all
-    assert Methods([old(blind=True, perturbation=nothing)]).blind
-    assert Methods([old(aggregates_nobody=True, aggregate=nothing)]).aggregates_nobody
-    assert Methods([old(gives_models=True)]).gives_models == "Old"
+    assert CallbackList([old(personal_of_all=True, personal=nothing, kept=kept)]).personal_of_all
+    assert CallbackList([old(blind=True, perturbation=nothing)]).blind
+    assert CallbackList([old(aggregates_nobody=True, aggregate=nothing)]).aggregates_nobody
+    assert CallbackList([old(gives_models=True)]).gives_models == "Old"
     assert old(needs_classes=True).needs_classes
-    assert "Old" in Methods([old(shapes_rounds=True)]).stateless()
+    assert "Old" in CallbackList([old(shapes_rounds=True)]).stateless()
     assert required_by(type(old(requires={"sampling": "poisson"}))) == {"sampling": "poisson"}
 
 
@@ -78,7 +78,7 @@ class Helped(FederatedCallback):
 
 
 def test_what_hooks_read_is_found_in_the_methods_that_they_call() -> None:
-    assert Methods([Helped()]).reads_loss and Methods([Helped()]).gathering == ["Helped"]
+    assert CallbackList([Helped()]).reads_loss and CallbackList([Helped()]).gathering == ["Helped"]
     assert float(tiny_run(Helped(), rounds=1).trainer.callback_metrics["loss"]) > 0
 
 
@@ -96,7 +96,7 @@ class Plain(FederatedCallback):
 
 
 def test_a_method_s_own_attributes_of_these_names_are_its_own() -> None:
-    assert not Methods([Plain()]).reads_loss and not Methods([Plain()]).gathering
+    assert not CallbackList([Plain()]).reads_loss and not CallbackList([Plain()]).gathering
 
 
 def test_a_method_without_source_is_read_by_its_names() -> None:
@@ -107,5 +107,5 @@ def test_a_method_without_source_is_read_by_its_names() -> None:
         "    def on_local_end(self, clients):\n        clients.log('own', clients.steps)\n",
         space,
     )
-    typed = Methods([space["Typed"]()])
+    typed = CallbackList([space["Typed"]()])
     assert typed.gathering == ["Typed"] and not typed.reads_loss

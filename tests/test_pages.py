@@ -34,7 +34,12 @@ FENCE = re.compile(
 APART = {"results.md", "results_tables.md", "protocol.md", "report.md", "sweep.md"}
 PAGES = [
     path
-    for path in [ROOT / "README.md", *sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("methods/*.md"))]
+    for path in [
+        ROOT / "README.md",
+        *sorted(DOCS.glob("*.md")),
+        *sorted(DOCS.glob("methods/*.md")),
+        *sorted((ROOT / "studies").glob("*.md")),
+    ]
     if path.name not in APART
 ]
 

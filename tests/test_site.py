@@ -67,7 +67,7 @@ def test_the_site_is_built_without_warnings_and_fetches_nothing(
     python: str, tmp_path: Path
 ) -> None:
     # What a build writes beside the pages must not meet another build's.
-    for folder in ("docs", "examples", "configs"):
+    for folder in ("docs", "examples", "configs", "studies"):
         passed = shutil.ignore_patterns("generated", "__pycache__")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=passed)
     for page in ("CONTRIBUTING.md", "CHANGELOG.md"):

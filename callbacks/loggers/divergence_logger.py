@@ -93,8 +93,8 @@ class DivergenceLogger(FederatedCallback):
     def on_round_end(self, server: Server) -> None:
         server.log("divergence/update", ordered_sum((server.w - server.w_before).double() ** 2))
         # At sites, parts that are not averaged stay there, so the server does not have all of w⁺.
-        ledger: Any = self._ledger
-        stays = ledger.rows_elsewhere and ledger.round.parts is not None
+        transaction: Any = self._transaction
+        stays = transaction.rows_elsewhere and transaction.round.parts is not None
         if stays and server.averaged is not None and not bool(server.averaged.all()):
             return
         step = server.evaluated.double() - server.given.double()

@@ -46,8 +46,8 @@ class DriftLogger(FederatedCallback):
         self.moving[clients] = (norm[:, 0] > 0).double()
 
     def on_round_end(self, server: Server) -> None:
-        ledger: Any = self._ledger
-        if ledger.rows_elsewhere and ledger.round.parts is not None:
+        transaction: Any = self._transaction
+        if transaction.rows_elsewhere and transaction.round.parts is not None:
             return
         server.log("drift/norm", self.length.mean())
         # For n unit vectors e_i, ‖Σ e_i‖² is n plus twice the sum of all pairs' cosines.

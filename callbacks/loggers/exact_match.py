@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from fl_lightning.accepted import PositiveInt
+from fl_lightning.evaluation.instruction_records import check_template, prompt_of
 from fl_lightning.evaluation.language import LanguageMeasurement, as_measured
-from fl_lightning.evaluation.records import check_template, prompt_of
 
 
 class ExactMatch(LanguageMeasurement):

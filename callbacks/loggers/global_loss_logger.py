@@ -14,7 +14,7 @@ from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measured_samples import drawn
 from fl_lightning.evaluation.measurement import Measurement
 from fl_lightning.metrics import is_accuracy
-from fl_lightning.round.sums import ordered_norm
+from fl_lightning.round.coordinate_sums import ordered_norm
 
 
 class GlobalLossLogger(Measurement):

@@ -19,12 +19,12 @@ from torch import Tensor
 
 from fl_lightning.accepted import NonNegativeFloat, PositiveInt
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation import personal
-from fl_lightning.evaluation.averages import evaluated
+from fl_lightning.evaluation import personal_models
 from fl_lightning.evaluation.client_figure import draw_clients
 from fl_lightning.evaluation.client_tables import ClientRounds, client_rows, heading
 from fl_lightning.evaluation.domains import by_domain, over_domains, rows_of_domains
 from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.machine.processes import gathered
 from fl_lightning.metrics import (
     Directions,
@@ -34,7 +34,7 @@ from fl_lightning.metrics import (
     without_prefix,
 )
 from fl_lightning.sampling import generator
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 Values = dict[str, dict[int, float]]  # metric → client → value
 TUNED = "_finetuned"
@@ -133,7 +133,7 @@ class PerClientEvaluation(Measurement):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         data = trainer.datamodule
-        if stage != "fit" or data is None or personal.elsewhere(trainer) is not None:
+        if stage != "fit" or data is None or personal_models.elsewhere(trainer) is not None:
             return
         if not getattr(data, "tests_clients", False):
             raise UserError(
@@ -155,7 +155,7 @@ class PerClientEvaluation(Measurement):
         # round.
         if self._asked:
             return
-        away = personal.elsewhere(trainer)
+        away = personal_models.elsewhere(trainer)
         if away is None:
             self._asked = True
             values = self._of_one_client(trainer, pl_module)
@@ -219,10 +219,10 @@ class PerClientEvaluation(Measurement):
     def measure(self, module: Any) -> dict[str, float]:
         trainer = module.trainer
         ids = self._drawn(module)
-        away = personal.elsewhere(trainer)
+        away = personal_models.elsewhere(trainer)
         if away is None:
             tests = trainer.datamodule.client_test_indices
-            measured = personal.measured(module.run, trainer, ids, self.finetune_epochs)
+            measured = personal_models.measured(module.run, trainer, ids, self.finetune_epochs)
             self.samples = {client: len(tests(client)) for client in ids}
         else:
             measured, self.samples = away.measured(module, ids, self.finetune_epochs)

@@ -11,8 +11,8 @@ from typing import Any
 
 from fl_lightning.callbacks.loggers.run_card import LABELS, Tally, closing_table
 from fl_lightning.escaping import plain
-from fl_lightning.lightning import ProgressBar, Tqdm, pl
-from fl_lightning.record.shown import shown_metrics
+from fl_lightning.machine.lightning import ProgressBar, Tqdm, pl
+from fl_lightning.record.shown_metrics import shown_metrics
 
 _PAUSE = 0.1  # seconds between two drawings
 _LINES = 20  # lines per run, if the output is not a terminal

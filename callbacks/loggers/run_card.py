@@ -12,15 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from fl_lightning import description
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.escaping import markdown
-from fl_lightning.lightning import TensorBoardLogger, pl
+from fl_lightning.machine.lightning import TensorBoardLogger, pl
 from fl_lightning.metrics import Metrics
+from fl_lightning.record import description
 from fl_lightning.record.metrics_csv import MetricsCSV
-from fl_lightning.record.shown import metric_modes, shown_metrics
+from fl_lightning.record.shown_metrics import metric_modes, shown_metrics
 from fl_lightning.schedules import arguments
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 _SHOWN = (
     "train/loss",

@@ -129,8 +129,8 @@ class ErrorFeedback21(FederatedCallback):
     def decoded(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
         """``decode`` with ``average="all"``."""
         if self.compressor is None:
-            check_arrays(arrays, {"values": len(self._ledger.w)})
-            return as_tensor(arrays["values"], like=self._ledger.w)[0]
+            check_arrays(arrays, {"values": len(self._transaction.w)})
+            return as_tensor(arrays["values"], like=self._transaction.w)[0]
         c: Tensor = self.compressor.decompress(arrays, round, client, self)
         return c
 

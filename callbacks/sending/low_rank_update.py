@@ -156,14 +156,14 @@ class LowRankUpdate(FederatedCallback):
         return {name: as_array(part[0]) for name, part in message.items()}
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
-        layout = pieces(self._ledger.layout, self.rank)
+        layout = pieces(self._transaction.layout, self.rank)
         lengths = {"p": 0, "q": 0, "raw": 0}
         for piece in layout:
             lengths["p"] += piece.a * piece.rank
             lengths["q"] += piece.b * piece.rank
             lengths["raw"] += 0 if piece.rank else piece.a * piece.b
         check_arrays(arrays, lengths)
-        message = {name: as_tensor(part, like=self._ledger.w) for name, part in arrays.items()}
+        message = {name: as_tensor(part, like=self._transaction.w) for name, part in arrays.items()}
         return received(message, layout)[0]
 
 

@@ -113,11 +113,11 @@ class QuantizedUpdate(FederatedCallback):
         }
 
     def decode(self, arrays: dict[str, NDArray[Any]], round: int, client: int) -> Tensor:
-        w = self._ledger.w
+        w = self._transaction.w
         if self.levels is None:
             check_arrays(arrays, {"update": len(w)})
             return as_tensor(arrays["update"], like=w)[0]
-        blocks = Blocks(self._ledger.layout, self.per_layer)
+        blocks = Blocks(self._transaction.layout, self.per_layer)
         check_arrays(arrays, {"scales": len(blocks.slices), "levels": None})
         if bool((arrays["scales"] < 0).any()):
             raise ValueError("a scale is negative")

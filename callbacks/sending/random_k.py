@@ -127,8 +127,8 @@ class RandomK(FederatedCallback):
         self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
-        w = run._ledger.w
-        trained = run._ledger.trained_by_all
+        w = run._transaction.w
+        trained = run._transaction.trained_by_all
         kept = self._drawn(len(w), round, client, run, trained).to(w.device)[None]
         check_arrays(arrays, {"values": kept.shape[1]})
         return _placed(as_tensor(arrays["values"], like=w), kept, len(w))[0]

@@ -103,8 +103,8 @@ class SignUpdate(FederatedCallback):
         self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
-        w = run._ledger.w
-        blocks = Blocks(run._ledger.layout, self.per_layer)
+        w = run._transaction.w
+        blocks = Blocks(run._transaction.layout, self.per_layer)
         check_arrays(arrays, {"scales": len(blocks.slices), "positive": None})
         if bool((arrays["scales"] < 0).any()):
             raise ValueError("a scale is negative")

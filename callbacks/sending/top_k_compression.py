@@ -117,8 +117,8 @@ class TopKCompression(FederatedCallback):
         self, arrays: dict[str, NDArray[Any]], round: int, client: int, run: FederatedCallback
     ) -> Tensor:
         """Return the result of :meth:`compress` ``(D,)``, from the arrays of ``encode``."""
-        w = run._ledger.w
-        trained = run._ledger.trained_by_all
+        w = run._transaction.w
+        trained = run._transaction.trained_by_all
         k = self._number(len(w) if trained is None else int(trained.sum()))
         check_arrays(arrays, {"values": k, "indices": k})
         if len(set(arrays["indices"].tolist())) < k or arrays["indices"].dtype.kind != "i":

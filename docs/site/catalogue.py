@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def configs_of(group: str, says: str) -> str:
 def experiments() -> str:
     """The names of the experiments, and what each says of itself."""
     parts = [
-        "# experiment/\n\nThe settings of three papers; [what they are](../../experiments.md)."
+        "# experiment/\n\nThe settings of three papers; [what they are](../studies/experiments.md)."
     ]
     for paper in sorted((ROOT / "configs/experiment").iterdir()):
         parts.append(f"\n## {paper.name}\n\n| config | |\n|---|---|")
@@ -143,6 +144,19 @@ def experiments() -> str:
                 said = first_comment(path).replace("|", "\\|").replace("*", "\\*")
                 parts.append(f"| `{name}` | {said} |")
     return "\n".join(parts) + "\n"
+
+
+def study(path: Path) -> str:
+    """A page of studies/, which the site has in generated/studies/."""
+    text = path.read_text("utf-8").replace("](../docs/", "](../../")
+    return re.sub(r"(!\[[^]]*\]\()(?!https?:)", r"\1../../../studies/", text)
+
+
+def link_studies(app: Any, page: str, source: list[str]) -> None:
+    """Links of other pages to those of studies/."""
+    if not page.startswith("generated/"):
+        to_them = r"\]\(((?:\.\./)*)\.\./studies/"
+        source[0] = re.sub(to_them, r"](\1generated/studies/", source[0])
 
 
 def write(path: Path, text: str) -> None:
@@ -159,6 +173,8 @@ def write_pages(app: Any) -> None:
     for group, says in GROUPS.items():
         write(folder / "configs" / f"{group or 'base'}.md", configs_of(group, says))
     write(folder / "configs" / "experiment.md", experiments())
+    for path in sorted((ROOT / "studies").glob("*.md")):
+        write(folder / "studies" / path.name, study(path))
 
 
 def keep_colons(app: Any, what: str, name: str, of: Any, options: Any, lines: list[str]) -> None:
@@ -182,6 +198,7 @@ def own_signature(
 
 def setup(app: Any) -> dict[str, Any]:
     app.connect("builder-inited", write_pages)
+    app.connect("source-read", link_studies)
     app.connect("autodoc-process-signature", own_signature)
     app.connect("autodoc-process-docstring", keep_colons, priority=900)
     return {"parallel_read_safe": True}

@@ -11,38 +11,38 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.aggregation import gathering
+from fl_lightning.aggregation import all_updates
+from fl_lightning.callback_list import CallbackList, checked_rows
 from fl_lightning.errors import Diverged
 from fl_lightning.learner.layout import all_finite
-from fl_lightning.methods import Methods, checked_rows
-from fl_lightning.round import resting
+from fl_lightning.round import partial_training
+from fl_lightning.round.client_sums import Total
 from fl_lightning.round.context import Round
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.ledger import Ledger
 from fl_lightning.round.server import Server
-from fl_lightning.round.totals import Total
+from fl_lightning.round.transaction import RoundTransaction
 
 
-def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
+def aggregated(transaction: RoundTransaction, methods: CallbackList, server: Server) -> Tensor:
     """The aggregated update ``(D,)``.
 
     Return the weighted mean of the transmitted updates, or the result of a method's ``aggregate``.
     """
-    round = ledger.round
-    total = ledger.total
+    round = transaction.round
+    total = transaction.total
     if methods.gathering:
         # `on_updates` may change the gathered updates, so they are summed after it.
-        ledger.gathered = gathering.gather(ledger)
-        if ledger.finished:
+        transaction.gathered = all_updates.gather(transaction)
+        if transaction.finished:
             methods.run("on_updates", server)
-        gathering.add_up(ledger, ledger.gathered)
+        all_updates.add_up(transaction, transaction.gathered)
     server.update = torch.zeros_like(round.w)
-    if ledger.finished:
+    if transaction.finished:
         server.update = mean_of(total, methods, server, round).to(round.w.dtype)
         # The mean divides by the discounted weights, so a discount that all clients share would
         # cancel. Old updates must shrink the step, so this applies the discount to the mean.
-        if ledger.scale != 1:
-            server.update *= ledger.scale
+        if transaction.scale != 1:
+            server.update *= transaction.scale
     # A method that overrides `aggregate` finds the mean in `server.update`, and may use it.
     aggregate = methods.owner("aggregate")
     if aggregate is None:
@@ -53,15 +53,15 @@ def aggregated(ledger: Ledger, methods: Methods, server: Server) -> Tensor:
     return update.to(round.w.dtype, copy=True)
 
 
-def mean_of(total: Total, methods: Methods, server: Server, round: Round) -> Tensor:
+def mean_of(total: Total, methods: CallbackList, server: Server, round: Round) -> Tensor:
     """Return the weighted mean of the transmitted updates, over the clients that trained a
     coordinate.
     """
-    owner = methods.resting
+    owner = methods.partial_training
     if owner is None or total.holders is None:
         return total.mean(total.weighted, round.wide)
     assert total.weighted is not None and total.weight is not None
-    return resting.averaged(
+    return partial_training.averaged(
         owner.averaged_over, total.weighted, total.holders, total.weight, server.given, round.w
     )
 
@@ -208,22 +208,22 @@ def _copied_values(values: dict[str, Any]) -> dict[str, Any]:
     return copies
 
 
-def evaluated(ledger: Ledger, server: Server) -> Tensor | None:
+def evaluated(transaction: RoundTransaction, server: Server) -> Tensor | None:
     """Return the model to evaluate under partial averaging; None: w itself.
 
     The returned model is w with the clients' mean on the parts that were not averaged. If no client
     finished, such parts keep their last evaluated values.
     """
-    round = ledger.round
+    round = transaction.round
     # The parts that stay at sites are not in this process, so w is evaluated.
-    if round.parts is None or server.averaged is None or ledger.rows_elsewhere:
+    if round.parts is None or server.averaged is None or transaction.rows_elsewhere:
         return None
     if not server.n:
         return torch.where(round.parts.kept, round.evaluated, server.w.detach())
     # Coordinates that no client trained keep the value of w.
     if bool(server.averaged.all()):
         return None
-    mean_change = ledger.total.mean(ledger.total.copies, round.wide)
+    mean_change = transaction.total.mean(transaction.total.copies, round.wide)
     mean = server.given + mean_change.to(server.given)
     return torch.where(server.averaged, server.w.detach(), mean)
 

@@ -7,10 +7,10 @@ from itertools import chain
 
 from torch import Tensor
 
-from fl_lightning.methods import Methods
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import ClientGroup
-from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.virtual.planned_round import Planned
 
 DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORWARDS, BASE = range(
@@ -19,15 +19,17 @@ DOWN_PARAMETERS, CLIENTS, UP_PARAMETERS, UP_BYTES, BUFFER_BYTES, GRADIENTS, FORW
 COUNTS = 8
 
 
-def of_client(group: ClientGroup, buffers: Mapping[str, Tensor], methods: Methods) -> list[int]:
+def of_client(
+    group: ClientGroup, buffers: Mapping[str, Tensor], methods: CallbackList
+) -> list[int]:
     """Return a client's counts, without its uploads."""
     counts = [0] * COUNTS
     # Coordinates of which the client has a valid copy are not sent.
     kept = 0 if group.kept_mask is None else int(group.kept_mask[0].sum())
     counts[DOWN_PARAMETERS] = group.round.layout.size - kept
-    owner = methods.resting
-    if owner is not None and owner.untrained == "zero" and group.resting is not None:
-        counts[DOWN_PARAMETERS] = int((~group.resting).sum())
+    owner = methods.partial_training
+    if owner is not None and owner.untrained == "zero" and group.untrained is not None:
+        counts[DOWN_PARAMETERS] = int((~group.untrained).sum())
     counts[CLIENTS] = 1
     count_down(counts, group.round, group.ids[0], methods)
     counts[GRADIENTS] = sum(map(group.gradients, group.ids))
@@ -42,7 +44,7 @@ def _bytes_of(buffers: Mapping[str, Tensor], round: Round) -> int:
     return sum(v.numel() * v.element_size() for name, v in buffers.items() if name not in own)
 
 
-def count_down(counts: list[int], round: Round, client: int | None, methods: Methods) -> None:
+def count_down(counts: list[int], round: Round, client: int | None, methods: CallbackList) -> None:
     """Set the counts that depend on the round in which a client was last sent w: base, and
     methods' rules. ``client``: None: one that was never sent it.
     """
@@ -56,7 +58,7 @@ def count_down(counts: list[int], round: Round, client: int | None, methods: Met
             return
 
 
-def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
+def add_upload(counts: list[int], group: ClientGroup, methods: CallbackList) -> None:
     """Add a client's upload: its update, if it is averaged, its uploads, and rows that are sent
     up.
     """
@@ -64,8 +66,8 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     averaged = group.round.averaged
     size = group.x.element_size()
     everywhere = group.round.layout.size if averaged is None else int(averaged.sum())
-    if averaged is None and group.resting is not None:
-        everywhere = int((~group.resting).sum())
+    if averaged is None and group.untrained is not None:
+        everywhere = int((~group.untrained).sum())
     parameters, number = group.transmitted
     # The client's results have been collected by now, so reading this tensor does not wait.
     up = everywhere if parameters is None else float(parameters)
@@ -79,38 +81,38 @@ def add_upload(counts: list[int], group: ClientGroup, methods: Methods) -> None:
     counts[UP_BYTES] = round(up_bytes)
 
 
-def gradients(ledger: Ledger) -> int:
+def gradients(transaction: RoundTransaction) -> int:
     """Return how many gradients, each of one batch, the round's participants evaluated together."""
-    counts = ledger.total.traffic
+    counts = transaction.total.traffic
     return 0 if counts is None else int(counts[GRADIENTS])
 
 
-def forwards(ledger: Ledger) -> int:
+def forwards(transaction: RoundTransaction) -> int:
     """Return how many passes without a gradient, each of one batch, methods asked for, over all
     participants.
     """
-    counts = ledger.total.traffic
+    counts = transaction.total.traffic
     return 0 if counts is None else int(counts[FORWARDS])
 
 
-def kept_vectors(ledger: Ledger, methods: Methods) -> float:
+def kept_vectors(transaction: RoundTransaction, methods: CallbackList) -> float:
     """Return the memory of a participant until its next round, in vectors of D numbers.
 
     The memory is counted for the first participant that this process has trained, and is 0 if this
     process trained none. Rows of callbacks that only measure do not belong to the method, and do
     not count.
     """
-    for client in ledger.finished:
-        numbers = ledger.kept.get(client)
-        if not ledger.rows_elsewhere:
-            rows = {key: rows[client] for key, rows in ledger.rows.items() if client in rows}
+    for client in transaction.finished:
+        numbers = transaction.kept.get(client)
+        if not transaction.rows_elsewhere:
+            rows = {key: rows[client] for key, rows in transaction.rows.items() if client in rows}
             numbers = kept_numbers(rows, methods)
         if numbers is not None:
-            return numbers / ledger.round.w.numel()
+            return numbers / transaction.round.w.numel()
     return 0.0
 
 
-def kept_numbers(rows: Mapping[str, Tensor], methods: Methods) -> int | None:
+def kept_numbers(rows: Mapping[str, Tensor], methods: CallbackList) -> int | None:
     """Return how many numbers a client keeps in these rows for its methods; None: it keeps no
     row.
     """
@@ -120,28 +122,28 @@ def kept_numbers(rows: Mapping[str, Tensor], methods: Methods) -> int | None:
     return sum(rows[key].numel() for key in counted)
 
 
-def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
+def of_round(transaction: RoundTransaction, methods: CallbackList) -> dict[str, int]:
     """Return parameters and bytes of this round, for all participants together."""
-    counts = ledger.total.traffic
-    if counts is None and ledger.planned is None:
+    counts = transaction.total.traffic
+    if counts is None and transaction.planned is None:
         names = ("down_parameters", "down_bytes", "up_parameters", "up_bytes", "buffers_bytes")
         return dict.fromkeys(names, 0)
     count = [0] * COUNTS if counts is None else [int(c) for c in counts]
-    size = ledger.round.w.element_size()
+    size = transaction.round.w.element_size()
     buffers_bytes = count[BUFFER_BYTES]
-    if ledger.planned is not None:
-        buffers_bytes = _as_planned(count, ledger, ledger.planned, methods)
+    if transaction.planned is not None:
+        buffers_bytes = _as_planned(count, transaction, transaction.planned, methods)
     down = count[DOWN_PARAMETERS]
     down_bytes = count[DOWN_PARAMETERS] * size
-    if ledger.sent is not None:
-        parameters, number = ledger.sent
-        each = ledger.round.layout.size if parameters is None else parameters
+    if transaction.sent is not None:
+        parameters, number = transaction.sent
+        each = transaction.round.layout.size if parameters is None else parameters
         down = round(count[CLIENTS] * each)
         down_bytes = round(count[CLIENTS] * (each * size if number is None else number))
     for key, declared in methods.sent_to_clients().items():
         if declared.goes_down == "known":
             continue
-        value = ledger.written_server(key)
+        value = transaction.written_server(key)
         if value is None:  # never written, so there is nothing to send
             continue
         numbers = count[CLIENTS] * value.numel()
@@ -160,7 +162,9 @@ def of_round(ledger: Ledger, methods: Methods) -> dict[str, int]:
     }
 
 
-def _as_planned(count: list[int], ledger: Ledger, planned: Planned, methods: Methods) -> int:
+def _as_planned(
+    count: list[int], transaction: RoundTransaction, planned: Planned, methods: CallbackList
+) -> int:
     """Count every client that was sent the model, and every update that arrived.
 
     Before this call only the clients whose update was used are counted.
@@ -168,7 +172,7 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned, methods: Met
     Returns:
         The bytes of buffers, in both directions.
     """
-    round = ledger.round
+    round = transaction.round
     trained = count[CLIENTS]
     # Clients whose updates were not used sent and received the same amount on average. If no update
     # was used, full vectors are counted.
@@ -187,7 +191,7 @@ def _as_planned(count: list[int], ledger: Ledger, planned: Planned, methods: Met
     return buffers * (planned.downloads + planned.uploads)
 
 
-def sent_down(round: Round, client: int | None, methods: Methods) -> list[int]:
+def sent_down(round: Round, client: int | None, methods: CallbackList) -> list[int]:
     """Return the counts of a client that is sent the model, and sends nothing back; ``client`` as
     in :func:`count_down`.
     """
@@ -199,7 +203,7 @@ def sent_down(round: Round, client: int | None, methods: Methods) -> list[int]:
     return counts
 
 
-def whole(methods: Methods, round_vector: Tensor) -> tuple[int, int]:
+def whole(methods: CallbackList, round_vector: Tensor) -> tuple[int, int]:
     """Return the bytes that a participant is sent and sends, as whole vectors, whatever their
     content.
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fl_lightning.aggregation.contributions import Brought
+from fl_lightning.aggregation.update_accumulator import ClientResult
 from fl_lightning.deploy.client_results import MOST_NAMES, UNFIT, Results
 from fl_lightning.deploy.fields import (
     LARGEST,
@@ -82,7 +82,7 @@ class Trained:
     whose values do not count, each with the reason.
     """
 
-    clients: dict[int, Brought]
+    clients: dict[int, ClientResult]
     changed: list[str]
     left: list[tuple[str, str]]
 

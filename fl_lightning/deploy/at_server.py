@@ -16,16 +16,16 @@ from fl_lightning.deploy.logged import KnownMetrics
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.scheduled import Scheduled
+from fl_lightning.deploy.site_data import Told
 from fl_lightning.deploy.site_hooks import check_hooks, check_learner
-from fl_lightning.deploy.sites import Sites
-from fl_lightning.deploy.told import Told
+from fl_lightning.deploy.sites_engine import Sites
 from fl_lightning.deploy.transport import Transport
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.averages import evaluated
-from fl_lightning.lightning import pl
+from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.loop import FederatedLoop
+from fl_lightning.machine.lightning import pl
 from fl_lightning.machine.processes import world_size
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 NUMBER = "sites.json"
 # keys in checkpoints: the clients' numbers of samples and batches, and the names of the learner's
@@ -47,7 +47,7 @@ class AtServer(pl.Callback):
 
     ``told``: samples and batches of clients, as their sites sent them before the run was resumed.
     ``changed``: names of the learner's attributes that hooks changed before that.
-    ``measured_names``, ``known``: as :class:`~fl_lightning.deploy.sites.Sites` reads them.
+    ``measured_names``, ``known``: as :class:`~fl_lightning.deploy.sites_engine.Sites` reads them.
     """
 
     measures_clients = True

@@ -16,9 +16,9 @@ from torchmetrics import Metric
 from torchmetrics.utilities.data import dim_zero_sum
 
 from fl_lightning.aggregation import traffic
-from fl_lightning.aggregation.contributions import Brought
 from fl_lightning.aggregation.metric_states import MetricStates, metrics_of
-from fl_lightning.deploy import travel
+from fl_lightning.aggregation.update_accumulator import ClientResult
+from fl_lightning.deploy import round_messages
 from fl_lightning.deploy.fields import MOST, Fields, check_name, finite
 from fl_lightning.deploy.logged import ALONE, Kind, KnownMetrics, Shape, kinds_of, shapes_of
 from fl_lightning.deploy.transport import Array
@@ -86,8 +86,8 @@ class Results:
         self.buffers = {n: v for n, v in averaged.items() if _is_real(v)}
         self.maxima = {n: v for n, v in averaged.items() if not _is_real(v)}
         # Which clients train which coordinates: each client says so itself.
-        self.holds = self.methods.resting is not None and round.trained is None
-        self.homes: list[Brought] = []
+        self.holds = self.methods.partial_training is not None and round.trained is None
+        self.homes: list[ClientResult] = []
 
     def most_bytes(self, clients: int) -> int:
         """Return how many bytes an answer about so many clients may have."""
@@ -107,13 +107,13 @@ class Results:
         # A copy of its parts of the model, and its optimizer's state.
         return numbers + (1 + MOST_MOMENTS * self.keeps_optimizer) * self.size + MOST_FACTS
 
-    def of_client(self, fields: Fields, client: int) -> Brought:
+    def of_client(self, fields: Fields, client: int) -> ClientResult:
         """Return one client's results.
 
         Raises:
             WrongField: they are not what the run declares.
         """
-        home = Brought(client, self._counts(fields))
+        home = ClientResult(client, self._counts(fields))
         home.finished = fields.flag("finished")
         readers = {type(callback).__name__ for callback in self.methods.callbacks}
         for name in [*(reads := fields.under("reads")).numbers]:
@@ -135,7 +135,7 @@ class Results:
         self._check_kinds(fields, home)
         return home
 
-    def accept(self, homes: Iterable[Brought]) -> None:
+    def accept(self, homes: Iterable[ClientResult]) -> None:
         """Note what an answer that counts logs."""
         for home in homes:
             self.withheld += [home.withheld] * home.finished
@@ -168,7 +168,7 @@ class Results:
                     home.metrics.states.pop(j, None)
         return names
 
-    def _check_kinds(self, fields: Fields, home: Brought) -> None:
+    def _check_kinds(self, fields: Fields, home: ClientResult) -> None:
         """Refuse a name that is another metric's at the server, or one name too many."""
         kinds = kinds_of(home.logs, home.metrics)
         known = self.known.kinds
@@ -190,11 +190,11 @@ class Results:
             fields.wrong("counts", f"says that more than {most} bytes were sent")
         return counts
 
-    def _update(self, fields: Fields, home: Brought) -> None:
+    def _update(self, fields: Fields, home: ClientResult) -> None:
         w = self.round.w
         if self.holds:
             home.holds = self._mask(fields, "holds").to(w.device)
-        where = travel.travelling(self.round, home)
+        where = round_messages.travelling(self.round, home)
         codes = fields.under("code")
         if self.decode is not None:
             home.update = self._decoded(codes, home.client).to(w.device)
@@ -202,11 +202,11 @@ class Results:
         codes.end()
         shape = (self.size if where is None else int(where.sum()),)
         part = fields.tensor("update", [shape], w.dtype, most=MOST)
-        home.update = travel.spread(part, (self.size,), where).to(w.device)
+        home.update = round_messages.spread(part, (self.size,), where).to(w.device)
 
     def _mask(self, fields: Fields, name: str) -> Tensor:
         try:
-            return travel.got_mask(fields.array(name, "u"), self.size)
+            return round_messages.got_mask(fields.array(name, "u"), self.size)
         except ValueError as error:
             fields.wrong(name, f"is not a mask of {self.size} coordinates ({error})")
 
@@ -228,11 +228,11 @@ class Results:
             codes.wrong("…", "stands for numbers that are not finite", finite=False)
         return update
 
-    def _uploads(self, fields: Fields, home: Brought) -> None:
+    def _uploads(self, fields: Fields, home: ClientResult) -> None:
         came = fields.under("upload")
         absent = fields.under("absent")
         w = self.round.w
-        where = travel.travelling(self.round, home)
+        where = round_messages.travelling(self.round, home)
         for key, each in self.uploads.items():
             # A hook need not assign it in each round; then the client says so.
             if key in absent.numbers:
@@ -242,12 +242,12 @@ class Results:
             shapes = [shape]
             if where is not None and shape == (self.size,):
                 shapes.append((int(where.sum()),))
-            value = travel.spread(came.tensor(key, shapes, dtype, most=MOST), shape, where)
+            value = round_messages.spread(came.tensor(key, shapes, dtype, most=MOST), shape, where)
             home.uploads[key] = value.to(w.device, dtype)
         came.end()
         absent.end()
 
-    def _buffers(self, fields: Fields, home: Brought) -> None:
+    def _buffers(self, fields: Fields, home: ClientResult) -> None:
         device = self.round.w.device
         came = fields.under("buffer")
         for name, at_server in self.buffers.items():
@@ -273,7 +273,7 @@ class Results:
             home.maxima[name] = value
         highest.end()
 
-    def _rows(self, fields: Fields, home: Brought) -> None:
+    def _rows(self, fields: Fields, home: ClientResult) -> None:
         for key, each in self.rows.items():
             dtype = each.dtype or self.round.w.dtype
             row = fields.tensor(key, [each.sized(self.size)], dtype, most=MOST)

@@ -12,11 +12,11 @@ from typing import Any
 from torch import Tensor
 
 from fl_lightning.aggregation.metric_states import MetricStates
-from fl_lightning.engines.dry_run import DryRun, tried_apart
-from fl_lightning.engines.local_step import Work
-from fl_lightning.engines.situation import LearnerCopies, situation_of
-from fl_lightning.methods import Methods
-from fl_lightning.round.group import LOSS
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.client.local_step import LocalTraining
+from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of
+from fl_lightning.engines.trials.dry_run import DryRun, tried_apart
+from fl_lightning.round.client_group import LOSS
 
 ALONE = -1  # of a name: the value of a metric whose states cannot be merged
 Kind = int | None  # of a name: the place of a metric in the learner, ALONE, or None: a mean
@@ -46,8 +46,10 @@ class KnownMetrics:
         """
         cohort = run.cohort(trainer)
         settings = run.settings
-        work = Work(trainer.datamodule, Methods([]), cohort.seed, accumulate=settings.accumulate)
-        situation = situation_of(trainer, settings, run.model, run.optimizers, work, cohort)
+        work = LocalTraining(
+            trainer.datamodule, CallbackList([]), cohort.seed, accumulate=settings.accumulate
+        )
+        situation = engine_context_of(trainer, settings, run.model, run.optimizers, work, cohort)
         copies = LearnerCopies(situation)
         copies.treat_as_buffers(run.model.as_buffers)
         try:

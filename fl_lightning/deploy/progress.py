@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.deploy.transport import Number
-from fl_lightning.engines.attributes import Attributes, of_library
 from fl_lightning.errors import UserError
+from fl_lightning.learner.attributes import Attributes, of_library
 from fl_lightning.learner.modules import keeps_frozen
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
 BOOL = ":bool"  # suffix of the name of an attribute that is True or False

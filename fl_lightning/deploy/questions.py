@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fl_lightning.deploy import travel
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.deploy import round_messages
 from fl_lightning.deploy.fields import LARGEST, Fields, WrongField
 from fl_lightning.deploy.sent_base import ANY, BaseAtSite
 from fl_lightning.deploy.transport import BFLOAT, Message
 from fl_lightning.errors import UserError
-from fl_lightning.methods import Methods
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.partial import AVERAGED, Parts
+from fl_lightning.round.model_parts import AVERAGED, Parts
 
 MOST_NAMES = 2**20  # bytes of the names of columns or classes
 ROUNDING = 1e-9  # relative, of a sum of weights
@@ -27,7 +27,7 @@ class Asked(Protocol):
     """A site: what its learner and methods declare, and what it has of the server's model."""
 
     model: GlobalModel
-    methods: Methods
+    methods: CallbackList
     parts: Parts | None
     base: BaseAtSite | None
 
@@ -109,7 +109,7 @@ def _sent(fields: Fields, site: Asked, message: Message) -> int:
     size = site.model.layout.size
     if "changed" in fields.arrays:
         try:
-            return int(travel.got_mask(fields.array("changed", "u"), size).sum())
+            return int(round_messages.got_mask(fields.array("changed", "u"), size).sum())
         except ValueError as error:
             fields.wrong("changed", f"is not a mask of {size} coordinates ({error})")
     if message.numbers["whole"]:

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from fl_lightning.deploy import answers, travel
+from fl_lightning.deploy import answers, round_messages
 from fl_lightning.deploy.answers import Here
 from fl_lightning.deploy.fields import WrongField
 from fl_lightning.deploy.same_config import check_same
-from fl_lightning.deploy.told import Told
+from fl_lightning.deploy.site_data import Told
 from fl_lightning.deploy.transport import Array, Message, Transport, visible
-from fl_lightning.description import version_of
 from fl_lightning.errors import UserError
 from fl_lightning.loop import FederatedLoop
+from fl_lightning.record.description import version_of
 
 ASK_AGAIN = 1.0  # seconds between questions, while a client's site is missing
 OTHERS = 30.0  # seconds to wait for other sites' reports of an error
@@ -151,8 +151,8 @@ class Register:
             return
         numbers = {"run": self.run, "m": self.loop.cohort.m, "tests": int(self.counts_tests)}
         data = self.loop.cohort.data
-        facts: dict[str, Array] = {"shape": np.asarray(travel.shape_of(data, 0), np.int64)}
-        facts |= travel.names_of(data)
+        facts: dict[str, Array] = {"shape": np.asarray(round_messages.shape_of(data, 0), np.int64)}
+        facts |= round_messages.names_of(data)
         hello = [Message("hello", site, dict(numbers), dict(facts)) for site in new]
         for message in hello:
             self._greeted[message.site] = message.numbers["question"] = self.next_question()
@@ -256,7 +256,7 @@ class Register:
                 "the server's config says."
             )
         data = self.loop.cohort.data
-        travel.check_shape(f"site {site}", here.shape, data)
+        round_messages.check_shape(f"site {site}", here.shape, data)
         if here.own and here.classes != (data.num_classes or 0):
             raise UserError(
                 f"site {site}: its data have {here.classes} classes, and the server's "

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning import reading
 from fl_lightning.deploy.progress import of_framework
 from fl_lightning.deploy.site_hooks import AT_SITES, OF_ROUNDS
-from fl_lightning.engines.attributes import of_library
+from fl_lightning.introspection import hook_source
+from fl_lightning.learner.attributes import of_library
 from fl_lightning.learner.modules import lightning_base, lightning_modules
 
 # Hooks of the learner that the server runs between the steps of two rounds.
@@ -66,12 +66,12 @@ class Scheduled:
                 continue
             seen.add((function, bool(own)))
             self.names |= {
-                name for name, of_self in reading.stores(function) if not (own and of_self)
+                name for name, of_self in hook_source.stores(function) if not (own and of_self)
             }
-            for name in reading.uses(function):
+            for name in hook_source.uses(function):
                 waiting += [(called, own) for called in _functions(own, name)]
                 waiting += [(called, ()) for called in _functions(parts, name)]
-            for called in reading.named(function):
+            for called in hook_source.named(function):
                 if not of_library(called):
                     waiting.append((called, ()))
 

@@ -13,7 +13,7 @@ from itertools import chain, count
 
 from torch import Tensor
 
-from fl_lightning.deploy import travel
+from fl_lightning.deploy import round_messages
 from fl_lightning.deploy.transport import Message
 from fl_lightning.round.base_weights import Addition, BaseWeights
 
@@ -62,13 +62,13 @@ class SentBase:
             if since is not None and not cost:
                 continue
             if additions is None or cost >= value.numel():
-                travel.put(message.arrays, f"base/{k}/whole", value)
+                round_messages.put(message.arrays, f"base/{k}/whole", value)
                 continue
             own = (addition for addition in additions if addition[0] == name)
             for i, (_, left, right) in enumerate(own):
-                travel.put(message.arrays, f"base/{k}/{i}/left", left)
+                round_messages.put(message.arrays, f"base/{k}/{i}/left", left)
                 if right is not None:
-                    travel.put(message.arrays, f"base/{k}/{i}/right", right)
+                    round_messages.put(message.arrays, f"base/{k}/{i}/right", right)
         self._has[message.site] = now
 
     def _mark(self, rounds: int) -> int:
@@ -105,15 +105,15 @@ class BaseAtSite:
         additions: list[Addition] = []
         for k, name in enumerate(self.weights.values):
             arrays = message.arrays
-            if travel.has(arrays, f"base/{k}/whole"):
-                whole[name] = travel.got(arrays, f"base/{k}/whole")
+            if round_messages.has(arrays, f"base/{k}/whole"):
+                whole[name] = round_messages.got(arrays, f"base/{k}/whole")
             for i in count():
-                if not travel.has(arrays, f"base/{k}/{i}/left"):
+                if not round_messages.has(arrays, f"base/{k}/{i}/left"):
                     break
                 right = None
-                if travel.has(arrays, f"base/{k}/{i}/right"):
-                    right = travel.got(arrays, f"base/{k}/{i}/right")
-                additions.append((name, travel.got(arrays, f"base/{k}/{i}/left"), right))
+                if round_messages.has(arrays, f"base/{k}/{i}/right"):
+                    right = round_messages.got(arrays, f"base/{k}/{i}/right")
+                additions.append((name, round_messages.got(arrays, f"base/{k}/{i}/left"), right))
         values, _, _ = self.weights.after(additions)
         for name, value in whole.items():
             values[name] = value.to(self.weights.values[name])

@@ -14,34 +14,34 @@ import numpy as np
 from torch import Tensor
 
 from fl_lightning.aggregation import traffic
-from fl_lightning.aggregation.contributions import Contributions
 from fl_lightning.aggregation.metric_states import refuse_samples
-from fl_lightning.aggregation.tree_sum import visiting_order
-from fl_lightning.deploy import audit, evaluation, questions, travel
+from fl_lightning.aggregation.over_processes import visiting_order
+from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
+from fl_lightning.client.gradient_accumulation import batches_in
+from fl_lightning.deploy import audit, questions, round_messages, site_evaluation
 from fl_lightning.deploy.answers import Values
+from fl_lightning.deploy.partial_broadcast import completed
 from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
-from fl_lightning.deploy.resent import completed
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.told_errors import LOGGED, told
 from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
-from fl_lightning.description import version_of
-from fl_lightning.engines.accumulation import batches_in
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain_lines
-from fl_lightning.evaluation import personal
-from fl_lightning.lightning import pl
+from fl_lightning.evaluation import personal_models
 from fl_lightning.loop import FederatedLoop, RoundMetrics
+from fl_lightning.machine.lightning import pl
+from fl_lightning.record.description import version_of
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import ClientGroup
-from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.resting import mask_of_round
-from fl_lightning.round.state import Declaration
+from fl_lightning.round.declared_state import Declaration
+from fl_lightning.round.partial_training import mask_of_round
+from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.run import FederatedRun
 from fl_lightning.schedules import decay_factor
 
@@ -197,7 +197,7 @@ class Site(FederatedLoop):
                 f"{self.cohort.m}. Server and site need the same config."
             )
         if self.own_data:
-            travel.check_names(message.arrays, self.cohort.data)
+            round_messages.check_names(message.arrays, self.cohort.data)
         self.rows.check(int(message.numbers["run"]))
         sizes = self.cohort.data.client_sizes()
         arrays: dict[str, Array] = {
@@ -209,7 +209,9 @@ class Site(FederatedLoop):
             "version": words(version_of("fl-lightning") or "not installed"),
             "config": words(json.dumps(self.config)),
             "parameters": np.asarray([self.model.layout.size], np.int64),
-            "shape": np.asarray(travel.shape_of(self.cohort.data, self.clients[0]), np.int64),
+            "shape": np.asarray(
+                round_messages.shape_of(self.cohort.data, self.clients[0]), np.int64
+            ),
             "classes": np.asarray([self.cohort.data.num_classes or 0], np.int64),
         }
         if message.numbers.get("tests") and self.permitted.epochs:
@@ -229,18 +231,18 @@ class Site(FederatedLoop):
         counted = counted_in(message)
         mine = list(counted)
         self.rows.settle(counted)
-        ledger = AtSiteLedger(self.round_of(t, message, mine))
-        self.methods.bind(ledger)
-        round = replace(ledger.round, trained=mask_of_round(self.methods, ledger.round))
-        ledger.round = round
-        contributions = AtSiteContributions(ledger, self.methods, len(mine), self.buffers)
+        transaction = AtSiteLedger(self.round_of(t, message, mine))
+        self.methods.bind(transaction)
+        round = replace(transaction.round, trained=mask_of_round(self.methods, transaction.round))
+        transaction.round = round
+        contributions = AtSiteContributions(transaction, self.methods, len(mine), self.buffers)
         answer = Message("trained", message.site, {"run": numbers["run"], "round": t})
         declared = self.methods.declared
         finished: list[int] = []
         lock = threading.Lock()
 
         def collect(leaf: int, group: ClientGroup) -> None:
-            home = contributions.brought(group)
+            home = contributions.result_of(group)
             if home.metrics is not None:
                 refuse_samples(self.module.learner, home.metrics)
             # The engine may train clients in parallel.
@@ -250,16 +252,16 @@ class Site(FederatedLoop):
                     home.kept = traffic.kept_numbers(home.rows, self.methods)
                     home.withheld = self.withholds(home.client, round.steps[home.client])
                 for key, row in home.rows.items():
-                    ledger.rows.setdefault(key, {})[home.client] = row
+                    transaction.rows.setdefault(key, {})[home.client] = row
                 code = contributions.codes.pop(home.client, None)
                 # Copy the values before the engine reuses the client's memory.
-                travel.packed_client(answer, home, round, code, declared)
+                round_messages.packed_client(answer, home, round, code, declared)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
         self.engine.train(round, leaves, collect, lambda: None)
         for name in contributions.changed:
             answer.numbers["changed/" + name] = 1
-        self.rows.stage(t, ledger.rows_to_commit(self.methods.declared), finished)
+        self.rows.stage(t, transaction.rows_to_commit(self.methods.declared), finished)
         return answer
 
     def evaluated(self, message: Message) -> Message:
@@ -276,17 +278,17 @@ class Site(FederatedLoop):
         data = self.cohort.data
         read = self.rows.reading(counted)
         round = self._taken(message, max(int(numbers["round"]), 0))
-        round = replace(round, read=read, sizes=personal.SampleCounts(data))
+        round = replace(round, read=read, sizes=personal_models.SampleCounts(data))
         run: FederatedRun = self.module.run
-        models = personal.PersonalModels(round, self.methods, run.evaluate, AtSiteLedger)
+        models = personal_models.PersonalModels(round, self.methods, run.evaluate, AtSiteLedger)
         epochs = numbers["epochs"]
         samples = {client: self.tests_of(client) for client in counted}
         tested = [client for client, number in samples.items() if number]
-        measured = personal.measured(run, self.trainer, tested, epochs, models)
+        measured = personal_models.measured(run, self.trainer, tested, epochs, models)
         values = {client: measured.get(client, {}) for client in counted}
         answer = Message("evaluated", message.site)
         answer.numbers = {"run": numbers["run"], "round": numbers["round"]}
-        evaluation.pack(answer, values, samples)
+        site_evaluation.pack(answer, values, samples)
         return answer
 
     def withholds(self, client: int, steps: int) -> bool:
@@ -315,7 +317,7 @@ class Site(FederatedLoop):
         numbers = message.numbers
         lacks = not numbers["whole"] and self.given is None
         lacks |= numbers.get("since", self.question) != self.question
-        if self.methods.start_from_w0 and not travel.has(message.arrays, "w0"):
+        if self.methods.start_from_w0 and not round_messages.has(message.arrays, "w0"):
             lacks |= self.w0 is None
         return lacks or (self.base is not None and self.base.lacks(message))
 
@@ -349,9 +351,9 @@ class Site(FederatedLoop):
         """Return the facts of round t at the model that the message brings."""
         self._take_model(message)
         round = self.round_at(t)
-        if not travel.has(message.arrays, "evaluated"):
+        if not round_messages.has(message.arrays, "evaluated"):
             return round
-        return replace(round, evaluated=travel.got(message.arrays, "evaluated").to(round.w))
+        return replace(round, evaluated=round_messages.got(message.arrays, "evaluated").to(round.w))
 
     def _take_model(self, message: Message) -> None:
         """Set the model, its buffers and the server's states to the received ones.
@@ -361,7 +363,7 @@ class Site(FederatedLoop):
         """
         self.of_server.take(message.numbers)
         size = self.model.layout.size
-        came = travel.got(message.arrays, "w")
+        came = round_messages.got(message.arrays, "w")
         whole = bool(message.numbers["whole"])
         if "changed" in message.arrays:
             given = self.given
@@ -388,12 +390,12 @@ class Site(FederatedLoop):
             )
         if self.base is not None:
             self.base.take(message)
-        if travel.has(message.arrays, "w0"):
-            self.w0 = travel.got(message.arrays, "w0").to(self.model.w.device)
-        buffers = travel.under(message.arrays, "buffer/")
+        if round_messages.has(message.arrays, "w0"):
+            self.w0 = round_messages.got(message.arrays, "w0").to(self.model.w.device)
+        buffers = round_messages.under(message.arrays, "buffer/")
         self.model.move_to(self.given.to(self.model.w), None, buffers)
         device = self.model.w.device
-        states = travel.under(message.arrays, "state/")
+        states = round_messages.under(message.arrays, "state/")
         self.state.server = {key: value.to(device) for key, value in states.items()}
         if self.methods.start_from_w0:
             self.state.initial_vector = self.w0
@@ -422,7 +424,7 @@ def counted_in(message: Message) -> dict[int, int]:
     return dict(zip(clients, message.arrays["counted"].tolist(), strict=True))
 
 
-class AtSiteLedger(Ledger):
+class AtSiteLedger(RoundTransaction):
     """A round at a site: it knows only those server states that are sent to clients."""
 
     def server_state(self, key: str, declaration: Declaration) -> Tensor:
@@ -434,7 +436,7 @@ class AtSiteLedger(Ledger):
         return super().server_state(key, declaration)
 
 
-class AtSiteContributions(Contributions):
+class AtSiteContributions(UpdateAccumulator):
     """Clients' contributions at a site, with messages in fewer bytes from methods that can
     write them.
     """

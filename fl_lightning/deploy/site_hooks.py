@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning import reading
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.deploy.progress import of_framework
 from fl_lightning.errors import UserError
+from fl_lightning.introspection import hook_source
 from fl_lightning.learner.modules import lightning_modules, overrides
 
 AT_SITES = (
@@ -85,11 +85,13 @@ def check_learner(learner: nn.Module, note: Callable[[str], None]) -> None:
     """
     for part in lightning_modules(learner):
         name = type(part).__name__
-        moved = {each for each in reading.moved_by(part, part.training_step) if _stays(part, each)}
+        moved = {
+            each for each in hook_source.moved_by(part, part.training_step) if _stays(part, each)
+        }
         for hook in filter(partial(overrides, part), OF_ROUNDS if moved else ()):
             if hook in ("on_train_batch_start", "on_train_batch_end"):
                 continue
-            for attribute in sorted(moved & reading.read_first(getattr(part, hook))):
+            for attribute in sorted(moved & hook_source.read_first(getattr(part, hook))):
                 text = (
                     f"learner {name}: training_step changes self.{attribute} at the sites, and "
                     f"{hook}, which only the server runs, reads it there, without these changes. "
@@ -121,7 +123,7 @@ def _check(callback: FederatedCallback) -> None:
     declared = callback.declarations()
     read: dict[str, str] = {}
     for hook in filter(callback.has, AT_SITES):
-        for attribute in reading.of_self(callback, getattr(callback, hook)):
+        for attribute in hook_source.of_self(callback, getattr(callback, hook)):
             read.setdefault(attribute, hook)
     for attribute, hook in read.items():
         state = declared.get(attribute)
@@ -134,7 +136,7 @@ def _check(callback: FederatedCallback) -> None:
     for setter in filter(callback.has, (*AT_SERVER, *OF_ROUNDS)):
         # Lightning's hooks get no server, which would let them set a state.
         elsewhere = f", set it in on_round_start in place of {setter}" * (setter in OF_ROUNDS)
-        for attribute in reading.assigned(getattr(callback, setter)):
+        for attribute in hook_source.assigned(getattr(callback, setter)):
             if attribute in read and attribute not in declared:
                 raise UserError(
                     f"method: {name} sets self.{attribute} in {setter}, which only the server "

@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from fl_lightning.engines.configured_optimizer import state_fits
+from fl_lightning.client.run_optimizers import state_fits
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock, site_journal
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
+from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.site_journal import JOURNAL, STAGED, Journal
-from fl_lightning.storage.store import ClientStore
 
 PLACE = "site.id"
 

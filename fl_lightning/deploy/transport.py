@@ -61,7 +61,8 @@ class Message:
     """A message between a server and a site.
 
     Args:
-        what: the kind of message, such as ``"round"``; see :mod:`fl_lightning.deploy.travel`.
+        what: the kind of message, such as ``"round"``; see
+            :mod:`fl_lightning.deploy.round_messages`.
         site: the site's name in the transport: the receiver of a question, the sender of an answer.
     """
 

@@ -13,13 +13,13 @@ from functools import cached_property
 
 import torch
 
-from fl_lightning.engines.door import fast_ways, why_closed
-from fl_lightning.engines.dry_run import step_seconds
+from fl_lightning.engines.engine_context import LearnerCopies
 from fl_lightning.engines.engine_plan import EnginePlan
+from fl_lightning.engines.fast_switch import fast_package, why_off
 from fl_lightning.engines.forked import why_not_forked
-from fl_lightning.engines.kinds import ENGINES
-from fl_lightning.engines.proof import FirstSteps, Reason, compare_two_copies
-from fl_lightning.engines.situation import LearnerCopies
+from fl_lightning.engines.registry import ENGINES
+from fl_lightning.engines.trials.dry_run import step_seconds
+from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason, compare_two_copies
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL
 
 # Below this many seconds of local work per round, threads cost more time than they save.
@@ -36,23 +36,23 @@ class Known:
 
     def __init__(self, copies: LearnerCopies, first_steps: FirstSteps) -> None:
         self.copies = copies
-        self.situation = copies.situation
+        self.context = copies.context
         self.untried = first_steps.untried
         self.shown_by_first_steps = first_steps.one_by_one
-        self.device = self.situation.w.device.type
-        self.unsupported = ENGINES[CONCURRENT].supports(self.situation)
+        self.device = self.context.w.device.type
+        self.unsupported = ENGINES[CONCURRENT].supports(self.context)
 
     @property
     def wanted(self) -> int:
         """Clients to train side by side: ``workers``, or one a core; at most a round's clients."""
-        situation = self.situation
-        wanted = situation.usable_cores if situation.workers == "auto" else int(situation.workers)
-        return min(wanted, situation.most_at_once)
+        context = self.context
+        wanted = context.usable_cores if context.workers == "auto" else int(context.workers)
+        return min(wanted, context.most_at_once)
 
     @property
     def one_client(self) -> bool:
         """Whether a process with several cores gets one client a round."""
-        several = self.situation.usable_cores > 1 and self.situation.workers != 1
+        several = self.context.usable_cores > 1 and self.context.workers != 1
         return self.device == "cpu" and self.wanted < 2 and several
 
     @cached_property
@@ -69,7 +69,7 @@ class Known:
     @cached_property
     def not_forked(self) -> str:
         """Why workers cannot be processes that are forked from the run; empty if they can."""
-        return why_not_forked(self.situation)
+        return why_not_forked(self.context)
 
     @property
     def worth_processes(self) -> bool:
@@ -84,7 +84,7 @@ class Known:
     @property
     def seconds(self) -> float:
         """How long a round's local steps take, one after the other on one thread."""
-        return sum(self.situation.lengths()) * self.milliseconds / 1000
+        return sum(self.context.lengths()) * self.milliseconds / 1000
 
     @property
     def tiny(self) -> bool:
@@ -93,7 +93,7 @@ class Known:
     @cached_property
     def not_captured(self) -> str:
         """Why local steps are not recorded and replayed; empty if they are."""
-        return why_closed() or str(fast_ways().why_not_captured(self.copies))
+        return why_off() or str(fast_package().why_not_captured(self.copies))
 
     @property
     def waits_for_python(self) -> bool:

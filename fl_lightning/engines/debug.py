@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.engines.client_optimizer import ClientOptimizer
-from fl_lightning.engines.learner_copy import LearnerCopy
+from fl_lightning.client.client_optimizer import ClientOptimizer
+from fl_lightning.client.client_trainer import ClientTrainer, add_error_note
+from fl_lightning.client.flat_learner import FlatLearner
 from fl_lightning.engines.sequential import Sequential
-from fl_lightning.engines.worker import Worker, tell_where
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.group import ClientGroup
 from fl_lightning.round.server import Server
 
 
@@ -47,9 +47,9 @@ class At:
 class Debug(Sequential):
     """Trains as :class:`Sequential` does, and keeps each hook's arguments until it has returned."""
 
-    def __init__(self, worker: Worker, threads: int) -> None:
+    def __init__(self, worker: ClientTrainer, threads: int) -> None:
         super().__init__(worker, threads)
-        worker.recorder = StepByStep()
+        worker.step_runner = StepByStep()
         # Watch server hooks too, which are called between two calls of `train`.
         worker.work.methods.watch = watched
 
@@ -68,7 +68,7 @@ class StepByStep:
         batches: Iterator[Any],
         clients: ClientGroup,
         optimizer: ClientOptimizer,
-        copy: LearnerCopy,
+        copy: FlatLearner,
     ) -> None:
         """Take all steps of one client."""
         for index, batch in enumerate(batches):
@@ -110,7 +110,9 @@ def leave(error: Exception, at: At) -> None:
     if hasattr(error, "at"):
         return
     error.at = at  # type: ignore[attr-defined]
-    tell_where(error, f"in {at.hook}; this error's attribute `at` has its arguments and the batch")
+    add_error_note(
+        error, f"in {at.hook}; this error's attribute `at` has its arguments and the batch"
+    )
 
 
 def seen(subject: Clients | Server) -> dict[str, Any]:

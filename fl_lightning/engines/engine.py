@@ -8,8 +8,8 @@ from typing import Protocol
 
 import torch
 
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import ClientGroup
 
 # Takes the client's position in the sum, and the client as a group of one.
 Collect = Callable[[int, ClientGroup], None]
@@ -27,7 +27,7 @@ class Engine(Protocol):
         round: Round,
         leaves: list[tuple[int, int]],
         collect: Collect,
-        tell: Callable[[], None],
+        client_done: Callable[[], None],
     ) -> None:
         """Train the clients of ``leaves`` (position in the sum, client), each from the round's
         model and buffers.
@@ -37,7 +37,7 @@ class Engine(Protocol):
                 ``buffers``, and with ``metrics`` and ``optimizer_rows`` if it has any. It is called
                 in any thread, before the client's memory is reused. Stacked clients are handed over
                 one by one.
-            tell: called in the caller's thread after each client.
+            client_done: called in the caller's thread after each client.
         """
 
     def close(self) -> None:

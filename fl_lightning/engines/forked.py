@@ -32,16 +32,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.contributions import Contributions
-from fl_lightning.engines.attributes import Contents, facts_of
+from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
+from fl_lightning.client.client_trainer import ClientTrainer
+from fl_lightning.client.copy_sync import LARGE_BYTES
+from fl_lightning.client.lent_objects import Lent
 from fl_lightning.engines.engine import Collect
-from fl_lightning.engines.following import LARGE_BYTES
-from fl_lightning.engines.lent import Lent
+from fl_lightning.engines.engine_context import EngineContext
 from fl_lightning.engines.sequential import Sequential
-from fl_lightning.engines.situation import Situation
 from fl_lightning.engines.threads import largest_first
-from fl_lightning.engines.worker import Worker
 from fl_lightning.errors import UserError
+from fl_lightning.learner.attributes import Contents, facts_of
 from fl_lightning.machine.device_memory import end_with_parent
 from fl_lightning.machine.processes import opened_in_each
 from fl_lightning.round.context import Round
@@ -80,7 +80,7 @@ class Forked:
         note: takes what the user should know.
     """
 
-    def __init__(self, worker: Worker, number: int, note: Callable[[str], None]) -> None:
+    def __init__(self, worker: ClientTrainer, number: int, note: Callable[[str], None]) -> None:
         self.worker = worker
         self.number = number
         self._note = note
@@ -97,7 +97,7 @@ class Forked:
         round: Round,
         leaves: list[tuple[int, int]],
         collect: Collect,
-        tell: Callable[[], None],
+        client_done: Callable[[], None],
     ) -> None:
         # A data set may have opened a file after the engine was chosen, for example in validation.
         if not self._alone and (files := open_files()):
@@ -107,10 +107,10 @@ class Forked:
                 f"because {files[0]} is open for reading now"
             )
         if self._alone:
-            self.one_after_the_other().train(round, leaves, collect, tell)
+            self.one_after_the_other().train(round, leaves, collect, client_done)
             return
         # `collect` also gives a client's results, without adding them to the sum.
-        assert isinstance(collect, Contributions)
+        assert isinstance(collect, UpdateAccumulator)
         self._waiting = deque(largest_first(round, leaves))
         self._again = set()
         try:
@@ -126,11 +126,11 @@ class Forked:
                     if self._alone:
                         break
                     self._hand_out()
-                    tell()
+                    client_done()
                 if self._alone:
                     left = self._left()
                     self.close()
-                    self.one_after_the_other().train(round, left, collect, tell)
+                    self.one_after_the_other().train(round, left, collect, client_done)
             for child in self._children:
                 # A worker that was killed after its last client has left nothing undone.
                 with suppress(BrokenPipeError, ConnectionResetError):
@@ -161,7 +161,7 @@ class Forked:
         """The engine that leaves the same bits without processes."""
         return Sequential(self.worker, threads=1)
 
-    def _forked(self, round: Round, collect: Contributions) -> Child:
+    def _forked(self, round: Round, collect: UpdateAccumulator) -> Child:
         ours, theirs = Pipe()
         parent = os.getpid()
         # Otherwise every process would write the content of these buffers.
@@ -190,7 +190,7 @@ class Forked:
         finally:
             os._exit(0)
 
-    def _serve(self, round: Round, connection: Connection, collect: Contributions) -> None:
+    def _serve(self, round: Round, connection: Connection, collect: UpdateAccumulator) -> None:
         """In a worker: train the clients that are handed out, until there are no more."""
         # The run handles Ctrl-C and the end of a job: it lets its workers finish, or ends them.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
@@ -210,7 +210,7 @@ class Forked:
                 began = time.perf_counter()
                 with warnings.catch_warnings(record=True) as told:
                     try:
-                        answer = collect.brought(self.worker.train(round, client))
+                        answer = collect.result_of(self.worker.train(round, client))
                     except Exception as error:
                         answer = WorkerFailed(f"{type(error).__name__}: {error}")
                 after = facts_of(methods, contents, before)
@@ -279,7 +279,7 @@ class Forked:
                 "sequential, in which clients train one after the other in the run's own process."
             )
 
-    def _take(self, child: Child, round: Round, collect: Contributions) -> None:
+    def _take(self, child: Child, round: Round, collect: UpdateAccumulator) -> None:
         """Receive a client's results from its worker."""
         (leaf, client) = child.tasks[0]
         try:
@@ -331,13 +331,13 @@ class Forked:
         collect(leaf, answer)
 
 
-def why_not_forked(situation: Situation) -> str:
+def why_not_forked(context: EngineContext) -> str:
     """Why workers cannot be processes that are forked from the run; empty if they can."""
     if sys.platform != "linux":
         return f"processes are forked on Linux, and this is {sys.platform}"
-    if situation.w.device.type != "cpu" or torch.cuda.is_initialized():
+    if context.w.device.type != "cpu" or torch.cuda.is_initialized():
         return "a process that uses a GPU cannot be forked"
-    if getattr(situation.work.data, "reads_ahead", False):
+    if getattr(context.work.data, "reads_ahead", False):
         return "the data are read ahead by processes of their own (num_workers)"
     if files := open_files():
         return (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fl_lightning.client.client_trainer import ClientTrainer
 from fl_lightning.engines.engine import Collect, intra_op_threads
-from fl_lightning.engines.random_state import random_state_kept
-from fl_lightning.engines.worker import Worker
+from fl_lightning.machine.random_state import random_state_kept
 from fl_lightning.round.context import Round
 
 
@@ -16,7 +16,7 @@ class Sequential:
     During a round the learner is tied to one client's vector.
     """
 
-    def __init__(self, worker: Worker, threads: int) -> None:
+    def __init__(self, worker: ClientTrainer, threads: int) -> None:
         self.worker = worker
         self.threads = threads
 
@@ -25,14 +25,14 @@ class Sequential:
         round: Round,
         leaves: list[tuple[int, int]],
         collect: Collect,
-        tell: Callable[[], None],
+        client_done: Callable[[], None],
     ) -> None:
         copy = self.worker.copy
         with intra_op_threads(self.threads), copy.tied(round.evaluated), random_state_kept(copy.x):
             try:
                 for leaf, client in leaves:
                     collect(leaf, self.worker.train(round, client))
-                    tell()
+                    client_done()
             finally:
                 # The learner serves as the global model again, so restore the buffers that a client
                 # changed.

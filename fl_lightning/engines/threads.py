@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from fl_lightning.client.client_trainer import ClientTrainer, Stopped
 from fl_lightning.engines.engine import Collect
-from fl_lightning.engines.random_state import RandomState
-from fl_lightning.engines.worker import Stopped, Worker
 from fl_lightning.learner.modules import check_gradient_hooks
+from fl_lightning.machine.random_state import RandomState
 from fl_lightning.round.context import Round
 
 # From this number of steps per worker and round on, a recording saves more than it costs.
@@ -43,7 +43,9 @@ class Threads:
         warn: called with a text if random numbers were drawn nevertheless.
     """
 
-    def __init__(self, workers: list[Worker], learner: Any, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, workers: list[ClientTrainer], learner: Any, warn: Callable[[str], None]
+    ) -> None:
         self.workers = workers
         self.learner = learner
         self._warn = warn
@@ -60,7 +62,7 @@ class Threads:
         round: Round,
         leaves: list[tuple[int, int]],
         collect: Collect,
-        tell: Callable[[], None],
+        client_done: Callable[[], None],
     ) -> None:
         try:
             check_gradient_hooks(self.learner)
@@ -99,7 +101,7 @@ class Threads:
                 for job in done:
                     job.result()
                     if failure.error is None:
-                        tell()
+                        client_done()
             failure.raise_it()
         except BaseException:
             # Threads end at their next step; the error is raised when all have ended.

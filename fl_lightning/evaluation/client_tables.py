@@ -9,7 +9,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain
 from fl_lightning.metrics import comma_separated, separated
 from fl_lightning.storage import lock
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 Values = Mapping[str, Mapping[int, float]]  # metric → client → value
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from fl_lightning.engines.step_hooks import Gradients, dense, differentiated
+from fl_lightning.client.step_hooks import Gradients, dense, differentiated
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import GRAPH_BYTES, Evaluator, OverSamples
 from fl_lightning.evaluation.measured_samples import Samples

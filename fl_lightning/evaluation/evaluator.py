@@ -21,23 +21,23 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from fl_lightning.aggregation import metric_states
-from fl_lightning.aggregation.tree_sum import TreeSum, sum_over_processes, visiting_order
-from fl_lightning.engines import batch_callbacks
-from fl_lightning.engines.attributes import Attributes
-from fl_lightning.engines.learner_copy import Convert, LearnerCopy
-from fl_lightning.engines.random_state import random_state_kept, seed_client
-from fl_lightning.engines.situation import conversion, forward_context
-from fl_lightning.engines.step_hooks import dense, differentiated
-from fl_lightning.engines.worker import tell_where
-from fl_lightning.evaluation.averages import evaluated
+from fl_lightning.aggregation.over_processes import TreeSum, sum_over_processes, visiting_order
+from fl_lightning.client import batch_callbacks
+from fl_lightning.client.client_trainer import add_error_note
+from fl_lightning.client.flat_learner import Convert, FlatLearner
+from fl_lightning.client.step_hooks import dense, differentiated
+from fl_lightning.engines.engine_context import conversion, forward_context
 from fl_lightning.evaluation.measured_samples import Counted, Samples, copies, pieces, together
+from fl_lightning.evaluation.validated_model import evaluated
 from fl_lightning.evaluation.validation import BEFORE, ValidationEpoch, hooks_of
+from fl_lightning.learner.attributes import Attributes
 from fl_lightning.learner.layout import Layout, flatten
 from fl_lightning.learner.modules import called_with, keeps_frozen, modes, overrides
 from fl_lightning.machine.processes import gathered, place
+from fl_lightning.machine.random_state import random_state_kept, seed_client
 from fl_lightning.metrics import without_prefix
+from fl_lightning.round.client_sums import Sums
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.totals import Sums
 
 Share = Callable[[], list[Counted]]
 # (batch, its number of samples, its index) -> what it adds to a sum over samples
@@ -124,7 +124,7 @@ class Evaluator:
     ) -> None:
         parameter = next(p for p in learner.parameters() if p.requires_grad)
         x = torch.empty(1, layout.size, dtype=parameter.dtype, device=parameter.device)
-        copy = LearnerCopy(learner, layout, x, context, convert)
+        copy = FlatLearner(learner, layout, x, context, convert)
         copy.treat_as_buffers(as_buffers)
         self.copy = copy.another(aliased=keeps_frozen(learner))
         self.copy.present.silent = self.copy.present.measures = True
@@ -370,7 +370,7 @@ class Evaluator:
                 if epoch.logs.failures:
                     self.failures[client] = epoch.logs.failures
         except Exception as error:
-            tell_where(error, f"in the validation of client {client} on its own samples")
+            add_error_note(error, f"in the validation of client {client} on its own samples")
             raise
         if before is not None:
             self._stateless = not before.changed(Attributes(own.learner))
@@ -379,7 +379,7 @@ class Evaluator:
             own.begin(self.data)
         return logged
 
-    def _for_validation(self) -> LearnerCopy:
+    def _for_validation(self) -> FlatLearner:
         """Return the learner for one validation: a copy of it if hooks or steps change it."""
         if self._stateless:
             return self.copy
@@ -389,7 +389,7 @@ class Evaluator:
                 part.training = training
         return own
 
-    def _epoch(self, own: LearnerCopy) -> ValidationEpoch:
+    def _epoch(self, own: FlatLearner) -> ValidationEpoch:
         def seed(index: int) -> None:
             seed_client(self.seed, 0, index, "evaluate")
 
@@ -548,11 +548,11 @@ class Evaluator:
             return term(batch, number, index)
         except Exception as error:
             place = f"in an evaluation of clients' samples, batch {index}"
-            tell_where(error, f"{place} (counted from 0)")
+            add_error_note(error, f"{place} (counted from 0)")
             raise
 
     @contextmanager
-    def _at(self, x: Tensor, own: LearnerCopy | None = None) -> Iterator[None]:
+    def _at(self, x: Tensor, own: FlatLearner | None = None) -> Iterator[None]:
         """Within this context the copy of the learner (None: the common one) is at x ``(D,)``."""
         own = own or self.copy
         own.reset()

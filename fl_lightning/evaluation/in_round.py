@@ -14,8 +14,8 @@ from torch import Tensor
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.learner.modules import IN_STEPS, lightning_modules, overrides
 from fl_lightning.metrics import without_prefix
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import ClientGroup
 
 
 class OwnMetrics(dict[str, Tensor]):

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from fl_lightning.engines.random_state import random_state_kept
 from fl_lightning.errors import UserError
-from fl_lightning.evaluation.averages import in_learner
+from fl_lightning.evaluation.instruction_records import read_records
 from fl_lightning.evaluation.measurement import Measurement
-from fl_lightning.evaluation.records import read_records
+from fl_lightning.evaluation.validated_model import in_learner
 from fl_lightning.learner.modules import modes
+from fl_lightning.machine.random_state import random_state_kept
 
 
 class LanguageMeasurement(Measurement):

@@ -9,8 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fl_lightning.engines.view import View
 from fl_lightning.evaluation.measurement import Measurement
+from fl_lightning.introspection.attribute_view import View
 
 HOOKS = ("on_train_epoch_end", "on_train_end")
 # Whether Lightning's callbacks look at the end of an epoch; if not, after a validation.

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.aggregation.metric_states import number_of, uncomputed
-from fl_lightning.engines.learner_copy import Convert
-from fl_lightning.engines.step_logs import START, reduce_into, reduction
+from fl_lightning.client.flat_learner import Convert
+from fl_lightning.client.step_logs import START, reduce_into, reduction
 from fl_lightning.evaluation.absent_classes import leave_out_absent_classes
 from fl_lightning.learner.modules import (
     called_with,
@@ -26,7 +26,7 @@ from fl_lightning.learner.modules import (
     logged_of,
     overrides,
 )
-from fl_lightning.lightning import MisconfigurationException, extract_batch_size
+from fl_lightning.machine.lightning import MisconfigurationException, extract_batch_size
 
 BEFORE = ("on_validation_model_eval", "on_validation_start", "on_validation_epoch_start")
 OF_BATCHES = ("on_validation_batch_start", "on_validation_batch_end")

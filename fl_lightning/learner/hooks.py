@@ -9,9 +9,9 @@ from typing import Any
 
 from torchmetrics import Metric
 
-from fl_lightning import reading
+from fl_lightning.introspection import hook_source
 from fl_lightning.learner.modules import SHIMS, TRANSFER, lightning_modules, overrides
-from fl_lightning.lightning import extract_batch_size, pl
+from fl_lightning.machine.lightning import extract_batch_size, pl
 from fl_lightning.metrics import Logged
 
 HOOKS = [
@@ -235,7 +235,7 @@ def moved_on_by(learner: Any) -> str:
     if overrides(learner, "on_save_checkpoint"):
         return ""
     names = ("on_train_epoch_start", *HOOKS, *WHERE_MEASURED)
-    found = {name: reading.moved_on(getattr(learner, name)) for name in names}
+    found = {name: hook_source.moved_on(getattr(learner, name)) for name in names}
     # What a hook sets anew, such as a sum over an epoch, does not go on from round to round.
     not_kept = {*dict(learner.named_buffers()), *dict(learner.named_parameters())}
     for _, anew in found.values():

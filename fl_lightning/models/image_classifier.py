@@ -12,7 +12,7 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from fl_lightning.accepted import AtLeast, FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 
 
 class ImageClassifier(pl.LightningModule):

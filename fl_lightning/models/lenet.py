@@ -11,7 +11,7 @@ from torch.nn.functional import max_pool2d
 
 from fl_lightning.accepted import PositiveInt
 from fl_lightning.errors import UserError
-from fl_lightning.given import Given
+from fl_lightning.introspection.init_args import Given
 
 
 class LeNet(Given, nn.Module):

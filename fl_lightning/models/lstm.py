@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from fl_lightning.accepted import FiniteFloat, PositiveInt, check_arguments
 from fl_lightning.errors import UserError
-from fl_lightning.given import Given
+from fl_lightning.introspection.init_args import Given
 from fl_lightning.models.image_classifier import built_network
 from fl_lightning.models.text import NO_TOKEN, Predictions
 

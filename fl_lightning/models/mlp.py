@@ -8,7 +8,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 
 from fl_lightning.errors import UserError
-from fl_lightning.given import Given
+from fl_lightning.introspection.init_args import Given
 
 
 class MLP(Given, nn.Module):

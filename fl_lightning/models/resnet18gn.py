@@ -7,8 +7,8 @@ from functools import partial
 from torch import nn
 from torchvision.models.resnet import BasicBlock, ResNet
 
-from fl_lightning.given import Given
-from fl_lightning.models.live_taps import leave_out_dead_taps
+from fl_lightning.introspection.init_args import Given
+from fl_lightning.models.padded_convolution import leave_out_dead_taps
 
 
 class ResNet18GN(Given, ResNet):  # type: ignore[misc]  # torchvision has no types

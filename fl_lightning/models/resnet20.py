@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 
 from fl_lightning.errors import UserError
-from fl_lightning.given import Given
+from fl_lightning.introspection.init_args import Given
 
 # Number of groups in group normalisation, as in ResNet18GN.
 GROUPS = 2

@@ -17,10 +17,10 @@ from torchmetrics import Metric
 
 from fl_lightning.accepted import FiniteFloat, check_arguments
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 from fl_lightning.models import pretrained
 
-# The same value as in datamodules/tokens.py, which this module must not import.
+# The same value as in datamodules/formats/tokens.py, which this module must not import.
 NO_TOKEN = -1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from fl_lightning.given import Given
+from fl_lightning.introspection.init_args import Given
 
 
 class VGG11(Given, nn.Module):

@@ -90,7 +90,7 @@ class BoundBase(Mapping[str, Tensor]):
 
     @property
     def _weights(self) -> BaseWeights:
-        weights: BaseWeights | None = self._callback._ledger.base_weights
+        weights: BaseWeights | None = self._callback._transaction.base_weights
         if weights is None:
             raise RuntimeError("self.base can be read only during a run, in hooks that take server")
         return weights
@@ -113,9 +113,9 @@ class BoundBase(Mapping[str, Tensor]):
         Raises:
             UserError: the base has no such name, or the shapes do not fit.
         """
-        ledger = self._callback._ledger
+        transaction = self._callback._transaction
         who = f"method: {type(self._callback).__name__}.{self._base.name}.add"
-        if not ledger.takes_additions:
+        if not transaction.takes_additions:
             raise RuntimeError(
                 f"{who} may be called only in the hooks from on_updates to on_server_update"
             )
@@ -137,7 +137,7 @@ class BoundBase(Mapping[str, Tensor]):
                 "tensor of the weight's shape."
             )
         kept = [None if each is None else each.detach().clone() for each in (left, right)]
-        ledger.additions.append((name, *kept))
+        transaction.additions.append((name, *kept))
 
 
 @dataclass

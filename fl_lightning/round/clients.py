@@ -10,8 +10,8 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
+from fl_lightning.round.client_group import LOSS, ClientGroup
 from fl_lightning.round.context import InStep
-from fl_lightning.round.group import LOSS, ClientGroup
 
 
 class Clients:
@@ -122,8 +122,8 @@ class Clients:
     @property
     def trained(self) -> Tensor:
         """Return ``(n, D)`` bool: the coordinates that the clients train in this round."""
-        resting = self._group.resting
-        return torch.ones_like(self._group.x, dtype=torch.bool) if resting is None else ~resting
+        untrained = self._group.untrained
+        return torch.ones_like(self._group.x, dtype=torch.bool) if untrained is None else ~untrained
 
     @property
     def trained_by_all(self) -> Tensor | None:
@@ -334,9 +334,9 @@ class Clients:
         """Return ‖v‖ of each client's row, over the coordinates that it trains: ``(n, D)`` →
         ``(n, 1)``.
         """
-        resting = self._group.resting
-        if resting is not None and v.shape == resting.shape:
-            v = v.masked_fill(resting, 0.0)
+        untrained = self._group.untrained
+        if untrained is not None and v.shape == untrained.shape:
+            v = v.masked_fill(untrained, 0.0)
         norm: Tensor = torch.linalg.vector_norm(v, dim=1, keepdim=True)
         return norm
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.random import Generator
 
-from fl_lightning.checks import count_participants
+from fl_lightning.checks.refusals import count_participants
 from fl_lightning.storage.secret import Key, drawn_from
 from fl_lightning.virtual.conditions import Deadline, Heterogeneity
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from fl_lightning.errors import UserError
 from fl_lightning.learner.layout import Layout
 from fl_lightning.round.client_schedule import ClientSchedule, Groups
-from fl_lightning.round.partial import Parts
+from fl_lightning.round.model_parts import Parts
 from fl_lightning.storage.secret import Key
 
 # Prefix of the names of the rows in which clients keep their own buffers.

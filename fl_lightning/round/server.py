@@ -16,9 +16,9 @@ from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.processes import gathered, world_size
 from fl_lightning.round.context import Round
-from fl_lightning.round.guard import refuse_outsiders
-from fl_lightning.round.ledger import Ledger
-from fl_lightning.round.state import Declaration
+from fl_lightning.round.declared_state import Declaration
+from fl_lightning.round.privacy_guard import refuse_outsiders
+from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.sampling import generator
 from fl_lightning.storage.secret import drawn_from
 
@@ -31,14 +31,14 @@ class Server:
     model. ``update`` is the aggregated update. Each is ``(D,)``.
     """
 
-    def __init__(self, round: Round, ledger: Ledger) -> None:
+    def __init__(self, round: Round, transaction: RoundTransaction) -> None:
         self._round = round
-        self._ledger = ledger
+        self._transaction = transaction
         self._caller = "a method of this run"  # the class whose hook is being called
         self._update = self.w_before = self.evaluated = round.w
         self.communication: dict[str, int] = {}
         self.kept_vectors = 0.0
-        self.logs = ledger.logs
+        self.logs = transaction.logs
 
     @property
     def w(self) -> Tensor:
@@ -102,13 +102,13 @@ class Server:
     def ids(self) -> Tensor:
         """Return the clients that finished, ascending, ``(n,)``."""
         self._guard_participants("server.ids")
-        return torch.tensor(self._ledger.finished, device=self.w.device)
+        return torch.tensor(self._transaction.finished, device=self.w.device)
 
     @property
     def n(self) -> int:
         """Return how many clients finished."""
         self._guard_participants("server.n")
-        return len(self._ledger.finished)
+        return len(self._transaction.finished)
 
     @property
     def weights(self) -> Tensor:
@@ -116,7 +116,7 @@ class Server:
         1.
         """
         self._guard_participants("server.weights")
-        given = [self._round.weights[i] for i in self._ledger.finished]
+        given = [self._round.weights[i] for i in self._transaction.finished]
         weights = torch.tensor(given, dtype=self._round.wide, device=self.w.device)
         return weights / weights.sum()
 
@@ -138,7 +138,7 @@ class Server:
     @property
     def given(self) -> Tensor:
         """Return the model ``(D,)`` that clients got as w: w^t, except under a ``broadcast``."""
-        return self.w_before if self._ledger.broadcast is None else self._ledger.broadcast
+        return self.w_before if self._transaction.broadcast is None else self._transaction.broadcast
 
     @property
     def updates(self) -> Tensor:
@@ -149,13 +149,13 @@ class Server:
         Raises:
             RuntimeError: no method of the run gathers updates, or no client has finished yet.
         """
-        if self._ledger.gathered is None:
+        if self._transaction.gathered is None:
             raise RuntimeError(
                 "server.updates can be read from on_updates on. The run gathers updates only if a "
                 "callback has that hook, or if the source of its aggregate or on_server_update, or "
                 "of a method of its class that these call, reads server.updates"
             )
-        return self._ledger.gathered
+        return self._transaction.gathered
 
     @updates.setter
     def updates(self, value: Tensor) -> None:
@@ -172,7 +172,7 @@ class Server:
     def mean_change(self) -> Tensor:
         """Return the uniform mean ``(D,)`` of the transmitted updates; 0 if no client finished."""
         self._guard("server.mean_change")
-        total = self._ledger.total
+        total = self._transaction.total
         if not self.n:
             return torch.zeros_like(self._round.w, dtype=self._round.wide)
         summed = total.weighted if total.update is None else total.update
@@ -213,7 +213,7 @@ class Server:
     def _guard_rows(self, key: str, declaration: Declaration) -> None:
         """Refuse to read clients' rows at a server that does not have them."""
         self._guard(f"the rows of {key} at the server")
-        if self._ledger.rows_elsewhere and not declaration.comes_from_sites:
+        if self._transaction.rows_elsewhere and not declaration.comes_from_sites:
             raise UserError(
                 f"method: {self._caller} reads the rows of {key} at the server, but they stay at "
                 "the sites. Declare it as ClientState(reported=True), so that sites send the rows, "
@@ -226,7 +226,7 @@ class Server:
 
     def _guard_participants(self, what: str) -> None:
         """Refuse methods that could let w depend on who takes part, which ε assumes is secret."""
-        if self._caller not in self._ledger.measuring:
+        if self._caller not in self._transaction.measuring:
             self._guard(what, ' If it only logs, declare role = "measurement".')
 
     def sizes(self, ids: Tensor) -> Tensor:
@@ -244,14 +244,14 @@ class Server:
         Args:
             parameters, bytes: one number, which may be a tensor.
         """
-        self._ledger.sent = (
+        self._transaction.sent = (
             None if parameters is None else float(parameters),
             None if bytes is None else float(bytes),
         )
 
     def note(self, text: str) -> None:
         """Give the user a warning, once; the run's card repeats it."""
-        self._ledger.notes.append(text)
+        self._transaction.notes.append(text)
 
     def log(self, name: str, value: Tensor | float) -> None:
         """Log the present value of a scalar for this round.
@@ -291,7 +291,7 @@ class Server:
     def staged(self, key: str, declaration: Declaration) -> Iterator[tuple[Tensor, Tensor]]:
         """Return the rows written in this round, ascending by client, in every process."""
         self._guard_rows(key, declaration)
-        rows_here = self._ledger.rows.get(key, {})
+        rows_here = self._transaction.rows.get(key, {})
         world = world_size()
         for j, client in enumerate(self._round.ids):
             row = rows_here.get(client)

@@ -10,12 +10,12 @@ from typing import Any, Final, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from fl_lightning import checks
+from fl_lightning.checks import refusals
 from fl_lightning.errors import UserError
 from fl_lightning.schedules import Schedule
 from fl_lightning.virtual.buffered import Buffered
 
-# The names of the engines, which `engines/kinds.py` defines.
+# The names of the engines, which `engines/registry.py` builds.
 SEQUENTIAL = "sequential"
 CONCURRENT = "concurrent"
 STACKED = "stacked"
@@ -62,7 +62,7 @@ class Settings:
     asynchronous: Buffered | None
 
     def __post_init__(self) -> None:
-        checks.count_participants(self.participation, 2**62)
+        refusals.count_participants(self.participation, 2**62)
         # Convert NumPy's numbers to Python's, because other code takes any number that is not an
         # int for a share.
         if isinstance(self.participation, Real):

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import TorchCheckpointIO, pl, rank_zero_warn
+from fl_lightning.machine.lightning import TorchCheckpointIO, pl, rank_zero_warn
 from fl_lightning.storage import lock
-from fl_lightning.storage.apart import CannotPickle, places, read_plain, set_apart
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
+from fl_lightning.storage.pickled_objects import CannotPickle, pickle_objects, places, read_plain
 from fl_lightning.storage.rows_on_disk import note_place
 
 HYPER_PARAMETERS = (
@@ -127,7 +127,7 @@ class AtomicCheckpointIO(TorchCheckpointIO):
                 if key in HYPER_PARAMETERS:
                     parts[key] = _hyper_parameters(key, part)
                 else:
-                    parts[key] = set_apart(part, f"checkpoint[{key!r}]", moved)
+                    parts[key] = pickle_objects(part, f"checkpoint[{key!r}]", moved)
             except CannotPickle as error:
                 raise UserError(
                     f"The checkpoint cannot be written: {error}. Leave it out of the results of "
@@ -146,11 +146,11 @@ class AtomicCheckpointIO(TorchCheckpointIO):
 
 def _hyper_parameters(key: str, given: Any) -> Any:
     if not isinstance(given, dict):
-        return set_apart(given, f"checkpoint[{key!r}]", [])
+        return pickle_objects(given, f"checkpoint[{key!r}]", [])
     parameters: dict[Any, Any] = {}
     for name, value in given.items():
         try:
-            parameters[name] = set_apart(value, f"the hyper-parameter {name!r}", [])
+            parameters[name] = pickle_objects(value, f"the hyper-parameter {name!r}", [])
         except CannotPickle as error:
             rank_zero_warn(
                 f"{error}: checkpoints do not contain it, so pass it to load_from_checkpoint"

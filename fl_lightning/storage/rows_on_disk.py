@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import rank_zero_warn
+from fl_lightning.machine.lightning import rank_zero_warn
 from fl_lightning.machine.processes import gathered
-from fl_lightning.storage.apart import read_plain
-from fl_lightning.storage.files import written_aside
-from fl_lightning.storage.rows import ClientRows
+from fl_lightning.storage.atomic_files import written_aside
+from fl_lightning.storage.client_rows import ClientRows
+from fl_lightning.storage.client_store import ClientStore
+from fl_lightning.storage.pickled_objects import read_plain
 from fl_lightning.storage.schema import IDS, damaged, each
 from fl_lightning.storage.segments import Index, merge_indices, segment_name
-from fl_lightning.storage.store import ClientStore
 
 KEY = "federated"  # key of the run's part in a checkpoint
 # A file beside the rows. It lists the other folders with checkpoints that need them, and those

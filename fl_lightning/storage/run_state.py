@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fl_lightning.errors import UserError
 from fl_lightning.machine.processes import gathered
-from fl_lightning.storage.rows import ClientRows, Rows
+from fl_lightning.storage.client_rows import ClientRows, Rows
 
 # Number of server steps so far → the model (D,) and the buffers by name.
 Versions = dict[int, tuple[Tensor, Mapping[str, Tensor]]]

@@ -19,7 +19,7 @@ import numpy as np
 
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 SIZE = 32  # bytes
 _NAME = re.compile("[0-9a-f]{16}")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 WAY_OUT = (
     "Resume from an older checkpoint (such as checkpoints/best.ckpt of the same run), "

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.segments import Index
-from fl_lightning.storage.store import ClientStore
 
 JOURNAL = "site.json"
 STAGED = "staged."  # prefix of the names of the last round's rows, until that round counts

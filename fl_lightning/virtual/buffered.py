@@ -24,7 +24,7 @@ from fl_lightning.accepted import (
     checked,
 )
 from fl_lightning.errors import UserError
-from fl_lightning.papers import Paper
+from fl_lightning.introspection.papers import Paper
 from fl_lightning.sampling import generator
 from fl_lightning.virtual.conditions import Heterogeneity
 from fl_lightning.virtual.devices import Devices

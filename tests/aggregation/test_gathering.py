@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fl_lightning.aggregation.gathering import memory
+from fl_lightning.aggregation.all_updates import memory
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
 from fl_lightning.lab.contracts.federation import (

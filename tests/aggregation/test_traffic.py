@@ -8,10 +8,10 @@ import torch
 
 from fl_lightning.aggregation import traffic
 from fl_lightning.callback import FederatedCallback, ServerState, Upload
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.callbacks import DriftLogger
-from fl_lightning.methods import Methods
 from fl_lightning.round.clients import Clients
-from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.transaction import RoundTransaction
 from tests.helpers.rounds import LAST, D, a_group, a_round, parts
 
 BUFFERS = {"mean": torch.zeros(3, dtype=torch.float64), "seen": torch.zeros((), dtype=torch.int64)}
@@ -25,9 +25,9 @@ def counts(
     Clients(group).sent(*sent)
     for key, value in (uploads or {}).items():
         group.upload(key, UPLOADS.get(key, Upload(shape=(3,))), value)
-    found = traffic.of_client(group, BUFFERS, Methods([]))
+    found = traffic.of_client(group, BUFFERS, CallbackList([]))
     sending = type("M", (FederatedCallback,), {"whole": Upload(), "two": Upload(shape=(2,))})
-    traffic.add_upload(found, group, Methods([sending()]))
+    traffic.add_upload(found, group, CallbackList([sending()]))
     assert found.pop() == 0, "no method has a base"
     assert found.pop() == 0, "no method asked for a pass"
     return found
@@ -79,10 +79,10 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
         "M.whole": torch.zeros(D, dtype=torch.float64),
         "M.own": torch.zeros(D, dtype=torch.float64),
     }
-    ledger = Ledger(a_round(server_states=states))
-    ledger.server["M.two"] = torch.zeros(2)  # made in this round: four bytes a number
-    ledger.total.traffic = torch.tensor([2 * D, 2, 11, 90, 64, 0, 0, 0])
-    assert traffic.of_round(ledger, Methods([M()])) == {
+    transaction = RoundTransaction(a_round(server_states=states))
+    transaction.server["M.two"] = torch.zeros(2)  # made in this round: four bytes a number
+    transaction.total.traffic = torch.tensor([2 * D, 2, 11, 90, 64, 0, 0, 0])
+    assert traffic.of_round(transaction, CallbackList([M()])) == {
         "down_parameters": 2 * D + 2 * D + 2 * 2,
         "down_bytes": 8 * 2 * D + 8 * 2 * D + 4 * 2 * 2,
         "up_parameters": 11,
@@ -92,27 +92,27 @@ def test_a_round_sends_each_client_the_server_states_that_exist() -> None:
 
 
 def test_a_round_in_which_nobody_took_part_sends_nothing() -> None:
-    assert set(traffic.of_round(Ledger(a_round()), Methods([])).values()) == {0}
+    assert set(traffic.of_round(RoundTransaction(a_round()), CallbackList([])).values()) == {0}
 
 
 def test_what_a_participant_keeps_is_counted_at_the_first_that_was_trained_here() -> None:
-    methods = Methods([DriftLogger()])
-    ledger = Ledger(a_round())
-    assert traffic.kept_vectors(ledger, methods) == 0.0, "nobody was trained here"
-    ledger.rows = {"M.whole": {1: torch.zeros(D)}}
-    assert traffic.kept_vectors(ledger, methods) == 0.0, "nobody finished"
-    ledger.rows = {
+    methods = CallbackList([DriftLogger()])
+    transaction = RoundTransaction(a_round())
+    assert traffic.kept_vectors(transaction, methods) == 0.0, "nobody was trained here"
+    transaction.rows = {"M.whole": {1: torch.zeros(D)}}
+    assert traffic.kept_vectors(transaction, methods) == 0.0, "nobody finished"
+    transaction.rows = {
         "M.whole": {5: torch.zeros(D), 3: torch.zeros(2 * D)},
         "M.half": {5: torch.zeros(D // 2)},
         "M.seldom": {3: torch.zeros(D)},
         "DriftLogger.own": {5: torch.zeros(D)},
     }
-    ledger.finished = [2, 5, 3]  # 2 was trained elsewhere
-    assert traffic.kept_vectors(ledger, methods) == 1.5
+    transaction.finished = [2, 5, 3]  # 2 was trained elsewhere
+    assert traffic.kept_vectors(transaction, methods) == 1.5
 
 
 def test_gradients_of_a_round_are_the_participants_together() -> None:
-    ledger = Ledger(a_round())
-    assert traffic.gradients(ledger) == 0
-    ledger.total.traffic = torch.tensor([8, 2, 11, 90, 64, 12, 7])
-    assert traffic.gradients(ledger) == 12 and traffic.forwards(ledger) == 7
+    transaction = RoundTransaction(a_round())
+    assert traffic.gradients(transaction) == 0
+    transaction.total.traffic = torch.tensor([8, 2, 11, 90, 64, 12, 7])
+    assert traffic.gradients(transaction) == 12 and traffic.forwards(transaction) == 7

@@ -27,11 +27,11 @@ from fl_lightning.callbacks.loggers.progress_bar import FederatedProgressBar
 from fl_lightning.callbacks.loggers.run_card import RunCard
 from fl_lightning.errors import UserError
 from fl_lightning.lab.analysis import results
-from fl_lightning.lightning import LOGGERS
+from fl_lightning.machine.lightning import LOGGERS
 from fl_lightning.metrics import Metrics
 from fl_lightning.record.metrics_csv import MetricsCSV
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 from tests.helpers.commands import typed
 
 torch.set_num_threads(1)

@@ -10,7 +10,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
-from fl_lightning.methods import Methods
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.optim import FedAdagrad, FedAdam, FedYogi
 from fl_lightning.schedules import Linear
 from fl_lightning.testing import tiny_run
@@ -118,15 +118,20 @@ def test_a_pull_that_fednovas_work_does_not_count_is_noted(pull: Any) -> None:
 
 def test_a_checkpoint_of_before_an_argument_was_there_is_of_the_same_method() -> None:
     assert (
-        "offset" not in Methods([c.RelaxedInitialization()]).fingerprint()["RelaxedInitialization"]
+        "offset"
+        not in CallbackList([c.RelaxedInitialization()]).fingerprint()["RelaxedInitialization"]
     )
     assert (
         "offset='mean'"
-        in Methods([c.RelaxedInitialization(offset="mean")]).fingerprint()["RelaxedInitialization"]
+        in CallbackList([c.RelaxedInitialization(offset="mean")]).fingerprint()[
+            "RelaxedInitialization"
+        ]
     )
 
 
 def test_an_argument_that_is_called_like_a_hook_is_compared_too() -> None:
-    (averaged,) = Methods([c.RelaxedInitialization(aggregate="updates")]).fingerprint().values()
-    (others,) = Methods([c.RelaxedInitialization()]).fingerprint().values()
+    (averaged,) = (
+        CallbackList([c.RelaxedInitialization(aggregate="updates")]).fingerprint().values()
+    )
+    (others,) = CallbackList([c.RelaxedInitialization()]).fingerprint().values()
     assert averaged == f"{others}, aggregate='updates'"

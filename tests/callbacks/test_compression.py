@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.methods import Methods
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.sampling import generator
 from tests.helpers.compositions import POWERSGD, QSGD, RANDK, SIGN, TOPK, compressor
 from tests.helpers.federation import BATCH, Run, fit, network, samples
@@ -341,7 +341,9 @@ def test_the_sign_of_nothing_is_plus_as_it_has_one_bit() -> None:
 
 def test_a_run_resumes_with_the_same_compressor_alone() -> None:
     made = [c.TopKCompression(0.1), c.TopKCompression(0.2), c.SignUpdate(), None]
-    prints = [Methods([c.ErrorFeedback21(each)]).fingerprint()["ErrorFeedback21"] for each in made]
+    prints = [
+        CallbackList([c.ErrorFeedback21(each)]).fingerprint()["ErrorFeedback21"] for each in made
+    ]
     assert prints[0] == "compressor=TopKCompression(fraction=0.1), average='participants'"
     assert len(set(prints)) == 4
 

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
-from fl_lightning.engines.random_state import seed_client
+from fl_lightning.machine.random_state import seed_client
 from fl_lightning.schedules import Steps
 from tests.helpers.federation import Network, fit, network, samples
 from tests.helpers.learners import blobs, federated, trainer

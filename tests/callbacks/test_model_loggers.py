@@ -18,7 +18,7 @@ from torch.nn.functional import cross_entropy
 
 from fl_lightning import FederatedModule, InMemoryDataModule
 from fl_lightning import callbacks as c
-from fl_lightning.datamodules.biases import CategoryBias, ClientBias
+from fl_lightning.datamodules.batches.biases import CategoryBias, ClientBias
 from fl_lightning.models import ImageClassifier
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
 from tests.helpers.processes import launched

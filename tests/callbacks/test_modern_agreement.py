@@ -16,7 +16,7 @@ import torch
 from fl_lightning import InMemoryDataModule, UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.evaluation import personal
+from fl_lightning.evaluation import personal_models
 from fl_lightning.systems import Buffered, Constant, Devices
 from tests.helpers.federation import BATCH, Network, Run, fit, network, samples
 from tests.oracles.modern import Federation, Round
@@ -305,7 +305,7 @@ def agree(ours: Run, theirs: list[Round]) -> None:
     known = set(CLIENT) | set(SERVER)
     found = {name for rows in record.rows for name in rows} | set(record.server[-1])
     assert declared & known <= found, "what is declared is kept"
-    models = personal.of_run(ours.module.run, ours.module.trainer)
+    models = personal_models.of_run(ours.module.run, ours.module.trainer)
     owns = ours.module.run.methods.owner("personal") is not None
     for i, model in theirs[-1].personal.items():
         if owns and i in theirs[-1].clients.get("x", {}):

@@ -14,10 +14,10 @@ from torch import nn
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback, RunFacts
-from fl_lightning.evaluation.personal import of_client
+from fl_lightning.callback_list import CallbackList
+from fl_lightning.evaluation.personal_models import of_client
 from fl_lightning.lab.contracts.federation import fit, quiet
 from fl_lightning.learner.layout import Layout, layers_of
-from fl_lightning.methods import Methods
 from fl_lightning.models import ResNet20
 from fl_lightning.storage.rows_on_disk import KEY
 from tests.helpers.federation import network
@@ -148,7 +148,7 @@ def test_work_that_never_reaches_the_server_is_said() -> None:
         (100, {"period": 10}),
         (10, {"periods": {"*": "never"}}),
     ):
-        methods = Methods([c.PartialAveraging(**arguments)])
+        methods = CallbackList([c.PartialAveraging(**arguments)])
         said.append(methods.notes(RunFacts(n, 100, "uniform")))
     assert len(said[0]) == 1 and "81%" in said[0][0] and said[1] == []
     assert len(said[2]) == 1 and "each client trains by itself" in said[2][0]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.errors import Diverged
 from fl_lightning.lab.contracts.federation import fit, quiet
-from fl_lightning.methods import Methods
 from fl_lightning.testing import tiny_run
 from tests.helpers.federation import network
 from tests.helpers.learners import Lit, Normed, blobs, client_rows, federated, trainer
@@ -71,7 +71,7 @@ def test_what_cannot_run_together_or_at_all_is_refused_by_name() -> None:
         ([c.MoreauEnvelope(), c.ProximalPersonalModel()], "what a client uses itself"),
     ):
         with pytest.raises(UserError, match=words):
-            Methods(methods)
+            CallbackList(methods)
     for make, words in (
         (lambda: c.AlternatingHead(0), "head_epochs=0"),
         (lambda: c.ProximalPersonalModel(-1.0), "strength=-1"),

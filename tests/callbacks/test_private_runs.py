@@ -22,8 +22,8 @@ from torch import nn
 from fl_lightning import ClientState, FederatedCallback, Upload, UserError, callbacks
 from fl_lightning.callbacks import DifferentialPrivacy
 from fl_lightning.datamodules import InMemoryDataModule
+from fl_lightning.lab.contracts.check_report import Failed
 from fl_lightning.lab.contracts.federation import SIZES, Learner, fit, in_processes, outcome, quiet
-from fl_lightning.lab.contracts.verdict import Failed
 
 COINS = {"sampling": "poisson", "participation": 0.4, "buffers": "keep"}
 ROUNDS = 4

@@ -293,7 +293,7 @@ def test_what_cannot_fit_leaves_nothing(cli: Cli) -> None:
 OWN = """
 import torch
 from fl_lightning.datamodules import FederatedDataModule, IID
-from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.datamodules.batches.samples import TensorSamples
 
 class Quiet(FederatedDataModule):
     def load(self):

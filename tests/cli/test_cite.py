@@ -13,9 +13,9 @@ import fl_lightning.callbacks
 import fl_lightning.datamodules
 from fl_lightning import FederatedCallback
 from fl_lightning.__main__ import main
+from fl_lightning.introspection.papers import declared
 from fl_lightning.lab.cli.cite_command import cited, references
 from fl_lightning.lab.cli.compose import packaged, read
-from fl_lightning.papers import declared
 
 ROOT = Path(__file__).parents[2]
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from fl_lightning import FederatedCLI, FederatedModule, UserError
 from fl_lightning.callbacks import ControlVariates
 from fl_lightning.datamodules import Digits, FromDataModule
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 from fl_lightning.models import MLP, ImageClassifier
 
 QUIET = {

@@ -15,8 +15,8 @@ from fl_lightning import ClientState, Exponential, FederatedCallback, ServerStat
 from fl_lightning import callbacks as c
 from fl_lightning.callback import CLASS_LABELS, Clients, Server
 from fl_lightning.lab.contracts import small_runs
+from fl_lightning.lab.contracts.check_report import Check, CheckReport
 from fl_lightning.lab.contracts.federation import fit, outcome, quiet, require_same
-from fl_lightning.lab.contracts.verdict import Check, CheckReport
 from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook, Nothing, RowNorms
 

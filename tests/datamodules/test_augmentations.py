@@ -14,7 +14,7 @@ from torchvision.transforms.autoaugment import RandAugment, _apply_op
 
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.datamodules import Digits, FromFolders, InMemoryDataModule
-from fl_lightning.datamodules.rand_augment import all_operations
+from fl_lightning.datamodules.batches.rand_augment import all_operations
 from fl_lightning.models import MLP, ImageClassifier
 from tests.helpers.learners import trainer
 from tests.helpers.zygote import Cli

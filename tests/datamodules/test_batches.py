@@ -18,10 +18,10 @@ from fl_lightning.datamodules import (
     Digits,
     Dirichlet,
     InMemoryDataModule,
-    samples,
 )
-from fl_lightning.datamodules.augment import CropFlip
-from fl_lightning.datamodules.samples import TensorSamples
+from fl_lightning.datamodules.batches import samples
+from fl_lightning.datamodules.batches.crop_flip import CropFlip
+from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 

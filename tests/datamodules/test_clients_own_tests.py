@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.datamodules import FromDataModule, FromDatasets, FromTable, InMemoryDataModule
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 
 # Samples to train on are 0 to 19, to test on 100 to 107; the label is whether x is even.
 X = torch.arange(20, dtype=torch.float32).view(-1, 1)

@@ -23,8 +23,8 @@ from fl_lightning.datamodules import (
     FashionMNIST,
     FederatedDataModule,
     HumanActivity,
-    human_activity,
 )
+from fl_lightning.datamodules.sources import human_activity
 from fl_lightning.errors import UserError
 
 

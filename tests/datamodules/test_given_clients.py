@@ -25,9 +25,9 @@ from fl_lightning.datamodules import (
     InstructionTuning,
     Saved,
 )
-from fl_lightning.datamodules.partitions import LazyClients
+from fl_lightning.datamodules.partitions.partition import LazyClients
 from fl_lightning.errors import UserError
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 
 N = 60
 # client k has the samples k, k + 3, …, the first of them twice

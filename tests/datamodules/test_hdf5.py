@@ -12,7 +12,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import FromHDF5
-from fl_lightning.datamodules.hdf5 import CHARACTERS
+from fl_lightning.datamodules.sources.hdf5 import CHARACTERS
 
 h5py = pytest.importorskip("h5py", reason="h5py, of the extra hdf5, is not installed")
 DRAW = np.random.default_rng(0)

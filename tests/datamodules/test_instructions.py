@@ -11,7 +11,7 @@ import torch
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.evaluation.records import ALPACA, ALPACA_INPUT
+from fl_lightning.evaluation.instruction_records import ALPACA, ALPACA_INPUT
 
 RECORDS: list[dict[str, Any]] = [
     {"instruction": "Add 1 to {x}.", "input": "41", "output": "42", "who": "a"},

@@ -14,7 +14,7 @@ from PIL import Image
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import FromLEAF
-from fl_lightning.datamodules.leaf import ALPHABET
+from fl_lightning.datamodules.sources.leaf import ALPHABET
 
 DRAW = np.random.default_rng(0)
 

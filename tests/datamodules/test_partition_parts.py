@@ -21,8 +21,8 @@ from fl_lightning.datamodules import (
     Saved,
     SortedShards,
 )
-from fl_lightning.datamodules.partitions import LazyClients, check_client
-from fl_lightning.datamodules.split import partition_hash
+from fl_lightning.datamodules.partitions.partition import LazyClients, check_client
+from fl_lightning.datamodules.partitions.split import partition_hash
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 

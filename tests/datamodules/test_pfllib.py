@@ -62,7 +62,7 @@ def test_a_later_start_reads_the_clients_that_it_needs(
     FromPFLlib(path).setup()
     assert list((path / ".fl_lightning").glob("index-*.npz"))
     # As with more than 1,000 clients.
-    monkeypatch.setattr("fl_lightning.datamodules.pfllib.IN_MEMORY", 0)
+    monkeypatch.setattr("fl_lightning.datamodules.sources.pfllib.IN_MEMORY", 0)
     damaged = path / "train" / "3.npz"
     facts = damaged.stat()
     damaged.write_bytes(b"x" * facts.st_size)

@@ -31,7 +31,11 @@ from fl_lightning.datamodules import (
     Shards,
     Sizes,
 )
-from fl_lightning.datamodules.measures import effective_classes, gini, total_variation
+from fl_lightning.datamodules.summaries.split_measures import (
+    effective_classes,
+    gini,
+    total_variation,
+)
 from fl_lightning.sampling import generator
 
 ANY: Any = str

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fl_lightning.datamodules import IID, FromTable
-from fl_lightning.datamodules.tables import codes
+from fl_lightning.datamodules.formats.tables import codes
 from fl_lightning.errors import UserError
 
 HEADER = ["age", "hospital", "pulse", "outcome"]

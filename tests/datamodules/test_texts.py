@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.datamodules import IID, Grouped, LanguageModelling, TextClassification
-from fl_lightning.datamodules.biases import ClientBias
+from fl_lightning.datamodules.batches.biases import ClientBias
 from fl_lightning.errors import UserError
 from tests.helpers.texts import CLASSES, GENRES, multinli_files, sentence_rows, text_file
 
@@ -119,7 +119,7 @@ def test_other_columns_a_table_and_an_order_of_classes(tmp_path: Path) -> None:
 
 
 def test_of_a_pair_the_longer_text_is_cut(tmp_path: Path) -> None:
-    from fl_lightning.datamodules.tokens import Bytes
+    from fl_lightning.datamodules.formats.tokens import Bytes
 
     texts = [("a" * 20, "bcd"), ("ab", "c" * 20), ("a" * 20, "b" * 20), ("a", "b")]
     cut = [decoded(torch.tensor(ids)) for ids in Bytes().pairs(texts, 10)]

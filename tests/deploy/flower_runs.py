@@ -20,8 +20,8 @@ from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.storage import lock
+from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.rows_on_disk import KEY, index_in
-from fl_lightning.storage.store import ClientStore
 from tests.deploy.flower_processes import Federation
 
 THREE = {"north": "0,3,8", "south": "1,2,7", "west": "4,5,6"}

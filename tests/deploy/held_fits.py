@@ -13,8 +13,8 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import Tensor
 
-from fl_lightning.storage.rows import ClientRows
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_rows import ClientRows
+from fl_lightning.storage.client_store import ClientStore
 from tests.deploy.test_in_memory import trained
 
 

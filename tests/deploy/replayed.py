@@ -15,7 +15,7 @@ from unittest.mock import patch
 import torch
 
 from fl_lightning import FederatedModule
-from fl_lightning.deploy import at_server, register, sites
+from fl_lightning.deploy import at_server, register, sites_engine
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.transport import MAGIC, InMemoryTransport, Message, opened, packed
 from tests.deploy.held_fits import HeldFit
@@ -99,7 +99,7 @@ class Recording:
             redirect_stdout(StringIO()),
             warnings.catch_warnings(),
             patch.object(register, "time", clock),
-            patch.object(sites, "time", clock),
+            patch.object(sites_engine, "time", clock),
             # To read the learner's source takes as long as a round.
             patch.object(at_server, "check_learner"),
         ):

@@ -44,7 +44,7 @@ def with_tests() -> Any:
     return made
 
 
-class Looks:
+class ForwardHooks:
     """A site's post that reads the file when an answer leaves."""
 
     def __init__(self, post: Any, folder: Path, seen: list[tuple[str, int]]) -> None:
@@ -71,7 +71,7 @@ def test_each_answer_is_noted_before_it_leaves(restarted: bool, tmp_path: Path) 
     seen: dict[str, list[tuple[str, int]]] = {name: [] for name in SHARES}
 
     def wrap(name: str, post: Post) -> Post:
-        return Looks(post, tmp_path / name, seen[name])
+        return ForwardHooks(post, tmp_path / name, seen[name])
 
     def methods() -> list[Any]:
         return [ControlVariates(), PerClientEvaluation(1)]

@@ -25,7 +25,7 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
-from fl_lightning.deploy.told import as_one_client
+from fl_lightning.deploy.site_data import as_one_client
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
 from tests.deploy.test_in_memory import (
     SHARES,

@@ -27,7 +27,7 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.transport import Message, opened, packed, said
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 from tests.deploy.held_sites import HeldSite, Reply
 from tests.deploy.liars import CLIENT, LIAR
 from tests.deploy.test_fuzzed_answers import NUMBERS, WHOLE, changed, data_with_tests, of_arrays

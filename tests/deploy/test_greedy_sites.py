@@ -14,7 +14,7 @@ from fl_lightning import UserError
 from fl_lightning.callbacks import CommunicationLogger, ControlVariates
 from fl_lightning.deploy import register
 from fl_lightning.deploy.site import AtSite
-from fl_lightning.deploy.sites import MOST_LOST
+from fl_lightning.deploy.sites_engine import MOST_LOST
 from fl_lightning.deploy.transport import InMemoryTransport, Message, words
 from fl_lightning.round.client_schedule import ClientSchedule
 from tests.deploy import test_own_data as own_data

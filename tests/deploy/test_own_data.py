@@ -15,7 +15,7 @@ import torch
 from fl_lightning import FederatedModule, InMemoryDataModule, UserError
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
-from fl_lightning.deploy.told import Everything
+from fl_lightning.deploy.site_data import Everything
 from fl_lightning.deploy.transport import InMemoryTransport, Message, Post
 from tests.deploy.test_in_memory import METHODS, check_same, trained
 

@@ -20,7 +20,7 @@ from fl_lightning.callbacks import (
 )
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.site import AtSite, Ended
-from fl_lightning.deploy.told import Everything
+from fl_lightning.deploy.site_data import Everything
 from fl_lightning.deploy.transport import InMemoryTransport, Post
 from tests.deploy.test_in_memory import Learner, site, trained
 from tests.deploy.test_own_data import LISTS, OTHERS, table

@@ -10,7 +10,7 @@ import pytest
 
 from fl_lightning import UserError
 from fl_lightning.deploy.site_rows import SiteRows
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 
 JOURNAL: dict[str, Any] = {"run": 7, "committed": {}, "staged": [], "rows": {}}
 

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import FromTable
+from fl_lightning.deploy.round_messages import check_names
 from fl_lightning.deploy.told_errors import told
 from fl_lightning.deploy.transport import words
-from fl_lightning.deploy.travel import check_names
 from fl_lightning.errors import CellError
 from tests.deploy.liars import OPTIONS, SHARES
 from tests.deploy.test_in_memory import Learner, over_sites

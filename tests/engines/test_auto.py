@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from fl_lightning.engines import auto, door
+from fl_lightning.engines import auto, fast_switch
 from fl_lightning.engines.auto import TABLE
-from fl_lightning.engines.proof import FirstSteps, Reason
+from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason
 
 KEEPS = Reason("it counts", keeps=True)
 GPU = SimpleNamespace(device=torch.device("cuda"), nbytes=8)
@@ -20,14 +20,14 @@ DOCS = Path(__file__).parents[2] / "docs" / "engines.md"
 
 def copies(**given: Any) -> Any:
     """Four clients at once on four cores, as far as the table looks at it."""
-    situation = {
+    context = {
         "workers": "auto",
         "w": torch.zeros(4),
         "usable_cores": 4,
         "most_at_once": 4,
         "lengths": lambda: [2, 3],
     }
-    return SimpleNamespace(situation=SimpleNamespace(**{**situation, **given}))
+    return SimpleNamespace(context=SimpleNamespace(**{**context, **given}))
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def found(monkeypatch: pytest.MonkeyPatch) -> Any:
     ways = SimpleNamespace(why_not_captured=lambda _: found.uncaptured)
     monkeypatch.setattr(auto, "step_seconds", lambda _: found.seconds)
     monkeypatch.setattr(auto, "compare_two_copies", lambda *_: found.one_by_one)
-    for module in (auto, door):
-        monkeypatch.setattr(module, "why_closed", lambda: found.closed)
-    monkeypatch.setattr(auto, "fast_ways", lambda: ways)
+    for module in (auto, fast_switch):
+        monkeypatch.setattr(module, "why_off", lambda: found.closed)
+    monkeypatch.setattr(auto, "fast_package", lambda: ways)
     monkeypatch.setattr(auto, "why_not_forked", lambda _: found.not_forked)
     return found
 

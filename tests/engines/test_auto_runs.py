@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.engines import auto, build
+from fl_lightning.engines import auto, choice
 from tests.helpers.learners import Lit, Normed, blobs, federated, trainer
 
 
@@ -82,7 +82,7 @@ def test_a_resumed_run_goes_on_with_the_engine_it_began_with(
     run = trainer(1, default_root_dir=tmp_path, enable_checkpointing=True)
     run.fit(first, blobs())
     assert first.engine_facts["engine"] == "concurrent"
-    monkeypatch.setattr(build, "decided", lambda *_: pytest.fail("decided again"))
+    monkeypatch.setattr(choice, "decided", lambda *_: pytest.fail("decided again"))
     callers: list[threading.Thread] = []
     monkeypatch.setattr(
         torch, "set_num_threads", lambda _: callers.append(threading.current_thread())

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import Metric
 
-from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, Methods
+from benchmarks.gpu_compositions import COMMON, COMPOSITIONS, CallbackList
 from fl_lightning import (
     FederatedCallback,
     FederatedModule,
@@ -76,7 +76,9 @@ def test_a_run_has_the_bits_of_the_cpu(name: str) -> None:
             assert len(gpu.pools) == 3
 
 
-def in_two(methods: Methods, trainer: dict[str, Any] | None = None, **settings: Any) -> Outcome:
+def in_two(
+    methods: CallbackList, trainer: dict[str, Any] | None = None, **settings: Any
+) -> Outcome:
     """What is left of a run in two processes, each with a GPU."""
     both = {"accelerator": "gpu", "devices": 2, "strategy": "federated", **(trainer or {})}
 
@@ -90,7 +92,7 @@ def in_two(methods: Methods, trainer: dict[str, Any] | None = None, **settings: 
     return in_processes(2, job)
 
 
-TOGETHER: dict[str, Methods] = {
+TOGETHER: dict[str, CallbackList] = {
     "FedAvg": lambda: [],
     "SCAFFOLD": lambda: [c.ControlVariates()],
     "FedALS": lambda: [c.PartialAveraging(periods={"first.*": 2, "head.bias": "never"})],
@@ -227,7 +229,7 @@ class Counts(Learner):
         return {"loss": loss, "count": self.factor * len(batch[0])}
 
 
-IN_STEPS: dict[str, tuple[Methods, dict[str, Any]]] = {
+IN_STEPS: dict[str, tuple[CallbackList, dict[str, Any]]] = {
     "logs": (lambda: [], {"learner": Logs}),
     "accumulated": (lambda: [], {"accumulate": 2, "learner": Logs}),
     "accumulated, with a count": (lambda: [], {"accumulate": 2, "learner": Counts}),

@@ -13,7 +13,7 @@ from pytorch_lightning.callbacks import EMAWeightAveraging
 from fl_lightning import FederatedModule, UserError
 from fl_lightning.callbacks import ExactMatch, MultipleChoice
 from fl_lightning.datamodules import InstructionTuning
-from fl_lightning.evaluation.records import prompt_of
+from fl_lightning.evaluation.instruction_records import prompt_of
 from fl_lightning.metrics import higher_is_better
 from fl_lightning.models import CausalLanguageModel
 from tests.helpers.learners import Lit, blobs, federated, trainer

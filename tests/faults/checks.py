@@ -6,10 +6,10 @@ The file's own, and if they do not see it, those that its mistakes reach.
 from __future__ import annotations
 
 SERVER = "tests/aggregation/test_server_update.py"
-HOOKS, THREADS = "tests/test_methods.py", "tests/engines/test_threads.py"
+HOOKS, THREADS = "tests/test_callback_list.py", "tests/engines/test_threads.py"
 BUFFERS = "tests/callbacks/test_personal_buffers.py"
-LOOKS = "tests/engines/test_looks.py"
-STEPS, CHOICES = "tests/engines/test_gradient_at.py", "tests/round/test_selection.py"
+LOOKS = "tests/client/test_forward_hooks.py"
+STEPS, CHOICES = "tests/client/test_gradient_at.py", "tests/round/test_selection.py"
 ENDS, TAKEN = "tests/round/test_round_hooks.py", "tests/round/test_steps.py"
 ROWS = "tests/round/test_rows_of_states.py"
 ORACLE, CONTRACTS = "tests/callbacks/test_oracle_agreement.py", "tests/contracts"
@@ -22,38 +22,38 @@ CORE: dict[str, list[str]] = {
     "fl_lightning/schedules.py": ["tests/test_schedules.py", "fl_lightning/schedules.py"],
     "fl_lightning/round/cohort.py": [
         "tests/round/test_cohort.py",
-        "tests/engines/test_batch_check.py",
+        "tests/engines/trials/test_batch_check.py",
         TAKEN,
     ],
     "fl_lightning/round/context.py": [
         "tests/round/test_context.py",
-        "tests/engines/test_client_scheduler.py",
+        "tests/client/test_client_scheduler.py",
         SERVER,
         BUFFERS,
     ],
-    "fl_lightning/round/partial.py": [
-        "tests/round/test_partial.py",
+    "fl_lightning/round/model_parts.py": [
+        "tests/round/test_model_parts.py",
         "tests/callbacks/test_partial_averaging.py",
         ORACLE,
     ],
-    "fl_lightning/round/ledger.py": ["tests/round/test_ledger.py", SERVER, ROWS],
+    "fl_lightning/round/transaction.py": ["tests/round/test_transaction.py", SERVER, ROWS],
     "fl_lightning/round/clients.py": [
         "tests/round/test_clients.py",
         HOOKS,
         STEPS,
         "tests/callbacks/test_clustered_models.py",
     ],
-    "fl_lightning/round/group.py": ["tests/round/test_clients.py", HOOKS, STEPS, MODERN],
-    "fl_lightning/aggregation/tree_sum.py": ["tests/aggregation/test_tree_sum.py", GPU],
+    "fl_lightning/round/client_group.py": ["tests/round/test_clients.py", HOOKS, STEPS, MODERN],
+    "fl_lightning/aggregation/over_processes.py": ["tests/aggregation/test_over_processes.py", GPU],
     "fl_lightning/aggregation/traffic.py": [
         "tests/aggregation/test_traffic.py",
         "tests/systems/test_training.py",
         ENDS,
         ROWS,
     ],
-    "fl_lightning/aggregation/contributions.py": [
-        "tests/aggregation/test_contributions.py",
-        "tests/engines/test_learner_metrics.py",
+    "fl_lightning/aggregation/update_accumulator.py": [
+        "tests/aggregation/test_update_accumulator.py",
+        "tests/client/test_learner_metrics.py",
         BUFFERS,
         ENDS,
         "tests/callbacks/test_personal_methods.py",
@@ -67,22 +67,22 @@ CORE: dict[str, list[str]] = {
         "tests/callbacks/test_partial_averaging.py",
         "tests/callbacks/test_differential_privacy.py",
     ],
-    "fl_lightning/storage/rows.py": ["tests/storage/test_rows.py"],
-    "fl_lightning/engines/local_step.py": [
-        "tests/engines/test_local_step.py",
+    "fl_lightning/storage/client_rows.py": ["tests/storage/test_client_rows.py"],
+    "fl_lightning/client/local_step.py": [
+        "tests/client/test_local_step.py",
         HOOKS,
         STEPS,
         ENDS,
-        "tests/engines/test_client_scheduler.py",
+        "tests/client/test_client_scheduler.py",
         "tests/learner/test_learner_hooks.py",
         "tests/callbacks/test_byzantine_clients.py",
         LOOKS,
     ],
-    "fl_lightning/aggregation/gathering.py": ["tests/aggregation/test_gathering.py"],
-    "fl_lightning/engines/worker.py": [
-        "tests/engines/test_worker.py",
-        "tests/engines/test_local_step.py",
-        "tests/engines/test_learner_metrics.py",
+    "fl_lightning/aggregation/all_updates.py": ["tests/aggregation/test_gathering.py"],
+    "fl_lightning/client/client_trainer.py": [
+        "tests/client/test_client_trainer.py",
+        "tests/client/test_local_step.py",
+        "tests/client/test_learner_metrics.py",
         "tests/engines/fast/test_capture.py",
         "tests/callbacks/test_partial_averaging.py",
         STEPS,
@@ -91,35 +91,35 @@ CORE: dict[str, list[str]] = {
         THREADS,
         GPU,
     ],
-    "fl_lightning/engines/engine_plan.py": ["tests/engines/test_plan.py"],
+    "fl_lightning/engines/engine_plan.py": ["tests/engines/test_engine_plan.py"],
     "fl_lightning/engines/auto.py": [
         "tests/engines/test_auto.py",
         "tests/engines/test_auto_runs.py",
     ],
-    "fl_lightning/engines/kinds.py": [
-        "tests/engines/test_build.py",
-        "tests/engines/test_door.py",
+    "fl_lightning/engines/registry.py": [
+        "tests/engines/test_choice.py",
+        "tests/engines/test_fast_switch.py",
         THREADS,
         "tests/engines/fast/test_stacked.py",
         GPU,
     ],
-    "fl_lightning/engines/build.py": [
-        "tests/engines/test_build.py",
-        "tests/engines/test_proof.py",
+    "fl_lightning/engines/choice.py": [
+        "tests/engines/test_choice.py",
+        "tests/engines/trials/test_trial_steps.py",
         "tests/engines/test_auto_runs.py",
-        "tests/engines/test_door.py",
+        "tests/engines/test_fast_switch.py",
         THREADS,
         "tests/engines/fast/test_stacked.py",
-        "tests/engines/test_frozen_parameters.py",
+        "tests/client/test_frozen_parameters.py",
     ],
-    "fl_lightning/engines/proof.py": [
-        "tests/engines/test_proof.py",
+    "fl_lightning/engines/trials/trial_steps.py": [
+        "tests/engines/trials/test_trial_steps.py",
         "tests/engines/test_hidden_state.py",
         "tests/engines/test_caches.py",
-        "tests/engines/test_frozen_parameters.py",
+        "tests/client/test_frozen_parameters.py",
     ],
-    "fl_lightning/engines/attributes.py": [
-        "tests/engines/test_attributes.py",
+    "fl_lightning/learner/attributes.py": [
+        "tests/learner/test_attributes.py",
         "tests/engines/test_hidden_state.py",
         "tests/engines/test_caches.py",
         "tests/engines/fast/test_capture_refusals.py",
@@ -140,16 +140,16 @@ CORE: dict[str, list[str]] = {
         STEPS,
         "tests/test_loop_saved.py",
         "tests/test_seen_by_callbacks.py",
-        "tests/engines/test_client_scheduler.py",
+        "tests/client/test_client_scheduler.py",
         "tests/callbacks/test_differential_privacy.py",
         "tests/callbacks/test_compositions.py",
         GPU,
     ],
-    "datamodules/partitions.py": [
+    "datamodules/partitions/partition.py": [
         "tests/datamodules/test_partition_parts.py",
         "tests/datamodules/test_partitions.py",
     ],
-    "datamodules/label_skew.py": [
+    "datamodules/partitions/label_skew.py": [
         "tests/datamodules/test_label_skew.py",
         "tests/datamodules/test_partitions.py",
     ],
@@ -236,36 +236,36 @@ OTHERS: dict[str, list[str]] = {  # files of named faults alone
     "fl_lightning/learner/adapters.py": [BASES],
     "fl_lightning/round/base_weights.py": [BASES],
     "fl_lightning/round/low_rank.py": [ADAPTERS],
-    "fl_lightning/round/resting.py": [ADAPTERS],
+    "fl_lightning/round/partial_training.py": [ADAPTERS],
     "fl_lightning/deploy/sent_base.py": [AT_SITES],
     "fl_lightning/callback.py": [ENDS, "tests/callbacks/test_clustered_models.py"],
-    "fl_lightning/round/state.py": ["tests/round/test_ledger.py", ROWS],
+    "fl_lightning/round/declared_state.py": ["tests/round/test_transaction.py", ROWS],
     "fl_lightning/module.py": [TAKEN],
     "fl_lightning/checkpoint.py": [
         "tests/storage/test_resume.py",
         "tests/systems/test_training.py",
     ],
     "fl_lightning/engines/sequential.py": [
-        "tests/aggregation/test_contributions.py",
+        "tests/aggregation/test_update_accumulator.py",
         "tests/test_module.py",
     ],
     "fl_lightning/learner/taps.py": [LOOKS],
-    "fl_lightning/engines/looks.py": [LOOKS, LOOKING, ORACLE],
-    "fl_lightning/engines/learner_copy.py": [LOOKS, LOOKING, ORACLE, GPU],
-    "fl_lightning/methods.py": [LOOKS, ORACLE],
-    "fl_lightning/evaluation/personal.py": ["tests/callbacks/test_per_client_evaluation.py"],
+    "fl_lightning/client/forward_hooks.py": [LOOKS, LOOKING, ORACLE],
+    "fl_lightning/client/flat_learner.py": [LOOKS, LOOKING, ORACLE, GPU],
+    "fl_lightning/callback_list.py": [LOOKS, ORACLE],
+    "fl_lightning/evaluation/personal_models.py": ["tests/callbacks/test_per_client_evaluation.py"],
     "fl_lightning/storage/run_state.py": [CHOICES],
-    "fl_lightning/round/coding.py": [COMPRESSION],
+    "fl_lightning/round/quantization.py": [COMPRESSION],
     "fl_lightning/round/server.py": [CHOICES, GPU],
     "fl_lightning/evaluation/in_round.py": ["tests/evaluation/test_in_round.py"],
     "fl_lightning/round/global_model.py": ["tests/round/test_global_model.py"],
-    "fl_lightning/engines/accumulation.py": [GPU],
-    "fl_lightning/engines/client_optimizer.py": [GPU],
-    "fl_lightning/engines/situation.py": [GPU],
+    "fl_lightning/client/gradient_accumulation.py": [GPU],
+    "fl_lightning/client/client_optimizer.py": [GPU],
+    "fl_lightning/engines/engine_context.py": [GPU],
     "fl_lightning/engines/fast/capture.py": [GPU],
     "fl_lightning/engines/fast/gpu_streams.py": [GPU],
     "fl_lightning/machine/device_memory.py": [GPU],
-    "fl_lightning/machine/strategies.py": [GPU],
+    "fl_lightning/machine/federated_strategy.py": [GPU],
     "fl_lightning/aggregation/metric_states.py": [GPU],
     "fl_lightning/evaluation/evaluator.py": [GPU],
 }

@@ -34,7 +34,7 @@ FAULTS = [
         "SCAFFOLD: K is taken from the configuration, not counted",
         [
             (
-                "fl_lightning/round/group.py",
+                "fl_lightning/round/client_group.py",
                 'rates.elapsed(self.column("steps", self.round.steps))',
                 'rates.elapsed(torch.full_like(self.column("steps", self.round.steps), 5.0))',
             )
@@ -76,7 +76,7 @@ FAULTS = [
         "FedALS: φ is never averaged (the paper's misprint)",
         [
             (
-                "fl_lightning/round/partial.py",
+                "fl_lightning/round/model_parts.py",
                 "return period is not None and (t + 1) % period == 0",
                 "return period == 1",
             )
@@ -131,12 +131,12 @@ FAULTS = [
         "buffers move during a full gradient",
         [
             (
-                "fl_lightning/engines/worker.py",
+                "fl_lightning/client/client_trainer.py",
                 "                    copy.load_buffers(buffers)\n                    s",
                 "                    s",
             ),
             (
-                "fl_lightning/engines/worker.py",
+                "fl_lightning/client/client_trainer.py",
                 "                copy.load_buffers(buffers)\n                present.",
                 "                present.",
             ),
@@ -146,7 +146,7 @@ FAULTS = [
         "the second pass of SAM draws new random numbers",
         [
             (
-                "fl_lightning/engines/local_step.py",
+                "fl_lightning/client/local_step.py",
                 "            before.restore()\n",
                 "            pass\n",
             )
@@ -170,9 +170,9 @@ FAULTS = [
         "updates are gathered in another order than the clients'",
         [
             (
-                "fl_lightning/aggregation/gathering.py",
-                "zip(rows, ledger.finished, s",
-                "zip(rows, ledger.finished[::-1], s",
+                "fl_lightning/aggregation/all_updates.py",
+                "zip(rows, transaction.finished, s",
+                "zip(rows, transaction.finished[::-1], s",
             )
         ],
     ),
@@ -182,8 +182,8 @@ FAULTS = [
             (
                 "fl_lightning/aggregation/server_update.py",
                 'methods.run("on_updates", server)\n        '
-                "gathering.add_up(ledger, ledger.gathered)",
-                "gathering.add_up(ledger, ledger.gathered)\n        "
+                "gathering.add_up(transaction, transaction.gathered)",
+                "gathering.add_up(transaction, transaction.gathered)\n        "
                 'methods.run("on_updates", server)',
             )
         ],
@@ -192,7 +192,7 @@ FAULTS = [
         "the gradient at another point draws new random numbers",
         [
             (
-                "fl_lightning/engines/local_step.py",
+                "fl_lightning/client/local_step.py",
                 "            self.before.restore()\n",
                 "            pass\n",
             )
@@ -202,7 +202,7 @@ FAULTS = [
         "the gradient at another point begins from moved buffers",
         [
             (
-                "fl_lightning/engines/local_step.py",
+                "fl_lightning/client/local_step.py",
                 "        self.model.load_buffers(self.buffers)\n",
                 "",
             )
@@ -210,7 +210,13 @@ FAULTS = [
     ),
     Fault(
         "the number of the local step stands still",
-        [("fl_lightning/round/group.py", "            self.step += 1\n", "            pass\n")],
+        [
+            (
+                "fl_lightning/round/client_group.py",
+                "            self.step += 1\n",
+                "            pass\n",
+            )
+        ],
     ),
     Fault(
         "held-out samples are those that are trained on",
@@ -226,7 +232,7 @@ FAULTS = [
         "flipped labels are not flipped in full gradients",
         [
             (
-                "fl_lightning/engines/local_step.py",
+                "fl_lightning/client/local_step.py",
                 "return ((change(client, batch), number)",
                 "return ((batch, number)",
             )
@@ -322,13 +328,13 @@ FAULTS = [
     ),
     Fault(
         "QSGD: levels are rounded to the nearest",
-        [("fl_lightning/round/coding.py", "(drawn < r - low)", "(r - low > 0.5)")],
+        [("fl_lightning/round/quantization.py", "(drawn < r - low)", "(r - low > 0.5)")],
     ),
     Fault(
         "QSGD: the scale is rounded down, too",
         [
             (
-                "fl_lightning/round/coding.py",
+                "fl_lightning/round/quantization.py",
                 "torch.where(near.double() < scales, above, near)",
                 "near",
             )
@@ -372,15 +378,15 @@ FAULTS = [
     ),
     Fault(
         "old updates count like new ones",
-        [("fl_lightning/aggregation/server_update.py", "if ledger.scale != 1:", "if False:")],
+        [("fl_lightning/aggregation/server_update.py", "if transaction.scale != 1:", "if False:")],
     ),
     Fault(
         "FedAsync measures from the model that a client was given",
         [
             (
                 "fl_lightning/loop.py",
-                "ledger.base = ledger.round.w if ledger.planned.mixed else None",
-                "ledger.base = None",
+                "transaction.base = transaction.round.w if transaction.planned.mixed else None",
+                "transaction.base = None",
             )
         ],
     ),

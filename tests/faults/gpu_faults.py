@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tests.faults.faults_list import Fault
 
-OPTIMIZER = "fl_lightning/engines/client_optimizer.py"
+OPTIMIZER = "fl_lightning/client/client_optimizer.py"
 CAPTURE = "fl_lightning/engines/fast/capture.py"
-SUM = "fl_lightning/aggregation/tree_sum.py"
+SUM = "fl_lightning/aggregation/over_processes.py"
 MEMORY = "fl_lightning/machine/device_memory.py"
 
 GPU_FAULTS = [
@@ -32,18 +32,18 @@ GPU_FAULTS = [
     ),
     Fault(
         "on a GPU: no step is measured before the workers are counted",
-        [("fl_lightning/engines/kinds.py", "if on_cpu or measure_step(self.copies)", "if True")],
+        [("fl_lightning/engines/registry.py", "if on_cpu or measure_step(self.copies)", "if True")],
     ),
     Fault(
         "on a GPU: rows of methods take no memory",
-        [("fl_lightning/engines/situation.py", "one += sum(", "sum(")],
+        [("fl_lightning/engines/engine_context.py", "one += sum(", "sum(")],
     ),
     Fault(
         "on a GPU: the first client makes a server state that others read",
         [
             (
                 "fl_lightning/loop.py",
-                "ledger.make_server_states(self.methods.declared)",
+                "transaction.make_server_states(self.methods.declared)",
                 "pass",
             )
         ],
@@ -52,7 +52,7 @@ GPU_FAULTS = [
         "on a GPU: a worker's stream does not wait for the caller's",
         [
             (
-                "fl_lightning/engines/worker.py",
+                "fl_lightning/client/client_trainer.py",
                 "self.stream.wait_stream(torch.cuda.current_stream())",
                 "pass",
             )
@@ -118,7 +118,7 @@ GPU_FAULTS = [
         "on a GPU: each logged number waits for it",
         [
             (
-                "fl_lightning/engines/learner_copy.py",
+                "fl_lightning/client/flat_learner.py",
                 "torch.full((), float(value), device=self.x.device)",
                 "torch.tensor(float(value), device=self.x.device)",
             )
@@ -128,7 +128,7 @@ GPU_FAULTS = [
         "on a GPU: each accumulated batch waits for it",
         [
             (
-                "fl_lightning/engines/accumulation.py",
+                "fl_lightning/client/gradient_accumulation.py",
                 "torch.full((), number, dtype=torch.float64, device=device)",
                 "torch.tensor(number, dtype=torch.float64, device=device)",
             )
@@ -158,7 +158,7 @@ GPU_FAULTS = [
         "on a GPU: an NCCL timeout aborts the process",
         [
             (
-                "fl_lightning/machine/strategies.py",
+                "fl_lightning/machine/federated_strategy.py",
                 '("TORCH_NCCL_BLOCKING_WAIT", "1")',
                 '("NO", "1")',
             )

@@ -9,7 +9,7 @@ SPEED = "callbacks/drift/mixed_ascent.py"
 EXP = "callbacks/server/extrapolated_step.py"
 SKIPS = "callbacks/drift/random_skips.py"
 CLUSTERS = "callbacks/personal/clustered_models.py"
-STEP = "fl_lightning/engines/local_step.py"
+STEP = "fl_lightning/client/local_step.py"
 LOOP = "fl_lightning/loop.py"
 TRAFFIC = "fl_lightning/aggregation/traffic.py"
 
@@ -95,13 +95,19 @@ HOOK_FAULTS = [
     ),
     Fault(
         "broadcast: clients get w",
-        [(LOOP, "self.train(ledger.for_clients, ledger)", "self.train(round, ledger)")],
+        [
+            (
+                LOOP,
+                "self.train(transaction.for_clients, transaction)",
+                "self.train(round, transaction)",
+            )
+        ],
     ),
     Fault(
         "broadcast: an update is measured from w",
         [
             (
-                "fl_lightning/aggregation/contributions.py",
+                "fl_lightning/aggregation/update_accumulator.py",
                 "        given = group.round.w\n",
                 "        given = round.w\n",
             )
@@ -121,12 +127,12 @@ HOOK_FAULTS = [
         "FedAsync: a client compresses its distance from a model that it does not know",
         [
             (
-                "fl_lightning/aggregation/contributions.py",
+                "fl_lightning/aggregation/update_accumulator.py",
                 "group.x - (given if base is None or transmits else base)",
                 "group.x - (given if base is None else base)",
             ),
             (
-                "fl_lightning/aggregation/contributions.py",
+                "fl_lightning/aggregation/update_accumulator.py",
                 "if transmits and base is not None:",
                 "if False:",
             ),
@@ -138,7 +144,7 @@ HOOK_FAULTS = [
     ),
     Fault(
         "broadcast: what is said of it is not counted",
-        [(TRAFFIC, "if ledger.sent is not None:", "if False:")],
+        [(TRAFFIC, "if transaction.sent is not None:", "if False:")],
     ),
     Fault(
         "evaluated: what the hook gives is not what is evaluated",
@@ -154,7 +160,7 @@ HOOK_FAULTS = [
         "states of k rows: what is not averaged moves",
         [
             (
-                "fl_lightning/round/state.py",
+                "fl_lightning/round/declared_state.py",
                 "value.shape[-1:] != averaged.shape",
                 "value.shape != averaged.shape",
             )
@@ -162,7 +168,7 @@ HOOK_FAULTS = [
     ),
     Fault(
         "a sent state that is changed in place is not counted in its first round",
-        [(TRAFFIC, "ledger.written_server(key)", "ledger.round.server_states.get(key)")],
+        [(TRAFFIC, "transaction.written_server(key)", "transaction.round.server_states.get(key)")],
     ),
     Fault(
         "draws of a method do not depend on the seed",

@@ -9,7 +9,7 @@ MOON, FEDNTD, FEDLC = (
     for name in ("model_contrast", "not_true_distillation", "logit_calibration")
 )
 TAPS = "fl_lightning/learner/taps.py"
-LOOKS, COPY = (f"fl_lightning/engines/{name}.py" for name in ("looks", "learner_copy"))
+LOOKS, COPY = (f"fl_lightning/client/{name}.py" for name in ("forward_hooks", "flat_learner"))
 
 LOOKING_FAULTS = [
     Fault("MOON: pulled to the negative", [(MOON, "(near - far)", "(far - near)")]),
@@ -122,13 +122,19 @@ LOOKING_FAULTS = [
     ),
     Fault(
         "the changed loss is differentiated only where it is logged",
-        [(COPY, "        if self.looks is None:\n", "        if self.looks is None or not log:\n")],
+        [
+            (
+                COPY,
+                "        if self.forward_hooks is None:\n",
+                "        if self.forward_hooks is None or not log:\n",
+            )
+        ],
     ),
     Fault(
         "counts are of the labels before they are flipped",
         [
             (
-                "fl_lightning/engines/local_step.py",
+                "fl_lightning/client/local_step.py",
                 'if counts is None or self.methods.owner("local_batch") is None:',
                 "if True:",
             )
@@ -138,7 +144,7 @@ LOOKING_FAULTS = [
         "a method that looks ends before others have taken their gradients",
         [
             (
-                "fl_lightning/methods.py",
+                "fl_lightning/callback_list.py",
                 "ending = sorted(self.callbacks, key=looks)",
                 "ending = sorted(self.callbacks, key=looks, reverse=True)",
             )

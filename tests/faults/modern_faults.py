@@ -16,7 +16,7 @@ ROD = "callbacks/personal/personal_head.py"
 PROTO = "callbacks/personal/prototype_pull.py"
 META = "callbacks/personal/meta_gradient.py"
 PRIVACY = "callbacks/robust/differential_privacy.py"
-STEP = "fl_lightning/engines/local_step.py"
+STEP = "fl_lightning/client/local_step.py"
 
 MODERN_FAULTS = [
     Fault(
@@ -89,7 +89,7 @@ MODERN_FAULTS = [
         "FedMoSWA: the mean gradient divides by η K",
         [
             (
-                "fl_lightning/round/group.py",
+                "fl_lightning/round/client_group.py",
                 "        if self.rates_used is not None:\n            here = ",
                 "        if self.rates_used is not None:\n            _ = ",
             )

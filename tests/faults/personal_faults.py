@@ -10,7 +10,7 @@ FEDREP, DITTO, PFEDME = (
 )
 EVALUATION, MODELS = (
     "callbacks/loggers/per_client_evaluation.py",
-    "fl_lightning/evaluation/personal.py",
+    "fl_lightning/evaluation/personal_models.py",
 )
 
 PERSONAL_FAULTS = [

@@ -19,7 +19,7 @@ WORK = "return (k - rho * (1 - rho**k) / (1 - rho)) / (1 - rho)"
 QUOTIENT = "(k - rho * (1 - rho ** k) / (1 - rho)) / (1 - rho)"
 SURVIVORS = {
     **_equal(
-        "fl_lightning/aggregation/contributions.py",
+        "fl_lightning/aggregation/update_accumulator.py",
         "group.drop_scratch()",
         "equivalent but larger: scratch rows are held until the client's sum is",
         "left out: group.drop_scratch() (column 0)",
@@ -112,52 +112,52 @@ SURVIVORS = {
         "boundary: round >= self.rounds (column 3)",
     ),
     **_equal(
-        "fl_lightning/round/group.py",
+        "fl_lightning/round/client_group.py",
         "self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape))",
         "equivalent but slower: zeros are made, and then overwritten",
         "left out: self._keep(key, declaration, one.new_empty(len(self.ids), *one.shape)) "
         "(column 0)",
     ),
     **_equal(
-        "fl_lightning/round/group.py",
+        "fl_lightning/round/client_group.py",
         "if self.kept_mask is not None and self.kept_origin is not None:",
         "equivalent: both are there, or neither",
         "and ↔ or: self.kept_mask is not None and self.kept_origin is not None (column 3)",
     ),
     **_equal(
-        "fl_lightning/engines/local_step.py",
+        "fl_lightning/client/local_step.py",
         "self.all_generators = before.drawn_since()",
         "equivalent but slower: generators that nobody draws from are read and put back in "
         "each step",
         "left out: self.all_generators = before.drawn_since() (column 0)",
     ),
     **_equal(
-        "fl_lightning/aggregation/tree_sum.py",
+        "fl_lightning/aggregation/over_processes.py",
         "return leaves if len(leaves) < 2 else visit(leaves[0::2]) + visit(leaves[1::2])",
         "equivalent: two leaves are in order either way",
         "boundary: len(leaves) < 2 (column 17)",
     ),
     **_equal(
-        "fl_lightning/aggregation/tree_sum.py",
+        "fl_lightning/aggregation/over_processes.py",
         "while leaf >= stride or leaf + stride < self.n:",
         "equivalent: a level more, on which the leaf has no sibling",
         "boundary: leaf + stride < self.n (column 24)",
     ),
     **_equal(
-        "fl_lightning/aggregation/tree_sum.py",
+        "fl_lightning/aggregation/over_processes.py",
         "if sibling < self.n:",
         "equivalent: from that stride on, a sibling is always one of the n",
         "boundary: sibling < self.n (column 3)",
     ),
     **_equal(
-        "fl_lightning/storage/rows.py",
+        "fl_lightning/storage/client_rows.py",
         "if client % self.world == self.rank and trainer != self.rank:",
         "equivalent but slower: rows that stay here are packed, and rows of others are not in "
         "this store",
         "and ↔ or: client % self.world == self.rank and trainer != self.rank (column 3)",
     ),
     **{
-        ("fl_lightning/engines/worker.py", line, f"left out: {line} (column 0)"): (
+        ("fl_lightning/client/client_trainer.py", line, f"left out: {line} (column 0)"): (
             "not equivalent: a GPU alone can tell it (gpu-check)"
         )
         for line in (
@@ -167,19 +167,19 @@ SURVIVORS = {
         )
     },
     **_equal(
-        "datamodules/partitions.py",
+        "datamodules/partitions/partition.py",
         "small = quota < 1 - 1e-9",
         "equivalent: no share is 1 - 1e-9 to the last bit",
         "boundary: quota < 1 - 1e-09 (column 8)",
     ),
     **_equal(
-        "datamodules/partitions.py",
+        "datamodules/partitions/partition.py",
         "sizes = np.floor(quota + 1e-9).astype(np.int64)",
         "equivalent: what it rounds down has the largest remainder, and is rounded up again",
         "sign: quota + 1e-09 (column 17)",
     ),
     **_equal(
-        "datamodules/label_skew.py",
+        "datamodules/partitions/label_skew.py",
         "if q.sum() > 0:",
         "equivalent: a mean is above 0 where the sum is",
         "mean instead: q.sum() (column 3)",
@@ -192,9 +192,9 @@ SURVIVORS = {
     ),
     **_equal(
         "fl_lightning/loop.py",
-        "ledger.rows = {}",
+        "transaction.rows = {}",
         "equivalent, but memory is given back later",
-        "left out: ledger.rows = {} (column 0)",
+        "left out: transaction.rows = {} (column 0)",
     ),
     **_equal(
         "fl_lightning/loop.py",

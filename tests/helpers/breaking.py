@@ -47,10 +47,10 @@ LINES = {
         "loop",
         "aggregation/server_update",
         "round/global_model",
-        "round/ledger",
-        "storage/rows",
+        "round/transaction",
+        "storage/client_rows",
         "storage/run_state",
-        "storage/store",
+        "storage/client_store",
     )
 }
 

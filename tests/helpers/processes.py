@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from fl_lightning.machine import strategies
+from fl_lightning.machine import federated_strategy
 from tests.helpers.fake_gpu import GPU, inner, on_gpu, place
 
 
@@ -137,6 +137,6 @@ def nccl_over_gloo() -> Iterator[None]:
     patches |= {name: of_objects(getattr(dist, name)) for name in objects}
     patches |= {"init_process_group": joined, "get_backend": lambda *_: joined_by[0]}
     patches["barrier"] = lambda *_, **__: barrier()
-    begins_alike = mock.patch.object(strategies, "_sync_module_states", same_start)
+    begins_alike = mock.patch.object(federated_strategy, "_sync_module_states", same_start)
     with mock.patch.multiple(dist, **patches), begins_alike:
         yield

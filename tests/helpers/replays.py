@@ -44,4 +44,4 @@ def assert_same(one: dict[Any, Tensor], other: dict[Any, Tensor]) -> None:
 
 
 def replayed(engine: Any) -> int:
-    return sum(worker.recorder.replayed for worker in engine.workers)
+    return sum(worker.step_runner.replayed for worker in engine.workers)

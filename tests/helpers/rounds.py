@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.learner.layout import Layout
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import ClientRates, Round
-from fl_lightning.round.group import ClientGroup
-from fl_lightning.round.partial import Parts
+from fl_lightning.round.model_parts import Parts
 
 D = 4
 FIRST, LAST = torch.tensor([True, False, False, False]), torch.tensor([False, False, True, True])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import ClientState, FederatedCallback
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 
 NO_FLOAT = 2**53  # from here on float64 has no odd numbers
 

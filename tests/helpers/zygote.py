@@ -222,12 +222,12 @@ def _serve() -> None:
     del sys.path[0]  # the folder of this file
     folder = Path(sys.argv[1])
     servers = [_serve_python(folder, "bare")]
-    import fl_lightning.lab.cli.commands
+    import fl_lightning.lab.cli.lightning_commands
 
     remember_packages()
     # before the first command, which looks once for plugins
     servers.append(_serve_python(folder, "own"))
-    _warm_up(fl_lightning.lightning.LOGGERS)
+    _warm_up(fl_lightning.machine.lightning.LOGGERS)
     gc.freeze()  # what is here is no garbage, and children share its memory until they look
     listening = _listening(folder, "commands")
     # Its input is closed by those that started it, as they end.

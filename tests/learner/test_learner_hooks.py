@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fl_lightning import UserError
 from fl_lightning.callbacks import ControlVariates, SharpnessAwareMinimization
-from fl_lightning.checks import REFUSED_HOOKS
+from fl_lightning.checks.refusals import REFUSED_HOOKS
 from tests.helpers.learners import Lit, Normed, as_batches, blobs, federated, trainer
 
 # the latter where it does something else than Lightning's

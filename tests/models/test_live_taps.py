@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.func import functional_call, grad, vmap
 
-from fl_lightning.models.live_taps import LiveTaps, leave_out_dead_taps
+from fl_lightning.models.padded_convolution import LiveTaps, leave_out_dead_taps
 
 
 @pytest.mark.parametrize("stride", [1, 2])

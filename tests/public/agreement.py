@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fl_lightning import FederatedModule
-from fl_lightning.lightning import LOGGERS, NAMESPACE, ModelCheckpoint, pl
+from fl_lightning.machine.lightning import LOGGERS, NAMESPACE, ModelCheckpoint, pl
 
 ROUNDS, MIDDLE = 4, 2
 TABLE: list[str] = []

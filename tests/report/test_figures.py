@@ -19,7 +19,7 @@ from folders import make_run
 from scipy import stats
 
 from fl_lightning.datamodules import InMemoryDataModule
-from fl_lightning.lab.report import charts, curves, sections
+from fl_lightning.lab.report import charts, curves, report_tables
 from fl_lightning.lab.report.drawing import STYLES, in_style
 from fl_lightning.lab.report.fairness import spread
 from fl_lightning.lab.report.report_files import contents
@@ -85,7 +85,7 @@ def test_fairness_is_what_scipy_and_a_sum_over_pairs_give(tmp_path: Path) -> Non
         both = [found["gini"]["values"][str(seed)] for seed in range(2)]
         assert found["gini"]["mean"] == pytest.approx(np.mean(both))
         assert found["gini"]["sd"] == pytest.approx(np.std(both, ddof=1))
-    table = sections.fairness(summary)
+    table = report_tables.fairness(summary)
     assert [row[0].text for row in table.rows] == ["a", "b"]
     assert table.title == "Fairness: acc of clients, %"
     lower = min("ab", key=lambda arm: arms[arm]["fairness"]["gini"]["mean"])
@@ -298,10 +298,10 @@ def test_what_was_measured_on_the_test_set_is_called_so(
         run = make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.4] * 9}, **record)
         (run / "config.yaml").write_text(config)
     summary = summarise(find([tmp_path / "s"]), targets=["0.3"])
-    assert sections.scores(summary).title == f"Scores: {shown}"
+    assert report_tables.scores(summary).title == f"Scores: {shown}"
     assert curves.curves(summary)[0].figure.axes[0].get_ylabel() == shown
     name = shown.removesuffix(", %")
-    assert sections.targets(summary)[0].title == f"Until {name} ≥ 0.3"
+    assert report_tables.targets(summary)[0].title == f"Until {name} ≥ 0.3"
     assert summary.to_json()["metric"] == "val/acc"
     told = any("writes test acc for val/acc" in note for note in summary.notes)
     assert told == (name == "test acc")
@@ -341,7 +341,7 @@ def test_runs_of_which_some_alone_were_on_the_test_set_are_told_apart(tmp_path: 
         make_run(tmp_path / f"s/{arm}/seed-0", arm, 0, {"val/acc": [0.4] * 9}, validated_on=on)
     summary = summarise(find([tmp_path / "s"]))
     assert any("do not compare their val" in note for note in summary.notes)
-    assert sections.scores(summary).title == "Scores: val/acc, %"
+    assert report_tables.scores(summary).title == "Scores: val/acc, %"
 
 
 def test_each_sweep_has_a_panel_of_its_own(tmp_path: Path) -> None:

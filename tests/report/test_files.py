@@ -23,8 +23,8 @@ from fl_lightning.lab.report import charts
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.drawing import GRID, INK
 from fl_lightning.lab.report.printed_results import tables
+from fl_lightning.lab.report.report_tables import communication, targets
 from fl_lightning.lab.report.runs import find
-from fl_lightning.lab.report.sections import communication, targets
 from fl_lightning.lab.report.summary import summarise
 
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69}

@@ -15,17 +15,17 @@ from scipy import stats
 
 from fl_lightning.__main__ import main
 from fl_lightning.lab.cli.compose import packaged
-from fl_lightning.lab.report import report_files, sections
+from fl_lightning.lab.report import report_files, report_tables
 from fl_lightning.lab.report.budgets import views
+from fl_lightning.lab.report.cells import LONG, Table
 from fl_lightning.lab.report.charts import intervals
 from fl_lightning.lab.report.report_files import contents
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import Summary, summarise
-from fl_lightning.lab.report.text_tables import LONG, Table
-from fl_lightning.lab.sweep.folder import DONE
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.selection import Candidate, choose
-from fl_lightning.lab.sweep.spec import Selection
+from fl_lightning.lab.sweep.sweep_file import Selection
+from fl_lightning.lab.sweep.sweep_folder import DONE
 
 ALIKE = "- {id: X, kind: equivalence, a: new, b: old, metric: val/acc, margin: 0.01}\n"
 SEEDS = range(6)
@@ -59,7 +59,7 @@ def test_an_equivalence_is_shown_with_the_interval_of_its_two_one_sided_tests(
     # p is below 0.05 exactly where this interval lies within the margin.
     assert (claim["p"] < 0.05) == (max(map(abs, inner)) < 0.01)
     shown = " to ".join(f"{100 * end:+.2f}".replace("-", "−") for end in inner) + " (90 %)"
-    for table in (sections.claims(summary), sections.pairs(summary)):
+    for table in (report_tables.claims(summary), report_tables.pairs(summary)):
         assert cells(table, "95 % interval") == [shown]
     written = contents(summary, "s")
     assert f"90 % interval {shown.removesuffix(' (90 %)')}" in written["report.html"].decode()
@@ -78,7 +78,7 @@ def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_pa
     found = find([tmp_path / "s"])
     assert "seconds" in {view.axis for view in views(found.arms, "val/acc")}
     summary = summarise(found, targets=["0.4"])
-    table = sections.runs(summary)
+    table = report_tables.runs(summary)
     assert table.note == "2 runs were made on One, 2 cores, 1 thread, 8 GiB."
     summary.timed = False
     written = contents(summary, "s")
@@ -94,7 +94,7 @@ def test_seconds_are_left_out_where_asked_and_of_runs_on_several_machines(tmp_pa
     make_run(tmp_path / "s/a/seed-3", "a", 3, columns)
     found = find([tmp_path / "s"])
     assert "seconds" not in {view.axis for view in views(found.arms, "val/acc")}
-    note = sections.runs(summarise(found)).note
+    note = report_tables.runs(summarise(found)).note
     assert "1 run was made on Two, 2 cores" in note and note.endswith(
         "1 run was made on a machine that was not recorded."
     )
@@ -104,7 +104,7 @@ def test_long_tables_are_folded_and_none_is_lost(tmp_path: Path) -> None:
     for number in range(LONG + 1):
         make_arm(tmp_path / "s", f"arm-{number:02}", {0: 0.5})
     summary = summarise(find([tmp_path / "s"]))
-    tables = {table.key: table for table in sections.tables(summary)}
+    tables = {table.key: table for table in report_tables.tables(summary)}
     assert tables["scores"].folded and tables["runs"].folded
     page = report_files._sections(list(tables.values()), [])
     assert {table.key for section in page for table in section.tables} == set(tables)
@@ -148,11 +148,11 @@ def test_a_claims_difference_stands_beside_the_one_that_the_paper_printed(tmp_pa
     ]
     theirs = [claim["published"][0]["mean"] for claim in summary.to_json()["claims"][:2]]
     assert theirs == pytest.approx([0.7595 - 0.7253, np.log(0.76 / 0.855)])
-    table = sections.gains(summary)
+    table = report_tables.gains(summary)
     assert cells(table, "published, a − b") == ["+3.42", "−0.118"]
     assert cells(table, "ours, a − b") == ["+4.00", "+0.0556"]
     assert cells(table, "printed") == ["75.95 − 72.53", "0.76 / 0.855"]
-    (beside,) = [table for table in sections.beside_published(summary) if table.rows]
+    (beside,) = [table for table in report_tables.beside_published(summary) if table.rows]
     assert cells(beside, "arm") == ["s/fedinit-0.0", "s/fedinit-0.1"]
 
 
@@ -163,7 +163,7 @@ def test_the_best_is_that_of_its_own_sweep(tmp_path: Path) -> None:
     folders = [tmp_path / "s", tmp_path / "t"]
 
     def best() -> list[str]:
-        table = sections.scores(summarise(find(folders)))
+        table = report_tables.scores(summarise(find(folders)))
         return [row[0].text for row in table.rows if row[1].mark == "best"]
 
     # Folders of runs that no sweep made are looked at together.
@@ -179,12 +179,12 @@ def test_a_choice_at_the_end_of_its_grid_is_said(tmp_path: Path) -> None:
     rows = "tuned,0.05,0.1,0.6,2,\ntuned,0.1,0.1,0.7,2,yes\ntuned,1.0,0.1,0.5,2,\n"
     (tmp_path / "s/select.csv").write_text(head + rows)
     (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
-    table = sections.chosen(summarise(find([tmp_path / "s"])))
+    table = report_tables.chosen(summarise(find([tmp_path / "s"])))
     assert cells(table, "chosen") == ["learner lr 0.1; method beta 0.1"]
     assert cells(table, "at an end") == ["no"] and cells(table, "candidates") == ["3"]
     moved = rows.replace("yes", "").replace("0.5,2,", "0.9,2,yes")
     (tmp_path / "s/select.csv").write_text(head + moved)
-    table = sections.chosen(summarise(find([tmp_path / "s"])))
+    table = report_tables.chosen(summarise(find([tmp_path / "s"])))
     assert cells(table, "at an end") == ["learner lr"]
 
 
@@ -203,7 +203,7 @@ def test_a_choice_without_a_value_or_an_end_is_shown_as_it_is(tmp_path: Path) ->
         states[run] = DONE
         found.append(Candidate("tuned", choice, (run,)))
     choose(tmp_path / "s", Selection({}, "val/acc", 0.1, (9,)), found, states)
-    table = sections.chosen(summarise(find([tmp_path / "s"])))
+    table = report_tables.chosen(summarise(find([tmp_path / "s"])))
     chosen = "model clip_norm null; model nesterov True; model lr 0.1; model beta 1"
     assert cells(table, "chosen") == [chosen]
     assert "model clip_norm 5.0, 10.0, null" in cells(table, "tried")[0]
@@ -218,7 +218,7 @@ def test_a_choice_on_the_clients_test_samples_is_said(tmp_path: Path) -> None:
         head = f"arm,method.beta,{metric} (tail),runs,chosen\n"
         (tmp_path / "s/select.csv").write_text(f"{head}tuned,0.1,0.7,2,yes\ntuned,0.2,0.5,2,\n")
         summary = summarise(find([tmp_path / "s"]))
-        table = sections.chosen(summary)
+        table = report_tables.chosen(summary)
         noted = [note for note in summary.notes if "chose by" in note]
         assert bool(noted) == seen and ("held-out" not in table.title) == seen
         assert ("clients' test samples" in table.note) == seen

@@ -10,8 +10,8 @@ import pytest
 from folders import make_arm
 
 from fl_lightning.__main__ import main
+from fl_lightning.lab.report.cells import Table
 from fl_lightning.lab.report.latex import breakable, heading, tex, widths
-from fl_lightning.lab.report.text_tables import Table
 
 LEVELS = {0: 0.5, 1: 0.6}
 LABELS = (

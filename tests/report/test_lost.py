@@ -12,7 +12,7 @@ import pytest
 import yaml
 from folders import make_arm, make_run, report
 
-from fl_lightning.lab.report import sections
+from fl_lightning.lab.report import report_tables
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.scores import SCORES
@@ -289,7 +289,7 @@ def test_an_arm_with_lost_seeds_is_never_the_best_and_says_how_many_count(tmp_pa
             if not gone:
                 (folder / "clients.csv").write_text(f"client,samples,loss\n0,10,{loss}\n")
     summary = summarise(find([tmp_path / "s"]), "val/loss", ("0.7",))
-    for table in (t for t in sections.tables(summary) if t.key not in ("pairs", "runs")):
+    for table in (t for t in report_tables.tables(summary) if t.key not in ("pairs", "runs")):
         marked = {row[0].text for row in table.rows for cell in row if cell.mark == "best"}
         assert "wild" not in marked and ("good" in marked or table.key == "communication"), (
             table.key

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.lab.report.text_tables import size
+from fl_lightning.lab.report.cells import size
 from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fl_lightning.lab.report import sections
+from fl_lightning.lab.report import report_tables
+from fl_lightning.lab.report.cells import Table
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import Summary, summarise
-from fl_lightning.lab.report.text_tables import Table
 from tests.report.folders import make_run
 
 BYTES = {"small": {"fedavg": 10, "topk": 5}, "large": {"fedavg": 1000, "topk": 100}}
@@ -43,13 +43,13 @@ def test_an_arm_s_bytes_are_compared_with_the_first_arm_of_its_own_sweep(joint: 
         "large/fedavg": "1.00 ×",
         "large/topk": "0.10 ×",
     }
-    assert column(sections.communication(joint), "× first arm") == expected
-    until = column(sections.targets(joint)[0], "sent, × first arm")
+    assert column(report_tables.communication(joint), "× first arm") == expected
+    until = column(report_tables.targets(joint)[0], "sent, × first arm")
     assert until == expected
 
 
 def test_equal_cost_is_within_a_sweep_and_leaves_out_what_all_spent_alike(joint: Summary) -> None:
-    small, large = sections.budgets(joint)
+    small, large = report_tables.budgets(joint)
     assert list(small.columns) == ["arm", "15 B sent"], "all have three rounds"
     assert list(large.columns) == ["arm", "300 B sent"]
     # In large, 300 bytes are what top-k spends in all, and no whole round of FedAvg.

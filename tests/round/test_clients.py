@@ -12,9 +12,9 @@ from torch import Tensor
 
 from fl_lightning.callback import ClientState, Scratch, Upload
 from fl_lightning.errors import UserError
+from fl_lightning.round.client_group import LOSS, ClientGroup
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import ClientRates
-from fl_lightning.round.group import LOSS, ClientGroup
 from tests.helpers.rounds import LAST, D, a_group, a_round, parts
 
 ONES = torch.ones(D, dtype=torch.float64)

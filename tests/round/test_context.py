@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from fl_lightning.callback import Clients, FederatedCallback, ServerState
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.errors import UserError
-from fl_lightning.methods import Methods
 from fl_lightning.round.client_schedule import ClientSchedule
 from fl_lightning.round.context import ClientRates
 from tests.helpers.rounds import LAST, D, a_group, a_round, parts
@@ -67,7 +67,7 @@ def test_a_refusal_names_the_method_that_asked() -> None:
 
     clients = Clients(a_group(a_round(rates=rates)))
     with pytest.raises(UserError, match="and Needy needs a single"):
-        Methods([Content(), Needy()]).run("on_local_start", clients)
+        CallbackList([Content(), Needy()]).run("on_local_start", clients)
     with pytest.raises(UserError, match="and a method of this run needs a single"):
         _ = Clients(a_group(a_round(rates=rates))).weight_decay
 

@@ -11,7 +11,7 @@ import torch
 from fl_lightning import UserError
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.description import line
+from fl_lightning.record.description import line
 from fl_lightning.sampling import generator
 from fl_lightning.testing import tiny_run
 from tests.helpers.agreement import Run, near, same_bits, trained

@@ -13,8 +13,8 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from fl_lightning.errors import UserError
+from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.storage.files import written_aside
 
 torch.set_num_threads(1)
 CHECKPOINT = {"state_dict": {"w": torch.arange(64.0)}, "epoch": 3, "callbacks": {}}

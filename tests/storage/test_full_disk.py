@@ -19,9 +19,9 @@ import torch
 from fl_lightning.__main__ import main
 from fl_lightning.errors import UserError, out_of_memory
 from fl_lightning.lab.cli.run_folder import RunEvents
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
+from fl_lightning.storage.atomic_files import named, writable_as_file, written_aside
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.storage.files import named, writable_as_file, written_aside
 
 
 def saved(path: Path, size: int) -> None:

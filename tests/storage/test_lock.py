@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import ModelCheckpoint
 from fl_lightning import RunFolder
 from fl_lightning.errors import UserError
 from fl_lightning.storage import lock
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 from tests.helpers.learners import blobs, federated, trainer
 
 FORK = multiprocessing.get_context("fork")

@@ -9,7 +9,7 @@ import torch
 from safetensors import safe_open
 
 from fl_lightning.errors import UserError
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 from tests.helpers.rows import bits, filled
 
 torch.set_num_threads(1)

@@ -11,8 +11,8 @@ from fl_lightning.errors import UserError
 from fl_lightning.lab.sweep import sweep_command
 from fl_lightning.lab.sweep.grid import arms, runs, seeds
 from fl_lightning.lab.sweep.selection import candidates, unequal
-from fl_lightning.lab.sweep.spec import Spec, read_spec
 from fl_lightning.lab.sweep.sweep import Sweep
+from fl_lightning.lab.sweep.sweep_file import Spec, read_spec
 from fl_lightning.lab.sweep.workers import places
 from tests.helpers.commands import typed
 

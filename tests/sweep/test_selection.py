@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.selection import Candidate, choose
-from fl_lightning.lab.sweep.spec import Selection
+from fl_lightning.lab.sweep.sweep_file import Selection
+from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE
 from tests.report.folders import make_run
 
 INF = float("inf")

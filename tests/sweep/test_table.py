@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from fl_lightning.lab.sweep.folder import DONE, WAITING
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.progress_table import ProgressTable
+from fl_lightning.lab.sweep.sweep_folder import DONE, WAITING
 
 
 def ended(folder: Path, arm: str, shown: list[str]) -> PlannedRun:

@@ -117,7 +117,7 @@ def write(folder: Path, prepared: Command) -> None:
     from fl_lightning.deploy.at_server import refuse_methods
     from fl_lightning.deploy.site_hooks import check_learner
     from fl_lightning.lab.cli.cli import CommandCLI
-    from fl_lightning.lab.cli.commands import quiet
+    from fl_lightning.lab.cli.lightning_commands import quiet
 
     quiet()
     cli = CommandCLI("deploy", prepared)

@@ -8,7 +8,7 @@ from pathlib import Path
 from fl_lightning.deploy.at_server import AtServer
 from fl_lightning.deploy.flower.app_settings import AppSettings
 from fl_lightning.deploy.transport import Transport
-from fl_lightning.lab.cli import commands
+from fl_lightning.lab.cli import lightning_commands
 from fl_lightning.lab.cli.compose import prepare
 
 # A callback that every other run has. At sites it would send more numbers than the run itself.
@@ -33,4 +33,4 @@ def fit(app: Path, transport: Transport, settings: AppSettings) -> int:
     for name, value in options.items():
         arguments += [name, str(value)]
     at = AtServer(transport, None, settings.timeout, settings.min_sites)
-    return commands.run("fit", prepare("fit", arguments), added=[at], without=STAYS_AWAY)
+    return lightning_commands.run("fit", prepare("fit", arguments), added=[at], without=STAYS_AWAY)

@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.client.batch_callbacks import gets_batches
 from fl_lightning.deploy import audit
 from fl_lightning.deploy.fields import MOST_SAMPLES
+from fl_lightning.deploy.round_messages import check_names, check_shape, shape_of
 from fl_lightning.deploy.site import AtSite, Ended, asks_a_stranger, numbers_of
-from fl_lightning.deploy.told import as_one_client
+from fl_lightning.deploy.site_data import as_one_client
 from fl_lightning.deploy.transport import Message, Post
-from fl_lightning.deploy.travel import check_names, check_shape, shape_of
-from fl_lightning.engines.batch_callbacks import gets_batches
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import VALIDATION
 from fl_lightning.lab.cli.cli import CommandCLI
-from fl_lightning.lab.cli.commands import quiet
 from fl_lightning.lab.cli.compose import Command, plain_yaml, prepare
+from fl_lightning.lab.cli.lightning_commands import quiet
 
 # A site writes only its rows, does not validate, and is one process.
 _OPTIONS = {

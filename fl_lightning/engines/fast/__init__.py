@@ -1,7 +1,7 @@
 """Ways of training that only save time: recorded steps, streams of a GPU, stacks of clients.
 
-`engines/door.py` is the one way in. Without this folder every run gives the same results (up to
-rounding if clients would be stacked), and takes longer.
+`engines/fast_switch.py` is the one way in. Without this folder every run gives the same results (up
+to rounding if clients would be stacked), and takes longer.
 """
 
 from fl_lightning.engines.fast.capture import Capture, own_stream, why_not_captured

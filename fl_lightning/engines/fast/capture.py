@@ -18,14 +18,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
-from fl_lightning.engines.attributes import Attributes
-from fl_lightning.engines.batch_check import first_line
-from fl_lightning.engines.client_optimizer import ClientOptimizer
-from fl_lightning.engines.dry_run import DryRun, step_seconds
+from fl_lightning.client.client_optimizer import ClientOptimizer
+from fl_lightning.client.flat_learner import FlatLearner
+from fl_lightning.engines.engine_context import LearnerCopies
 from fl_lightning.engines.fast.recording import FRESH, Recording, aten
-from fl_lightning.engines.learner_copy import LearnerCopy
-from fl_lightning.engines.situation import LearnerCopies
-from fl_lightning.round.group import ClientGroup
+from fl_lightning.engines.trials.batch_check import first_line
+from fl_lightning.engines.trials.dry_run import DryRun, step_seconds
+from fl_lightning.learner.attributes import Attributes
+from fl_lightning.round.client_group import ClientGroup
 
 SHORT_SECONDS = 0.02  # longest local step on a CPU that is recorded: replaying saves about 0.1 ms
 TRIED_STEPS = 30  # steps that are replayed before round 0, and compared with as many ordinary steps
@@ -95,7 +95,7 @@ class Capture:
         batches: Iterator[Any],
         clients: ClientGroup,
         optimizer: ClientOptimizer,
-        copy: LearnerCopy,
+        copy: FlatLearner,
     ) -> None:
         """Take all steps of one client by ``step(batch, index)``, or as a recording has them."""
         bound = False
@@ -127,7 +127,7 @@ class Capture:
         index: int,
         own: dict[str, Tensor],
         clients: ClientGroup,
-        copy: LearnerCopy,
+        copy: FlatLearner,
     ) -> bool:
         """Take this step and record it for the next ones; False if it cannot be repeated."""
         self._recorded = None
@@ -191,7 +191,7 @@ class Unchanged:
         self,
         clients: ClientGroup,
         own: dict[str, Tensor],
-        copy: LearnerCopy,
+        copy: FlatLearner,
         numbers: dict[str, int],
     ) -> None:
         self.clients = clients
@@ -222,58 +222,58 @@ class Unchanged:
 
 def why_not_captured(copies: LearnerCopies) -> str:
     """Why local steps are not captured, tried on a few; empty: replays leave the same bits."""
-    situation = copies.situation
-    foreign = situation.work.methods.in_steps_of_others()
-    by_choice = situation.capture == "auto"
-    if not situation.capture:
+    context = copies.context
+    foreign = context.work.methods.in_steps_of_others()
+    by_choice = context.capture == "auto"
+    if not context.capture:
         return "not asked for"
-    if situation.work.accumulate > 1:
-        return f"accumulate={situation.work.accumulate}: a step is several batches"
-    if not type(situation.optimizer).__module__.startswith("torch.optim"):
-        return f"{type(situation.optimizer).__name__} is not one of torch's optimizers"
+    if context.work.accumulate > 1:
+        return f"accumulate={context.work.accumulate}: a step is several batches"
+    if not type(context.optimizer).__module__.startswith("torch.optim"):
+        return f"{type(context.optimizer).__name__} is not one of torch's optimizers"
     if foreign and by_choice:
         return f"{foreign} is not a packaged method; capture=True captures it too"
-    if situation.schedule is not None and situation.schedule.by_step:
+    if context.schedule is not None and context.schedule.by_step:
         return "client_scheduler='local_steps' changes the learning rate in each step"
     hooks = copies.original.hooks
     if hooks is not None and hooks.of_gradients:
         return f"its {hooks.of_gradients[0]} runs in each step"
     reasons: list[str] = []
-    recorder = Capture(reasons.append, own_stream(situation.w))
-    trial = DryRun(copies, recorder=recorder)
+    step_runner = Capture(reasons.append, own_stream(context.w))
+    trial = DryRun(copies, step_runner=step_runner)
     try:
-        return tried(trial, recorder, by_choice) or "".join(reasons[:1]) or recorder.unused()
+        return tried(trial, step_runner, by_choice) or "".join(reasons[:1]) or step_runner.unused()
     except Unrecordable as error:
         return str(error)
     except Exception as error:  # if the error is the learner's, the first round will meet it again
         return f"a step fails when it is recorded ({type(error).__name__}: {first_line(error)})"
     finally:
-        recorder.wait()
-        recorder.forget()
+        step_runner.wait()
+        step_runner.forget()
         trial.copy.reset()
 
 
-def tried(trial: DryRun, recorder: Capture, by_choice: bool) -> str:
+def tried(trial: DryRun, step_runner: Capture, by_choice: bool) -> str:
     """Take a client's steps as they are, then captured, and say what makes these another."""
-    situation = trial.situation
-    if by_choice and not situation.w.is_cuda and step_seconds(trial.copies) > SHORT_SECONDS:
+    context = trial.context
+    if by_choice and not context.w.is_cuda and step_seconds(trial.copies) > SHORT_SECONDS:
         return "a local step takes long, and Python's share of it is small"
-    client = situation.largest()
-    steps = min(situation.cohort.steps_tried(client), TRIED_STEPS)
-    if situation.w.is_cuda:
-        trial.worker.recorder = Watched()
+    client = context.largest()
+    steps = min(context.cohort.steps_tried(client), TRIED_STEPS)
+    if context.w.is_cuda:
+        trial.worker.step_runner = Watched()
         trial.run(client, min(steps, 2))
-        recorder.wait()
+        step_runner.wait()
     ends = []
-    for how in (None, recorder):
-        trial.worker.recorder = how
+    for how in (None, step_runner):
+        trial.worker.step_runner = how
         before = Attributes(trial.copy.learner, metrics=True, values=False)
         ends.append(trial.run(client, steps))
-        recorder.wait()
+        step_runner.wait()
         changed = before.changed(Attributes(trial.copy.learner, metrics=True, values=False))
         if changed:
             return f"its training_step changes {changed[0]}"
-    if recorder.replayed and not all(map(torch.equal, *ends)):
+    if step_runner.replayed and not all(map(torch.equal, *ends)):
         return "replays do something else than its training_step does each time"
     return ""
 
@@ -334,7 +334,7 @@ class Watched:
         batches: Iterator[Any],
         clients: ClientGroup,
         optimizer: ClientOptimizer,
-        copy: LearnerCopy,
+        copy: FlatLearner,
     ) -> None:
         for index, batch in enumerate(batches):
             with Refusing():  # type: ignore[no-untyped-call]  # torch has no types there

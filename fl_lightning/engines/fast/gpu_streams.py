@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from fl_lightning.client.client_trainer import ClientTrainer
+from fl_lightning.client.frozen_parameters import FrozenParameters
 from fl_lightning.engines.engine import Collect
-from fl_lightning.engines.frozen import FrozenParameters
-from fl_lightning.engines.worker import Worker
 from fl_lightning.learner.modules import check_gradient_hooks
+from fl_lightning.round.client_group import ClientGroup
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import ClientGroup
 
 # From this number of steps per client on, capturing saves more than it costs.
 WORTH = 8
@@ -34,7 +34,7 @@ class Streams:
         learner: the original; the workers' copies follow changes by its hooks between rounds.
     """
 
-    def __init__(self, workers: list[Worker], learner: Any) -> None:
+    def __init__(self, workers: list[ClientTrainer], learner: Any) -> None:
         self.workers = workers
         self.learner = learner
 
@@ -43,10 +43,10 @@ class Streams:
         round: Round,
         leaves: list[tuple[int, int]],
         collect: Collect,
-        tell: Callable[[], None],
+        client_done: Callable[[], None],
     ) -> None:
         free = deque(self.workers)
-        busy = deque[tuple[Worker, int, ClientGroup]]()
+        busy = deque[tuple[ClientTrainer, int, ClientGroup]]()
 
         def finish() -> None:
             worker, leaf, group = busy.popleft()
@@ -56,7 +56,7 @@ class Streams:
                 torch.cuda.current_stream().wait_stream(worker.stream)
             collect(leaf, group)
             free.append(worker)
-            tell()
+            client_done()
 
         check_gradient_hooks(self.learner)
         for worker in self.workers:

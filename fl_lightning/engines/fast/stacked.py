@@ -16,28 +16,28 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from fl_lightning.engines.attributes import Attributes
-from fl_lightning.engines.batch_check import first_line
-from fl_lightning.engines.client_optimizer import (
+from fl_lightning.client.client_optimizer import (
     ClientOptimizer,
     is_flat,
     is_plain_sgd,
     moves_without_gradient,
 )
+from fl_lightning.client.client_trainer import ClientTrainer, add_error_note, begin
+from fl_lightning.client.flat_learner import FlatLearner
+from fl_lightning.client.local_step import LocalStep
+from fl_lightning.client.step_logs import START, in_one_step, of_steps, reduce_into
 from fl_lightning.engines.engine import Collect
-from fl_lightning.engines.learner_copy import LearnerCopy
-from fl_lightning.engines.local_step import LocalStep
-from fl_lightning.engines.random_state import RandomState, random_state_kept, seed_client
-from fl_lightning.engines.situation import LearnerCopies
-from fl_lightning.engines.step_logs import START, in_one_step, of_steps, reduce_into
+from fl_lightning.engines.engine_context import LearnerCopies
 from fl_lightning.engines.threads import largest_first
-from fl_lightning.engines.worker import Worker, begin, tell_where
+from fl_lightning.engines.trials.batch_check import first_line
+from fl_lightning.learner.attributes import Attributes
 from fl_lightning.learner.modules import check_gradient_hooks
 from fl_lightning.learner.parameters import check_same_parameters, slots_of_parameters
 from fl_lightning.machine.device_memory import to_device
+from fl_lightning.machine.random_state import RandomState, random_state_kept, seed_client
+from fl_lightning.round.client_group import LOSS, ClientGroup
 from fl_lightning.round.clients import Clients
 from fl_lightning.round.context import Round
-from fl_lightning.round.group import LOSS, ClientGroup
 
 BatchGroup = tuple[list[int], list[Tensor], TreeSpec]
 
@@ -61,14 +61,14 @@ class _Step(nn.Module):
 class Stack:
     """n clients' models ``x`` ``(n, D)`` and their gradients.
 
-    It takes the place of a :class:`LearnerCopy` in local steps.
+    It takes the place of a :class:`FlatLearner` in local steps.
     """
 
     per_parameter = None
     hooks = None
     missing = ()  # a learner whose loss does not depend on all parameters is not stacked
 
-    def __init__(self, copy: LearnerCopy, n: int) -> None:
+    def __init__(self, copy: FlatLearner, n: int) -> None:
         self.copy = copy
         self.x = copy.x.new_empty(n, copy.x.shape[1])
         self.g = torch.zeros_like(self.x)
@@ -217,7 +217,7 @@ class Stacked:
 
     def __init__(
         self,
-        worker: Worker,
+        worker: ClientTrainer,
         optimizer_of: Callable[[Tensor, Tensor], ClientOptimizer],
         at_once: int,
         warn: Callable[[str], None],
@@ -234,7 +234,7 @@ class Stacked:
         round: Round,
         leaves: list[tuple[int, int]],
         collect: Collect,
-        tell: Callable[[], None],
+        client_done: Callable[[], None],
     ) -> None:
         check_gradient_hooks(self.copy.learner)
         waiting = largest_first(round, list(leaves))
@@ -258,7 +258,7 @@ class Stacked:
                 for (leaf, _), alone in zip(group, trained, strict=True):
                     alone.buffers = self.copy.buffers
                     collect(leaf, alone)
-                    tell()
+                    client_done()
 
     def train_group(self, round: Round, ids: list[int]) -> list[ClientGroup]:
         """Train a group, up to ``on_local_end``, and return each client as a group of one."""
@@ -292,7 +292,7 @@ class Stacked:
                 group.logs["clipped_steps"] = step.clipped / steps
             work.methods.run("on_local_end", Clients(group))
         except Exception as error:
-            tell_where(error, f"in round {round.t}, one of the clients {ids}")
+            add_error_note(error, f"in round {round.t}, one of the clients {ids}")
             raise
         single = [one(group, row, logged) for row in range(len(ids))]
         if work.keep_optimizer_state:
@@ -406,24 +406,24 @@ def out_of_memory(error: RuntimeError) -> bool:
 
 def why_not_stacked(copies: LearnerCopies) -> str:
     """Why clients cannot be stacked, from declarations and then from a step; empty: they can."""
-    situation = copies.situation
-    optimizer = situation.optimizer
-    if not is_flat(optimizer, situation.learner):
+    context = copies.context
+    optimizer = context.optimizer
+    if not is_flat(optimizer, context.learner):
         return f"{type(optimizer).__name__} does not treat every coordinate alike"
-    if situation.work.accumulate > 1:
-        return f"accumulate={situation.work.accumulate}: a step of each client is several batches"
-    if situation.work.keep_optimizer_state and not is_plain_sgd(optimizer):
+    if context.work.accumulate > 1:
+        return f"accumulate={context.work.accumulate}: a step of each client is several batches"
+    if context.work.keep_optimizer_state and not is_plain_sgd(optimizer):
         return "keep_optimizer_state"
-    schedule = situation.schedule
-    if schedule is not None and schedule.another is not None and not situation.cohort.equal_steps:
+    schedule = context.schedule
+    if schedule is not None and schedule.another is not None and not context.cohort.equal_steps:
         return "its lr scheduler depends on how many local steps a client takes"
-    if held_once := situation.held_once(situation.learner):
+    if held_once := context.held_once(context.learner):
         return held_once
     if copies.as_buffers:
         return f"its training_step changes the frozen parameter {copies.as_buffers[0]}"
     if (hooks := copies.original.hooks) is not None:
         return f"its {hooks.names[0]} takes one client's batch"
-    before = RandomState(situation.w)
+    before = RandomState(context.w)
     try:
         # Try a copy, so that the learner keeps its attributes.
         return what_a_stack_breaks(copies)
@@ -435,21 +435,21 @@ def why_not_stacked(copies: LearnerCopies) -> str:
 
 def what_a_stack_breaks(copies: LearnerCopies) -> str:
     """Take a step of two clients as a stack, and return the reason against stacking, if any."""
-    situation = copies.situation
-    ids = situation.cohort.tried(0)
+    context = copies.context
+    ids = context.cohort.tried(0)
     copy = copies.original.another(aliased=False)
     stack = Stack(copy, 2)
-    stack.x.copy_(situation.w.detach().expand_as(stack.x))
-    copy.begin(situation.work.data)
+    stack.x.copy_(context.w.detach().expand_as(stack.x))
+    copy.begin(context.work.data)
     # Only a learner that reads parameters outside the stack would read these.
     copy.x.fill_(torch.nan)
     before = Attributes(copy.learner, metrics=True)
     own = {name: id(buffer) for name, buffer in copy.buffers.items()}
     batches = []
     for row, client in enumerate((ids[0], ids[-1])):
-        read = situation.work.data.client_batches(client, 0, 1, device=stack.x.device)
+        read = context.work.data.client_batches(client, 0, 1, device=stack.x.device)
         batches.append((row, next(iter(read))))
-    if moves_without_gradient(situation.optimizer) and (name := without_gradient(copies, batches)):
+    if moves_without_gradient(context.optimizer) and (name := without_gradient(copies, batches)):
         return f"its loss does not depend on {name}, which the optimizer would move all the same"
     copy.present.silent = True
     with torch.no_grad(), copy.present.lending(copy.learner) as lent:
@@ -470,8 +470,8 @@ def without_gradient(copies: LearnerCopies, batches: list[tuple[int, Any]]) -> s
     """The first parameter that a batch's loss gives no gradient; empty: each has one."""
     # Gradients in a stack are zero here, so take one client's step.
     alone = copies.original.another(aliased=False)
-    alone.x.copy_(copies.situation.w.detach())
-    alone.begin(copies.situation.work.data)
+    alone.x.copy_(copies.context.w.detach())
+    alone.begin(copies.context.work.data)
     alone.present.silent = True
     for _, batch in batches:
         with torch.no_grad(), alone.present.lending(alone.learner):

@@ -14,7 +14,7 @@ import numpy as np
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.metrics import comma_separated
-from fl_lightning.storage.files import named, written_aside
+from fl_lightning.storage.atomic_files import named, written_aside
 
 DESCRIPTION = """Measure the model of a finished run on its clients' training samples.
 
@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
             f"{most}."
         )
     # This imports torch, which --help should not wait for.
-    from fl_lightning.lab.cli.commands import quiet
+    from fl_lightning.lab.cli.lightning_commands import quiet
 
     quiet()
     measure = _hessian if options.what == "hessian" else _landscape

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.checkpoint import held_in, load_buffers
-from fl_lightning.engines.situation import conversion, forward_context
+from fl_lightning.engines.engine_context import conversion, forward_context
 from fl_lightning.errors import UserError
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.measured_samples import Samples, drawn

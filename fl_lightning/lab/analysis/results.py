@@ -13,16 +13,16 @@ from torch import Tensor
 
 from fl_lightning.checkpoint import held_in, load_buffers
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.evaluation.personal import check_partition, split_by_run
-from fl_lightning.given import made
+from fl_lightning.evaluation.personal_models import check_partition, split_by_run
+from fl_lightning.introspection.init_args import made
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import prepare
 from fl_lightning.lab.cli.compose import read as read_config
-from fl_lightning.lightning import LOGGERS, isolate_rng, pl
+from fl_lightning.machine.lightning import LOGGERS, isolate_rng, pl
 from fl_lightning.metrics import Metrics, read_modes, read_record
 from fl_lightning.storage import site_journal
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.storage.store import ClientStore
+from fl_lightning.storage.client_store import ClientStore
 
 
 class Indices(Sequence[Any]):

@@ -12,9 +12,9 @@ from typing import Any
 from yaml import YAMLError
 
 from fl_lightning.errors import UserError
+from fl_lightning.introspection.papers import Paper, declared
 from fl_lightning.lab.cli.arguments import ArgumentParser
 from fl_lightning.lab.cli.compose import as_list, class_name, is_file, parse_yaml
-from fl_lightning.papers import Paper, declared
 
 DESCRIPTION = """Print BibTeX of the methods and the data of a run, and of this program."""
 

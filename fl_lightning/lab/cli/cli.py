@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import fl_lightning.callbacks
 import fl_lightning.datamodules
-import fl_lightning.machine.strategies
+import fl_lightning.machine.federated_strategy
 import fl_lightning.models
 import fl_lightning.schedules
 from fl_lightning.callback import FederatedCallback
@@ -57,13 +57,13 @@ from fl_lightning.lab.cli.run_record import RunRecord
 from fl_lightning.lab.cli.same_settings import UNREADABLE, check_same_settings
 from fl_lightning.lab.cli.signals import GracefulStop
 from fl_lightning.lab.cli.trackers import check_goes_on, check_installed, completed, trackers
-from fl_lightning.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
-from fl_lightning.machine.strategies import FederatedStrategy
+from fl_lightning.machine.federated_strategy import FederatedStrategy
+from fl_lightning.machine.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
 from fl_lightning.metrics import check_mode
 from fl_lightning.module import FederatedModule
 from fl_lightning.schedules import Schedule
+from fl_lightning.storage.atomic_files import named
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
-from fl_lightning.storage.files import named
 
 _BASES: dict[str, type] = {
     "method": FederatedCallback,

@@ -12,7 +12,12 @@ import fl_lightning.callbacks  # noqa: F401
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FederatedDataModule, FromDataModule
 from fl_lightning.errors import UserError, debugging
-from fl_lightning.lightning import LightningArgumentParser, LightningCLI, instantiate_class, pl
+from fl_lightning.machine.lightning import (
+    LightningArgumentParser,
+    LightningCLI,
+    instantiate_class,
+    pl,
+)
 from fl_lightning.module import FederatedModule
 
 

@@ -109,14 +109,14 @@ _MORE = {
 # Option → the class whose arguments it takes, or the base class of its values.
 _FIXED = {
     "model": "fl_lightning.module.FederatedModule",
-    "trainer": "fl_lightning.lightning.pl.Trainer",
+    "trainer": "fl_lightning.machine.lightning.pl.Trainer",
 }
 _BASES = {
     "data": ("fl_lightning.datamodules.FederatedDataModule",),
     "data.partition": ("fl_lightning.datamodules.Partition",),
     "data.biases": ("fl_lightning.datamodules.Bias",),
     "method": ("fl_lightning.callback.FederatedCallback",),
-    "model.learner": ("fl_lightning.lightning.pl.LightningModule", "torch.nn.Module"),
+    "model.learner": ("fl_lightning.machine.lightning.pl.LightningModule", "torch.nn.Module"),
     "model.server_optimizer": ("torch.optim.Optimizer",),
     "model.client_optimizer": ("torch.optim.Optimizer",),
     "model.lr_decay": ("fl_lightning.schedules.Schedule",),
@@ -205,9 +205,9 @@ def _choices(key: str) -> dict[str, type]:
 
 def _imported(path: str) -> type:
     module, _, name = path.rpartition(".")
-    if module == "fl_lightning.lightning.pl":
+    if module == "fl_lightning.machine.lightning.pl":
         # This module knows which of the two Lightning packages is in use.
-        from fl_lightning.lightning import pl
+        from fl_lightning.machine.lightning import pl
 
         found: type = getattr(pl, name)
     else:

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fl_lightning.lightning import NAMESPACE
-from fl_lightning.storage.apart import is_plain
+from fl_lightning.machine.lightning import NAMESPACE
+from fl_lightning.storage.pickled_objects import is_plain
 
 
 def learner_config(written: Mapping[str, Any], parsed: Any, learner: type) -> dict[str, Any]:

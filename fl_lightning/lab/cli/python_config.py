@@ -9,8 +9,8 @@ import yaml
 from torch.optim import Optimizer
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.given import NotKnown, described, described_object, path_of
-from fl_lightning.lightning import pl
+from fl_lightning.introspection.init_args import NotKnown, described, described_object, path_of
+from fl_lightning.machine.lightning import pl
 
 # Every run from the command line has these callbacks, and Lightning adds its own.
 _NO_SETTING = (

@@ -12,7 +12,7 @@ from fl_lightning.errors import UserError
 from fl_lightning.lab.cli import run_folder
 from fl_lightning.lab.cli.python_config import PythonConfig
 from fl_lightning.lab.cli.run_record import RunRecord
-from fl_lightning.lightning import Checkpoint, pl
+from fl_lightning.machine.lightning import Checkpoint, pl
 from fl_lightning.metrics import check_mode
 
 

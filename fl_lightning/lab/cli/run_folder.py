@@ -16,13 +16,13 @@ from typing import Any, cast
 from fl_lightning.aggregation.metric_states import tells_mode
 from fl_lightning.errors import UserError, cannot_write, suggest
 from fl_lightning.evaluation.measurement import Measurement
-from fl_lightning.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
+from fl_lightning.machine.lightning import Checkpoint, Logger, TensorBoardLogger, pl, rank_zero_only
 from fl_lightning.metrics import MODES, Directions, is_accuracy, read_record
 from fl_lightning.module import FederatedModule
 from fl_lightning.record.metrics_csv import MetricsCSV
-from fl_lightning.record.shown import shown_metrics
+from fl_lightning.record.shown_metrics import shown_metrics
 from fl_lightning.storage import lock
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 from fl_lightning.storage.lock import RunLock, held_by_all
 
 

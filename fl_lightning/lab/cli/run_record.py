@@ -16,14 +16,14 @@ from typing import Any
 
 import torch
 
-from fl_lightning.description import version_of
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.lab.cli.trackers import ids_of, trackers
-from fl_lightning.lightning import Timer, pl
+from fl_lightning.machine.lightning import Timer, pl
 from fl_lightning.machine.processes import usable_cores
 from fl_lightning.metrics import metrics_hash, read_modes, read_record, write_record
-from fl_lightning.record.shown import shown_metrics
+from fl_lightning.record.description import version_of
+from fl_lightning.record.shown_metrics import shown_metrics
 
 _PACKAGES = ("fl-lightning", "torch", "pytorch-lightning", "numpy")
 

@@ -10,7 +10,7 @@ import signal
 from types import FrameType
 from typing import Any
 
-from fl_lightning.lightning import pl
+from fl_lightning.machine.lightning import pl
 
 
 class GracefulStop(pl.Callback):

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from fl_lightning.callback import FederatedCallback, Refusal
-from fl_lightning.datamodules.memory import InMemoryDataModule
-from fl_lightning.evaluation import personal
-from fl_lightning.lab.contracts.verdict import Failed
-from fl_lightning.lightning import LOGGERS, ModelCheckpoint, pl
+from fl_lightning.datamodules.sources.memory import InMemoryDataModule
+from fl_lightning.evaluation import personal_models
+from fl_lightning.lab.contracts.check_report import Failed
+from fl_lightning.machine.lightning import LOGGERS, ModelCheckpoint, pl
 from fl_lightning.machine.processes import place
 from fl_lightning.module import FederatedModule
 from fl_lightning.round.settings import SEQUENTIAL
@@ -277,7 +277,7 @@ def outcome(module: FederatedModule) -> Outcome:
             assert row is not None
             left[f"{name} of client {i}"] = row
     if module.run.methods.owner("personal") is not None:
-        models = personal.of_run(module.run, module.trainer)
+        models = personal_models.of_run(module.run, module.trainer)
         world, rank = place()
         # The process that owns a client also keeps its model, like its rows of state.
         for i in range(rank, len(SIZES), world):

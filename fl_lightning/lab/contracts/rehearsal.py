@@ -25,17 +25,17 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fl_lightning.callback import Clients, Declaration, FederatedCallback
-from fl_lightning.engines.local_step import LocalStep, Work
-from fl_lightning.engines.random_state import RandomState
+from fl_lightning.callback_list import LOOKING, CallbackList, checked_rows
+from fl_lightning.client.local_step import LocalStep, LocalTraining
 from fl_lightning.lab.contracts import snapshots
+from fl_lightning.lab.contracts.check_report import Failed, where
 from fl_lightning.lab.contracts.federation import Outcome, fit, require_same
 from fl_lightning.lab.contracts.small_runs import Method
-from fl_lightning.lab.contracts.verdict import Failed, where
 from fl_lightning.learner.layout import Layout
-from fl_lightning.methods import LOOKING, Methods, checked_rows
+from fl_lightning.machine.random_state import RandomState
+from fl_lightning.round.client_group import LOSS, ClientGroup
 from fl_lightning.round.context import ClientRates, Round
-from fl_lightning.round.group import LOSS, ClientGroup
-from fl_lightning.round.ledger import Ledger
+from fl_lightning.round.transaction import RoundTransaction
 
 STEPS = 2
 # (name of the hook, the call) -> what it returned
@@ -51,7 +51,7 @@ class Stage:
 
     def __init__(self, callback: FederatedCallback, w: Tensor, layout: Layout, m: int) -> None:
         self.callback = callback
-        self.methods = Methods([callback], layout)
+        self.methods = CallbackList([callback], layout)
         self.curvature = 0.5 + self._random(1, m, w.numel())
         self.centre = self._random(2, m, w.numel()) - 0.5
         # Fill states with numbers: a hook that sees only zeros would show little.
@@ -126,7 +126,7 @@ class Stage:
         outcomes: list[tuple[str, Outcome]] = []
         methods = self.methods
         clients = Clients(group)
-        methods.bind(Ledger(self.round))
+        methods.bind(RoundTransaction(self.round))
 
         def watched(hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
             name = hook.__name__
@@ -142,13 +142,15 @@ class Stage:
 
         methods.watch = watched
         if (trains := methods.owner("trained")) is not None:
-            group.resting = ~methods.call(trains, clients)
+            group.untrained = ~methods.call(trains, clients)
         methods.run("on_local_start", clients)
-        group.put_to_rest(methods.resting is not None and methods.resting.untrained == "zero")
+        group.reset_untrained(
+            methods.partial_training is not None and methods.partial_training.untrained == "zero"
+        )
         group.begin(own_starts=True)
         model = StagedModel(self, group)
         optimizer: Any = model  # plain SGD
-        step = LocalStep(Work(None, methods, seed=0, draws=False), model, group, optimizer)
+        step = LocalStep(LocalTraining(None, methods, seed=0, draws=False), model, group, optimizer)
         for k in range(STEPS):
             step(None, k)
         group.local_step = None
@@ -194,7 +196,7 @@ class StagedModel:
     def load_buffers(self, values: Any) -> None:
         """A stage has no buffers."""
 
-    def rest(self, resting: Tensor | None) -> None:
+    def set_untrained(self, untrained: Tensor | None) -> None:
         """Plain SGD keeps no state of coordinates."""
 
     def step(self, gradient: Tensor, missing: Sequence[int]) -> None:
@@ -266,7 +268,7 @@ def draws(method: Method) -> None:
 
 def in_a_round(method: Method, guard: Call) -> None:
     """Call the hooks that read modules in a round of a run, because a stage has no modules."""
-    methods = Methods([method.used[0]])
+    methods = CallbackList([method.used[0]])
     if not any(methods[hook] for hook in LOOKING):
         return
 

@@ -15,6 +15,7 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.callbacks import ControlVariates, RelaxedInitialization
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.lab.contracts import snapshots
+from fl_lightning.lab.contracts.check_report import Failed, NotApplicable, where
 from fl_lightning.lab.contracts.federation import (
     SIZES,
     Learner,
@@ -27,9 +28,8 @@ from fl_lightning.lab.contracts.federation import (
     require_same,
     required_by,
 )
-from fl_lightning.lab.contracts.verdict import Failed, NotApplicable, where
-from fl_lightning.round.ledger import NOT_ASSIGNED
 from fl_lightning.round.settings import CONCURRENT, SEQUENTIAL, STACKED
+from fl_lightning.round.transaction import NOT_ASSIGNED
 from fl_lightning.schedules import Steps
 
 ROUNDING = 1e-10

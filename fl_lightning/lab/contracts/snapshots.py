@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fl_lightning.callback import Declaration, FederatedCallback
 
-FRAMEWORKS = {"_declared", "_bound_ledger", "_bound_run"}
+FRAMEWORKS = {"_declared", "_bound_transaction", "_bound_run"}
 
 
 def take(callback: FederatedCallback) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 
 from fl_lightning.lab.report.arm_settings import sides
+from fl_lightning.lab.report.cells import Unit
 from fl_lightning.lab.report.claims import OF_TWO_ARMS, Claim
 from fl_lightning.lab.report.drawing import (
     INK,
@@ -27,11 +28,10 @@ from fl_lightning.lab.report.drawing import (
     whole_rounds,
 )
 from fl_lightning.lab.report.fairness import column_of, over_rounds
+from fl_lightning.lab.report.report_tables import MAIN, SIGNS, difference_unit, shown_first, unit_of
 from fl_lightning.lab.report.runs import Column, ReportedRun
 from fl_lightning.lab.report.scores import FORMS, SCORE_TITLES, forms, over_time
-from fl_lightning.lab.report.sections import MAIN, SIGNS, difference_unit, shown_first, unit_of
 from fl_lightning.lab.report.summary import Arm, Summary
-from fl_lightning.lab.report.text_tables import Unit
 from fl_lightning.lab.report.verdicts import Comparison
 
 # Quantiles over clients: all but a tenth at each end, the middle half, and the median.

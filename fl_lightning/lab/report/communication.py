@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from fl_lightning.introspection.papers import Paper, declared
 from fl_lightning.lab.cli.compose import as_list, class_name
 from fl_lightning.lab.report.intervals import mean_sd
 from fl_lightning.lab.report.runs import ReportedRun
 from fl_lightning.lab.report.summary import Arm
-from fl_lightning.papers import Paper, declared
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from fl_lightning.lab.report.budgets import AXES, spending
+from fl_lightning.lab.report.cells import Unit, size
 from fl_lightning.lab.report.charts import looks
 from fl_lightning.lab.report.drawing import (
     INK,
@@ -24,11 +25,10 @@ from fl_lightning.lab.report.drawing import (
     styled,
     whole_rounds,
 )
+from fl_lightning.lab.report.report_tables import metric_title, unit_of, windows
 from fl_lightning.lab.report.runs import Column, ReportedRun
 from fl_lightning.lab.report.scores import measured, smooth
-from fl_lightning.lab.report.sections import metric_title, unit_of, windows
 from fl_lightning.lab.report.summary import Summary
-from fl_lightning.lab.report.text_tables import Unit, size
 
 MEASUREMENTS = {
     "train/loss": "train/loss, during local training",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from fl_lightning.escaping import plain
-from fl_lightning.lab.report.text_tables import Table
+from fl_lightning.lab.report.cells import Table
 
 GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΦΨΩ"
 GREEK_NAMES = (

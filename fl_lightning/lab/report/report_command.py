@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.escaping import plain
 from fl_lightning.lab.cli.arguments import ArgumentParser
-from fl_lightning.storage.files import named
+from fl_lightning.storage.atomic_files import named
 
 if TYPE_CHECKING:
     from fl_lightning.lab.report.runs import Found

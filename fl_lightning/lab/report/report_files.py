@@ -17,13 +17,13 @@ import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from fl_lightning.escaping import markdown, paragraph, plain
-from fl_lightning.lab.report import charts, curves, sections
+from fl_lightning.lab.report import charts, curves, report_tables
+from fl_lightning.lab.report.cells import Table
 from fl_lightning.lab.report.drawing import FORMATS, Drawing, in_style, inline, saved
 from fl_lightning.lab.report.labels import relabelled
 from fl_lightning.lab.report.latex import breakable, heading, tex, widths
 from fl_lightning.lab.report.scores import SCORES
 from fl_lightning.lab.report.summary import COSTS, Summary
-from fl_lightning.lab.report.text_tables import Table
 from fl_lightning.metrics import comma_separated
 
 # The first parts of keys, in the order of reading, with their titles in the table of contents.
@@ -91,7 +91,7 @@ def _contents(
 ) -> dict[str, bytes]:
     original = summary
     summary = relabelled(summary, labels or {})
-    tables = sections.tables(summary)
+    tables = report_tables.tables(summary)
     drawings = _drawings(summary) if formats else []
     shown = {
         "title": title,
@@ -101,9 +101,9 @@ def _contents(
         "drawings": drawings,
         "format": next(iter(formats), None),
         "sections": _sections(tables, drawings),
-        "verdicts": sections.shown_first(summary.verdicts),
-        "sentence": lambda claim: sections.sentence(claim, summary.called),
-        "unit": lambda compared: sections.difference_unit(summary, compared),
+        "verdicts": report_tables.shown_first(summary.verdicts),
+        "sentence": lambda claim: report_tables.sentence(claim, summary.called),
+        "unit": lambda compared: report_tables.difference_unit(summary, compared),
     }
     texts = {}
     for kind in ("html", "md", "tex"):
@@ -115,7 +115,7 @@ def _contents(
     texts["report.json"] = document + "\n"
     # Spreadsheets get the table of methods by settings as a separate file.
     if len(summary.settings) > 1:
-        pivot = sections.pivot(summary)
+        pivot = report_tables.pivot(summary)
         spreadsheet = [pivot.columns]
         for row in pivot.rows:
             spreadsheet.append([cell.text for cell in row])

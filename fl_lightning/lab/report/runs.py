@@ -19,9 +19,9 @@ import yaml
 
 from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain
+from fl_lightning.introspection.papers import declared
 from fl_lightning.lab.cli.compose import parse_yaml
 from fl_lightning.metrics import Directions, metrics_hash, read_rows, separated
-from fl_lightning.papers import declared
 
 Column = np.ndarray[Any, np.dtype[np.float64]]
 

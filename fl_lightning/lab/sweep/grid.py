@@ -15,7 +15,7 @@ from typing import Any
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import TOP_LEVEL, class_name, prepare
-from fl_lightning.lab.sweep.spec import ROUNDS, SEEDS, Spec, as_list
+from fl_lightning.lab.sweep.sweep_file import ROUNDS, SEEDS, Spec, as_list
 
 
 @dataclass(frozen=True)

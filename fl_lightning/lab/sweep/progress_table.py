@@ -7,7 +7,8 @@ import sys
 import time
 from collections.abc import Mapping
 
-from fl_lightning.lab.sweep.folder import (
+from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.sweep_folder import (
     DIVERGED,
     DONE,
     FAILED,
@@ -17,7 +18,6 @@ from fl_lightning.lab.sweep.folder import (
     shown_of,
     why_failed,
 )
-from fl_lightning.lab.sweep.grid import PlannedRun
 
 # Seconds between two reads of the runs' files.
 _EVERY = 1.0

@@ -17,11 +17,11 @@ from fl_lightning.lab.cli.compose import plain_yaml, prepare
 from fl_lightning.lab.report import runs as reading
 from fl_lightning.lab.report.chosen import end_of, on_test_samples
 from fl_lightning.lab.report.scores import SCORES, has_lost, score_of
-from fl_lightning.lab.sweep.folder import DIVERGED, DONE
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, part_of, runs, value_name
-from fl_lightning.lab.sweep.spec import ROUNDS, Selection, as_list
+from fl_lightning.lab.sweep.sweep_file import ROUNDS, Selection, as_list
+from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE
 from fl_lightning.metrics import Directions, comma_separated, read_rows
-from fl_lightning.storage.files import written_aside
+from fl_lightning.storage.atomic_files import written_aside
 
 # Score a candidate as a report compares arms.
 SCORE = SCORES[0]

@@ -14,12 +14,11 @@ import yaml
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.compose import parse_yaml
-from fl_lightning.lab.sweep import folder as files
+from fl_lightning.lab.sweep import sweep_folder as files
 from fl_lightning.lab.sweep import workers
-from fl_lightning.lab.sweep.folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.lab.sweep.grid import PlannedArm, PlannedRun, arms, by_seed, runs, seeds
 from fl_lightning.lab.sweep.progress_table import ProgressTable
-from fl_lightning.lab.sweep.queue import Queue, outcome
+from fl_lightning.lab.sweep.run_queue import Queue, outcome
 from fl_lightning.lab.sweep.selection import (
     Candidate,
     candidates,
@@ -33,7 +32,8 @@ from fl_lightning.lab.sweep.selection import (
     which_way,
     write_choices,
 )
-from fl_lightning.lab.sweep.spec import Spec
+from fl_lightning.lab.sweep.sweep_file import Spec
+from fl_lightning.lab.sweep.sweep_folder import DIVERGED, DONE, FAILED, RUNNING, WAITING
 from fl_lightning.metrics import read_record
 
 # Settings that may differ in one folder: names of a run, and places of files. A higher number of

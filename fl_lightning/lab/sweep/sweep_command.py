@@ -13,7 +13,11 @@ from typing import Any
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
-from fl_lightning.lab.sweep.folder import (
+from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.progress_table import counts
+from fl_lightning.lab.sweep.sweep import Sweep
+from fl_lightning.lab.sweep.sweep_file import read_spec
+from fl_lightning.lab.sweep.sweep_folder import (
     DIVERGED,
     DONE,
     FAILED,
@@ -22,11 +26,7 @@ from fl_lightning.lab.sweep.folder import (
     read_states,
     standing,
 )
-from fl_lightning.lab.sweep.grid import PlannedRun
-from fl_lightning.lab.sweep.progress_table import counts
-from fl_lightning.lab.sweep.spec import read_spec
-from fl_lightning.lab.sweep.sweep import Sweep
-from fl_lightning.storage.files import named
+from fl_lightning.storage.atomic_files import named
 
 DESCRIPTION = """Run a grid of settings and seeds, several runs at once.
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 from fl_lightning.errors import UserError
 from fl_lightning.escaping import plain_lines
 from fl_lightning.lab.cli.compose import parse_yaml, prepare
-from fl_lightning.lab.sweep.folder import make
 from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.sweep_folder import make
 from fl_lightning.metrics import read_record
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def warm() -> None:
     import matplotlib.figure  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
-    import fl_lightning.lab.cli.commands  # noqa: F401
+    import fl_lightning.lab.cli.lightning_commands  # noqa: F401
 
     gc.collect()
     # Exclude these objects from garbage collection in the workers, so that memory pages stay
@@ -137,7 +137,7 @@ def start(run: PlannedRun, place: Place, claims_hash: str | None) -> ForkProcess
 
 def fit_here(run: PlannedRun, claims_hash: str | None) -> int:
     """Run ``fl-lightning fit`` for ``run`` in this process, and return its exit status."""
-    from fl_lightning.lab.cli.commands import run as fit
+    from fl_lightning.lab.cli.lightning_commands import run as fit
 
     # Lightning's launcher starts further processes with this command line.
     sys.argv = [sys.argv[0], "fit", *run.argv]

@@ -22,7 +22,7 @@ from fl_lightning.callbacks import (
     RelaxedInitialization,
     SharpnessAwareMinimization,
 )
-from fl_lightning.engines import kinds
+from fl_lightning.engines import registry
 from fl_lightning.engines.fast.gpu_streams import Streams
 from fl_lightning.schedules import Exponential
 from tests.helpers.learners import Lit, Normed, blobs, federated, momentum, trainer
@@ -145,7 +145,9 @@ def test_replays_leave_the_same_bits(name: str, monkeypatch: pytest.MonkeyPatch)
         assert module.engine_facts["capture"] == "yes" and replayed(engine) > 100
         assert_same(expected, found)
     # the GPU's engine, without streams, with more clients than workers
-    monkeypatch.setattr(kinds, "Threads", lambda workers, learner, note: Streams(workers, learner))
+    monkeypatch.setattr(
+        registry, "Threads", lambda workers, learner, note: Streams(workers, learner)
+    )
     for capture in (True, False):
         _, found, engine = ran(*CASES[name], capture=capture, workers=3)
         assert isinstance(engine, Streams) and (replayed(engine) if capture else 1) > 0

@@ -1,0 +1,1 @@
+"""From a client's samples to its batches."""

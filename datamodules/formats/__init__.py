@@ -1,0 +1,1 @@
+"""How tables, texts, pictures and files of other tools are read."""

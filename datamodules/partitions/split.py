@@ -1,0 +1,389 @@
+"""The training samples, split over clients once per seed: by a partition or by given index
+arrays.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fl_lightning.datamodules.batches.samples import Samples
+from fl_lightning.datamodules.partitions.client_tests import (
+    ClientTests,
+    HeldOut,
+    SplitTests,
+    apart,
+    stratified,
+)
+from fl_lightning.datamodules.partitions.partition import (
+    ByGroup,
+    Indices,
+    LazyClients,
+    Partition,
+    check_client,
+    check_sequence,
+    digest,
+    positions,
+)
+from fl_lightning.errors import UserError
+from fl_lightning.machine.lightning import rank_zero_warn
+from fl_lightning.sampling import generator
+
+# Up to this number of indices, a split's hash is computed from the indices.
+HASHED_BY_CONTENT = 10_000_000
+# The client's training samples, its test samples, or these positions.
+What = Literal["train", "test"] | Indices
+# Number of clients whose indices of both sides are kept in memory.
+LATEST = 1000
+# Up to this number of clients, their test samples are compared with others' training samples.
+COMPARED = 10_000
+
+
+@dataclass
+class Split:
+    """Which client has which of ``total`` training samples.
+
+    ``clients``: index arrays, into ``kept`` if some samples are ``held_out`` for validation; made
+    ``by_partition``, or given. ``test``: each client's test samples. ``labels``: those of all
+    training samples ``(N,)``; None: they have no classes.
+    """
+
+    clients: Sequence[Any]
+    total: int
+    kept: Indices | None = None
+    held_out: Indices | None = None
+    by_partition: bool = True
+    test: ClientTests | None = None
+    labels: NDArray[np.int64] | None = None
+    _latest: dict[int, tuple[Indices, Indices]] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    @cached_property
+    def sizes(self) -> NDArray[np.int64]:
+        """Return the numbers of training samples ``(m,)``; counted once, because it takes all m
+        clients.
+        """
+        m = len(self.clients)
+        if self.test is not None:
+            return np.fromiter((len(self.indices(i)) for i in range(m)), np.int64, m)
+        sizes = getattr(self.clients, "sizes", None)
+        if sizes is None:
+            sizes = np.fromiter((len(self._all(i)) for i in range(m)), np.int64, m)
+        return np.asarray(sizes, np.int64)
+
+    @cached_property
+    def hash(self) -> str:
+        return partition_hash(self.clients, self.kept, self.test)
+
+    @cached_property
+    def label_hash(self) -> str:
+        return "" if self.labels is None else digest(self.labels)
+
+    def indices(self, client: int) -> Indices:
+        """Return the positions of the samples that a client trains on, in the training data
+        ``(N_i,)``.
+        """
+        return self._all(client) if self.test is None else self._sides(client)[0]
+
+    def asked(self, client: int, what: What) -> Indices:
+        """Return the positions of a client's samples of this kind in the training data."""
+        if not isinstance(what, str):
+            return what
+        return self.indices(client) if what == "train" else self.test_indices(client)
+
+    def test_indices(self, client: int) -> Indices:
+        """Return the positions of a client's test samples; there may be none.
+
+        Positions in clients' own test sets are counted on from ``total``.
+        """
+        return np.zeros(0, np.int64) if self.test is None else self._sides(client)[1]
+
+    def _sides(self, client: int) -> tuple[Indices, Indices]:
+        """Return a client's samples to train on and to test on."""
+        assert self.test is not None
+        sides = self._latest.get(client)
+        if sides is None:
+            # A million clients would fill the memory, and a round asks for its own clients only a
+            # few times.
+            if len(self._latest) >= LATEST:
+                self._latest.clear()
+            sides = self._latest[client] = self.test.sides(self._all(client), client)
+        return sides
+
+    def _all(self, client: int) -> Indices:
+        indices = positions(self.clients[client])
+        if not isinstance(self.clients, list | tuple):
+            check_client(client, indices, self.total)
+        if self.kept is None:
+            return indices.astype(np.int64, copy=False)
+        kept: Indices = self.kept[indices]
+        return kept
+
+
+def _drawn(samples: int, labels: Indices | None, total: int, seed: int) -> Indices:
+    """Return the positions of the samples that are used, ascending, of each class its share."""
+    if samples > total:
+        raise UserError(
+            f"samples is {samples}: there are {total} training samples. Give at most {total}, or "
+            "leave samples out to use all."
+        )
+    shuffled = generator(seed, "samples").permutation(total)
+    if labels is None:
+        return np.sort(shuffled[:samples])
+    return np.sort(stratified(shuffled, labels[shuffled], samples))
+
+
+def _leaves_out(val_fraction: float, samples: int | None) -> str:
+    """Return the options that leave samples out, with their verbs."""
+    reasons = []
+    if samples is not None:
+        reasons.append(f"samples={samples} leaves out")
+    if val_fraction > 0:
+        reasons.append(f"val_fraction={val_fraction} holds out")
+    return " and ".join(reasons)
+
+
+def split_samples(
+    data: Samples,
+    partition: Partition,
+    counts: tuple[int | None, int | None],
+    clients: Sequence[Any] | None,
+    val_fraction: float,
+    test: ClientTests | None,
+    samples: int | None,
+    seed: int,
+) -> Split:
+    """Draw ``samples``, hold ``val_fraction`` of them out, and split the rest.
+
+    The other samples are split as ``clients`` says, else by the partition. Held-out samples are
+    removed from the given lists; the other samples stay with their clients.
+
+    Args:
+        samples: how many samples are used; None: all.
+        test: each client's test samples.
+        counts: the number of clients asked for, and the default if neither it nor the partition
+            gives one.
+
+    Raises:
+        UserError: there are too few samples, no number of clients, or no classes although the
+            partition needs them.
+    """
+    total = len(data)
+    # Check now: once samples are left out, groups of the wrong length would go unnoticed.
+    if clients is None:
+        partition.check_size(total)
+    kept, held_out = _kept_and_held_out(data, val_fraction, samples, seed)
+    if kept is not None:
+        whole = partition
+        partition = partition.restrict(kept)
+        if isinstance(whole, ByGroup) and clients is None and whole.clients != partition.clients:
+            rank_zero_warn(
+                f"{partition.clients} of {whole.clients} groups are clients: "
+                f"{_leaves_out(val_fraction, samples)} all samples of the other groups. Clients "
+                "are numbered without these groups, so client 0 is not the first group if that "
+                "group is left out"
+            )
+    if clients is not None:
+        clients = _checked(clients, total)
+        clients = clients if kept is None else without_held_out(clients, kept, total)
+        return Split(clients, total, kept, held_out, False, test, data.labels)
+    wanted, default = counts
+    num_clients = wanted or partition.clients or default
+    check_partition(partition, num_clients, data.labels, data.why_no_classes)
+    assert num_clients is not None
+    labels = np.zeros(total, np.int64) if data.labels is None else data.labels
+    labels = labels if kept is None else labels[kept]
+    drawn, tests = apart(partition.split(labels, num_clients, seed))
+    clients = _checked(drawn, len(labels))
+    if tests is not None:
+        test = _tested(partition, tests, kept, len(labels), test)
+    return Split(clients, total, kept, held_out, True, test, data.labels)
+
+
+def check_apart(split: Split, pooled: bool) -> None:
+    """Report that clients are tested on samples on which other clients train.
+
+    Raises:
+        UserError: with ``pooled``, because these samples are the global test set.
+    """
+    of_training = isinstance(split.test, HeldOut | SplitTests)
+    if not of_training or len(split.clients) > COMPARED:
+        return
+    trained = np.zeros(split.total, bool)
+    tested = np.zeros(split.total, bool)
+    for client in range(len(split.clients)):
+        trained[split.indices(client)] = True
+        tested[split.test_indices(client)] = True
+    both = int((trained & tested).sum())
+    if not both:
+        return
+    text = (
+        f"{both:,} of {int(tested.sum()):,} samples on which clients are tested are training "
+        "samples of other clients, because the split gives samples to several clients, so test "
+        "accuracy is too high"
+    )
+    if pooled:
+        raise UserError(
+            f"pooled=True: {text}. Give a partition without replacement, or lists that do not "
+            "overlap."
+        )
+    rank_zero_warn(text)
+
+
+def _tested(
+    partition: Partition,
+    tests: list[Indices],
+    kept: Indices | None,
+    total: int,
+    other: ClientTests | None,
+) -> SplitTests:
+    """Return the test samples that the partition gives; ``other``: test samples by other
+    options.
+    """
+    if other is not None:
+        what, kind = other.described
+        raise UserError(
+            f"The partition {partition!r} gives each client test samples, and the data module has "
+            f"others ({what}: {kind}). Leave client_test_fraction and test_clients out, or choose "
+            "a partition without test samples."
+        )
+    for client, test in enumerate(tests):
+        if len(test):
+            check_client(client, test, total)
+    return SplitTests(tests if kept is None else [kept[test] for test in tests])
+
+
+def _kept_and_held_out(
+    data: Samples, val_fraction: float, samples: int | None, seed: int
+) -> tuple[Indices | None, Indices | None]:
+    """Return the positions to train on (None: all), and the positions held out for validation
+    (None: none).
+    """
+    drawn = None if samples is None else _drawn(samples, data.labels, len(data), seed)
+    if val_fraction == 0:
+        return drawn, None
+    used = len(data) if drawn is None else len(drawn)
+    held = round(val_fraction * used)
+    if not 0 < held < used:
+        raise UserError(
+            f"val_fraction is {val_fraction}: of {used} training samples that leaves none to "
+            "train or to validate on. Give another share, or 0 to validate on the test set."
+        )
+    order = generator(seed, "val-fraction").permutation(used)
+    held_out = np.sort(order[:held])
+    kept = np.sort(order[held:])
+    if drawn is None:
+        return kept, held_out
+    return drawn[kept], drawn[held_out]
+
+
+def check_partition(
+    partition: Partition, num_clients: int | None, labels: object, why: str
+) -> None:
+    """Refuse a partition without a number of clients, or one that uses classes if there are
+    none.
+    """
+    if num_clients is None:
+        raise UserError(
+            "num_clients is not given: give the number of clients, or clients=[…] with each "
+            "client's sample indices."
+        )
+    if labels is None and partition.needs_labels:
+        raise UserError(
+            f"The partition is {partition!r}, which uses classes, but the training data have no "
+            f"class labels (whole numbers from 0, one per sample): {why}; give targets, or a "
+            "partition such as IID."
+        )
+
+
+def without_held_out(clients: Sequence[Any], kept: Indices, total: int) -> LazyClients:
+    """Return each client's own list without held-out samples, as positions into ``kept``.
+
+    >>> left = without_held_out([[0, 4, 3], [3, 1, 1]], kept=np.array([0, 1, 4]), total=5)
+    >>> [client.tolist() for client in left], left.sizes
+    ([[0, 2], [1, 1]], array([2, 2]))
+
+    Raises:
+        UserError: a client would be left without samples.
+    """
+    places = np.full(total, -1)
+    places[kept] = np.arange(len(kept))
+    own = partial(_left, clients, places)
+    sizes = np.fromiter((len(own(i)) for i in range(len(clients))), np.int64, len(clients))
+    return LazyClients(sizes, own, getattr(clients, "recipe", ""))
+
+
+def _left(clients: Sequence[Any], places: Indices, client: int) -> Indices:
+    own = positions(clients[client])
+    check_client(client, own, len(places))
+    left: Indices = places[own]
+    left = left[left >= 0]
+    if not len(left):
+        raise UserError(
+            f"val_fraction holds out all {len(own)} samples of client {client}, or samples= "
+            "leaves them out: give a smaller val_fraction, the client more samples, or "
+            "validation data of their own and val_fraction=0."
+        )
+    return left
+
+
+def check_given(clients: Any, num_clients: int | None, partition: Partition | None) -> None:
+    """Refuse anything but a Partition as partition, anything but a sequence as clients, and both
+    together.
+    """
+    if partition is not None and not isinstance(partition, Partition):
+        raise UserError(
+            f"partition={partition!r} is not a partition: give an object, such as Dirichlet(0.3), "
+            "IID() or one of a subclass of Partition."
+        )
+    if clients is None:
+        return
+    check_sequence("clients", clients, "each client's sample indices")
+    if partition is not None or num_clients not in (None, len(clients)):
+        raise UserError(
+            f"clients gives {len(clients)} clients' samples, and num_clients is {num_clients}, "
+            f"partition {partition!r}: give either only clients, or num_clients and partition."
+        )
+
+
+def _checked(clients: Sequence[Any], total: int) -> Sequence[Any]:
+    """Check lists at once, and lazy sequences when a client is read."""
+    check_sequence("clients", clients, "each client's sample indices")
+    if len(clients) == 0:
+        raise UserError("clients is empty: give at least one client's sample indices.")
+    if isinstance(clients, list | tuple):
+        for i, indices in enumerate(clients):
+            check_client(i, indices, total)
+    return clients
+
+
+def partition_hash(
+    clients: Sequence[Indices], kept: Indices | None, test: ClientTests | None = None
+) -> str:
+    """Return a hash of all indices, or of the recipe if there are very many lazy ones."""
+    state = hashlib.sha256(b"" if kept is None else kept.tobytes())
+    if test is not None:
+        state.update(test.recipe)
+    recipe = ""
+    if isinstance(clients, LazyClients) and int(clients.sizes.sum()) > HASHED_BY_CONTENT:
+        recipe = clients.recipe
+    flat = getattr(clients, "flat", None)
+    if recipe:
+        state.update(recipe.encode())
+    elif isinstance(clients, LazyClients) and flat is not None:
+        # The same bytes as below, at once.
+        starts = np.cumsum(clients.sizes) - clients.sizes
+        state.update(np.insert(flat.astype("<i8"), starts, clients.sizes).tobytes())
+    else:
+        for i in range(len(clients)):
+            array = positions(clients[i]).astype(np.int64, copy=False)
+            state.update(len(array).to_bytes(8, "little"))
+            state.update(np.ascontiguousarray(array).tobytes())
+    return state.hexdigest()[:16]

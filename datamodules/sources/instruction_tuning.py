@@ -1,0 +1,381 @@
+"""Instructions with their answers, and conversations, as tokens and a mask of the tokens to
+learn.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fl_lightning.accepted import AtLeast
+from fl_lightning.datamodules.base import FederatedDataModule
+from fl_lightning.datamodules.batches.biases import Bias
+from fl_lightning.datamodules.batches.samples import TensorSamples
+from fl_lightning.datamodules.formats.tokens import NO_TOKEN, Bytes, Folder, padded, tokenizer_of
+from fl_lightning.datamodules.partitions.partition import ByGroup, Partition, own_or_grouped
+from fl_lightning.datamodules.partitions.split import Split
+from fl_lightning.datamodules.sources.language_modelling import no_pixels
+from fl_lightning.errors import UserError
+from fl_lightning.evaluation.instruction_records import check_template, prompt_of, read_records
+
+Pair = tuple[list[int], list[bool]]  # tokens, and for each whether it is learned
+
+
+class RecordSamples(TensorSamples):
+    """Texts and targets ``(N, L)`` in memory; a batch is as long as its longest text."""
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Return the number of tokens of each text ``(N,)``."""
+        return (self.x != NO_TOKEN).sum(1).numpy()
+
+    def with_samples(self, x: Tensor, y: Tensor) -> TensorSamples:
+        return RecordSamples(x, y)
+
+    def batches(
+        self, index: NDArray[np.int64], size: int, *rest: Any, **more: Any
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        starts = range(0, len(index), size)
+        for start, (x, y) in zip(starts, super().batches(index, size, *rest, **more), strict=True):
+            # These sizes are known without the device, so nothing waits for it.
+            longest = int(self.lengths[index[start : start + size]].max())
+            yield x[:, :longest], y[:, :longest]
+
+
+class InstructionTuning(FederatedDataModule):
+    """Records ``{instruction, input, output}`` or ``{messages: [{role, content}, …]}``.
+
+    x ``(L,)`` are tokens, -1 after the end of a text; y ``(L,)`` is the token if it is to be
+    learned, else -1. With ``response_only`` only the tokens of the answers and their ends are
+    learned. L is the longest text of the batch. ``CausalLanguageModel`` takes such batches.
+
+    Args:
+        root: the folder that holds the files; None if ``train`` and ``test`` are records.
+        train, test: a file of JSON lines, or of one JSON list; a folder of ``save_to_disk`` of the
+            library ``datasets``; or the records themselves, a list of dicts or a ``Dataset`` whose
+            rows are dicts. ``train`` None: 360 small sums for a first try, and 40 others to test
+            on. ``input`` may be absent; ``response`` and ``answer`` stand for ``output``,
+            ``context`` for ``input``.
+        template: ``"alpaca"``, or a prompt with ``{instruction}`` and, if wanted, ``{input}``.
+        length: tokens of a record; longer records are cut at the end, and left out if no token is
+            left to learn.
+        tokenizer: a local folder with a tokenizer of transformers, whose chat template is used for
+            messages; None: the tokens are bytes.
+        response_only: learn only answers; False: all tokens but the first.
+        pack: join the training records of each client, in their order, and cut them into rows of
+            ``length`` tokens; the last row may be shorter. No token of such a row is padding;
+            positions continue, and a record can attend to the earlier records in its row. A sample
+            is a row.
+        group: the field that names the client; None: use a ``partition``.
+        augment, biases, download: have to be False and empty, because texts have none.
+        arguments: as in ``FederatedDataModule``.
+
+    Raises:
+        UserError: a file is missing or holds other records; or a template lacks its fields.
+    """
+
+    texts = True  # tells the command line that the samples are not images
+
+    def __init__(
+        self,
+        root: str | Path | None = None,
+        train: str | list[dict[str, Any]] | None = None,
+        test: str | list[dict[str, Any]] | None = None,
+        template: str = "alpaca",
+        length: Annotated[int, AtLeast(2)] = 512,
+        tokenizer: str | Path | None = None,
+        response_only: bool = True,
+        pack: bool = False,
+        group: str | None = None,
+        partition: Partition | None = None,
+        biases: Sequence[Bias] = (),
+        batch_size: int | None = 16,
+        augment: bool = False,
+        download: bool = False,
+        eval_batch_size: int | None = 16,
+        **arguments: Any,
+    ) -> None:
+        super().__init__(
+            partition=own_or_grouped(partition, group, arguments),
+            biases=biases,
+            batch_size=batch_size,
+            eval_batch_size=eval_batch_size,
+            **arguments,
+        )
+        no_pixels("InstructionTuning", augment, biases)
+        if download:
+            raise UserError(
+                "InstructionTuning's download is true, but you have to bring the records yourself: "
+                "put them into "
+                "data.root."
+            )
+        check_template("InstructionTuning", template)
+        held_out = (self.val_fraction, self.client_test_fraction, self._test_clients, self._pooled)
+        if pack and any(held_out):
+            raise UserError(
+                "InstructionTuning's pack is true, which joins all records of a client. So "
+                "val_fraction, client_test_fraction, test_clients and pooled cannot hold out any "
+                "of them. Leave these options out (data.test takes a separate file), or leave pack "
+                "out."
+            )
+        self.root = None if root is None else Path(root)
+        self.train = train
+        self.test = test
+        self.template = template
+        self.length = length
+        self.tokenizer = tokenizer
+        self.response_only = response_only
+        self.pack = pack
+        self.group = group
+        self.encoder: Bytes | Folder | None = None  # None until the data are loaded
+        # Records that are packed: tokens and targets of each record, and all of them as samples.
+        self._texts: list[tuple[list[int], list[int]]] = []
+        self._unpacked: RecordSamples | None = None
+        # number of tokens in the vocabulary; None until the data are loaded
+        self.vocabulary: int | None = None
+
+    def load(self) -> None:
+        self.encoder = tokenizer = tokenizer_of(self.tokenizer)
+        train: Any = self.train
+        test: Any = self.test
+        if train is None:
+            train, made = small_sums()
+            test = made if test is None else test
+        self.train_set, groups = self._samples(train, tokenizer, self.pack)
+        if self.group is not None:
+            names, self.groups = np.unique(groups, return_inverse=True)
+            if isinstance(self.partition, ByGroup):
+                self.client_names = [str(name) for name in names]
+        self.test_set = None
+        if test is not None:
+            self.test_set, _ = self._samples(test, tokenizer)
+        self.vocabulary = tokenizer.size
+
+    def setup(self, stage: str | None = None) -> None:
+        """Load once; split, and pack, once per seed."""
+        split_before = self._split
+        # Records are split, and not the rows of an earlier seed.
+        if self._unpacked is not None and self._split_seed != self.run_seed:
+            self.train_set = self._unpacked
+        super().setup(stage)
+        if self.pack and self._split is not split_before:
+            self._join(self._split)
+
+    def _join(self, split: Split | None) -> None:
+        """Replace the records of each client by its rows."""
+        assert split is not None
+        x: list[list[int]] = []
+        y: list[list[int]] = []
+        clients: list[NDArray[np.int64]] = []
+        for client in range(len(split.clients)):
+            # Use the order of the file, in whatever order the records were drawn.
+            tokens: list[int] = []
+            wanted: list[int] = []
+            for place in sorted(split.indices(client).tolist()):
+                text, targets = self._texts[place]
+                tokens += text
+                wanted += targets
+            first = len(x)
+            for start in range(0, len(tokens), self.length):
+                row = wanted[start : start + self.length]
+                x.append(tokens[start : start + self.length])
+                # No token comes before a row's first token, so the first one is not predicted.
+                y.append([NO_TOKEN, *row[1:]])
+            clients.append(np.arange(first, len(x)))
+        longest = max(map(len, x))
+        self.train_set = RecordSamples(padded(x, longest), padded(y, longest))
+        packed = Split(clients, len(x), by_partition=split.by_partition)
+        # The hash must identify the records of each client: two splits may pack into equally many
+        # rows.
+        packed.hash = split.hash
+        self._split = packed
+
+    def _samples(
+        self, given: Any, tokenizer: Bytes | Folder, pack: bool = False
+    ) -> tuple[TensorSamples, list[str]]:
+        name, records = self._records(given)
+        texts: list[list[int]] = []
+        targets: list[list[int]] = []
+        groups: list[str] = []
+        every_group: dict[str, None] = {}
+        for number, record in enumerate(records, 1):
+            place = f"{name}, record {number},"
+            tokens, learned = self._encoded(record, tokenizer, place)
+            if not pack:
+                tokens, learned = tokens[: self.length], learned[: self.length]
+            if self.group is not None:
+                if self.group not in record:
+                    raise UserError(f"{place} has no {self.group!r}, which data.group names.")
+                every_group[str(record[self.group])] = None
+            wanted = [t if yes else NO_TOKEN for t, yes in zip(tokens, learned, strict=True)]
+            # No token comes before the first one, so the first one is not predicted.
+            if all(target == NO_TOKEN for target in wanted[1:]):
+                continue
+            texts.append(tokens)
+            targets.append([NO_TOKEN, *wanted[1:]])
+            if self.group is not None:
+                groups.append(str(record[self.group]))
+        if not texts:
+            raise UserError(
+                f"{name} has no record with an answer within data.length {self.length} "
+                "tokens. Give a larger length, or other records."
+            )
+        if without := [group for group in every_group if group not in set(groups)]:
+            raise UserError(
+                f"{name}: the client {self.group}={without[0]!r} has no record with an answer "
+                f"within data.length {self.length} tokens. Give a larger length, or leave its "
+                "records out."
+            )
+        if left_out := len(records) - len(texts):
+            warnings.warn(
+                f"{name}: {left_out} of {len(records)} records have no answer within "
+                f"data.length {self.length} tokens, and are left out.",
+                stacklevel=2,
+            )
+        longest = max(map(len, texts))
+        samples = RecordSamples(padded(texts, longest), padded(targets, longest))
+        if pack:
+            self._texts = list(zip(texts, targets, strict=True))
+            self._unpacked = samples
+        return samples, groups
+
+    def _records(self, given: Any) -> tuple[str, Sequence[Mapping[str, Any]]]:
+        """Return the name of records in messages, and the records."""
+        if not isinstance(given, str | Path):
+            fits = len(given) and all(isinstance(record, Mapping) for record in given)
+            if not fits:
+                raise UserError(
+                    "InstructionTuning's train and test are a file or a list of dicts "
+                    "{instruction, input, output} or {messages}, and here "
+                    + (f"one of them is {given!r}"[:120] + "." if len(given) else "it is empty.")
+                )
+            return "the list of records", given
+        path = Path(given) if self.root is None else self.root / given
+        if path.is_dir():
+            return repr(str(path)), saved_rows(path)
+        return repr(str(path)), read_records(path, "InstructionTuning")
+
+    def _encoded(self, record: Mapping[str, Any], tokenizer: Bytes | Folder, place: str) -> Pair:
+        """Return a record's tokens, and which of them are to be learned."""
+        if record.get("messages") is not None:
+            tokens, answers = conversation(record["messages"], tokenizer, place)
+        else:
+            prompt, output = prompt_of(record, self.template, place)
+            asked = tokenizer.whole(prompt).tolist()
+            answer = [*tokenizer.whole(output).tolist(), end_of(tokenizer)]
+            tokens = asked + answer
+            answers = [False] * len(asked) + [True] * len(answer)
+        return tokens, answers if self.response_only else [True] * len(tokens)
+
+
+def small_sums() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return records to train on and to test on, always the same; ``digits`` names a group.
+
+    >>> small_sums()[0][1]
+    {'instruction': 'What is 0 + 1?', 'output': '1', 'digits': 1}
+    """
+    train: list[dict[str, Any]] = []
+    test: list[dict[str, Any]] = []
+    for number in range(400):
+        a, b = divmod(number, 20)
+        answer = str(a + b)
+        record = {
+            "instruction": f"What is {a} + {b}?",
+            "output": answer,
+            "digits": len(answer),
+        }
+        (test if number % 10 == 7 else train).append(record)
+    return train, test
+
+
+def saved_rows(path: Path) -> list[dict[str, Any]]:
+    """Return the rows of a folder that ``save_to_disk`` of the library ``datasets`` wrote.
+
+    Raises:
+        UserError: it is not such a folder, or the library is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{str(path)!r} is a folder, which datasets reads ({error}). Install it: pip install "
+            "datasets; or give a file of JSON lines."
+        ) from None
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library and its file formats raise many kinds of errors
+        raise UserError(
+            f"{str(path)!r} is not a folder that save_to_disk wrote ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:160]}). Give such a folder, or a file of JSON lines."
+        ) from error
+    if isinstance(found, Mapping):
+        raise UserError(
+            f"{str(path)!r} holds the splits {', '.join(found)}: give one of them, such as "
+            f"{path.name}/{next(iter(found))}."
+        )
+    return list(found)
+
+
+def end_of(tokenizer: Bytes | Folder) -> int:
+    """Return the token that ends a text."""
+    number = tokenizer.end
+    if number is None:
+        raise UserError(
+            "data.tokenizer has no token for the end of a text (eos_token). Set one in its folder."
+        )
+    return number
+
+
+def conversation(messages: Any, tokenizer: Bytes | Folder, place: str) -> Pair:
+    """Return the tokens of a conversation; the assistant's words and their ends are to be
+    learned.
+    """
+    fits = isinstance(messages, list) and all(
+        isinstance(each, dict)
+        and isinstance(each.get("role"), str)
+        and isinstance(each.get("content"), str)
+        for each in messages
+    )
+    if not fits or not messages:
+        raise UserError(f"{place} has messages that are not a list of {{role, content}}.")
+    tokens: list[int] = []
+    answers: list[bool] = []
+    for k, message in enumerate(messages):
+        whole, header = _with_message(messages[: k + 1], tokens, tokenizer, place)
+        says = message["role"] == "assistant"
+        answers += [False] * (header - len(tokens)) + [says] * (len(whole) - header)
+        tokens = whole
+    return tokens, answers
+
+
+def _with_message(
+    messages: list[dict[str, str]], before: list[int], tokenizer: Bytes | Folder, place: str
+) -> tuple[list[int], int]:
+    """Return the tokens up to the last message, and where its words begin; ``before``: the
+    tokens without it.
+    """
+    last = messages[-1]
+    rendered = tokenizer.chat(messages)
+    if rendered is None:
+        header = [*before, *tokenizer.whole(f"<|{last['role']}|>\n").tolist()]
+        words: NDArray[np.int32] = tokenizer.whole(last["content"])
+        return [*header, *words.tolist(), end_of(tokenizer)], len(header)
+    if rendered[: len(before)] != before:
+        raise UserError(
+            f"{place} cannot be cut into messages: the tokenizer's chat template renders the first "
+            f"{len(messages) - 1} of {len(messages)} messages differently if the last one follows. "
+            "Use "
+            "another template, or records of instructions."
+        )
+    header = before
+    if last["role"] == "assistant" and len(messages) > 1:
+        asked = tokenizer.chat(messages[:-1], asks=True) or []
+        header = asked if rendered[: len(asked)] == asked else before
+    return rendered, max(len(header), len(before))

@@ -1,0 +1,1 @@
+"""What tells about a split: hash, table, picture and measures."""

@@ -1,0 +1,600 @@
+"""The callbacks of a run taken together: who owns which hook, and how hooks are called."""
+
+from __future__ import annotations
+
+import inspect
+import reprlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from numbers import Integral
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fl_lightning.callback import (
+    Declaration,
+    FederatedCallback,
+    Layout,
+    Refusal,
+    RunBinding,
+    RunFacts,
+    takes_no_gradient,
+)
+from fl_lightning.checks.notes import refuse_optimizer
+from fl_lightning.errors import UserError, WrongKind, suggest
+from fl_lightning.introspection import hook_source
+from fl_lightning.round import partial_training
+from fl_lightning.round.transaction import RoundTransaction
+from fl_lightning.schedules import arguments
+
+OWNED = {
+    "select": "who takes part",
+    "steps": "how many steps clients take",
+    "broadcast": "what clients get as w",
+    "perturbation": "where the gradient is taken",
+    "on_loss_gradient": "how the loss gradient is mixed",
+    "precondition": "in which direction clients step",
+    "on_direction": "how that direction is changed",
+    "step_rate": "the learning rate of each step",
+    "local_batch": "what clients train on",
+    "transmit": "what clients send",
+    "aggregate": "how updates are combined",
+    "evaluated": "what is evaluated",
+    "parts": "which part is averaged when",
+    "trained": "what clients train",
+    "personal": "what a client uses itself",
+}
+SHARED = (
+    "on_layout",
+    "on_round_start",
+    "on_local_start",
+    "local_output",
+    "local_loss",
+    "on_local_gradient",
+    "on_local_step_end",
+    "on_local_end",
+    "on_updates",
+    "on_server_update",
+    "on_round_end",
+)
+LOOKING = ("local_output", "local_loss")
+IN_STEPS = (
+    *("perturbation", "on_loss_gradient", "on_local_gradient"),
+    *("precondition", "on_direction", "step_rate", "on_local_step_end"),
+    *LOOKING,
+)
+# Hooks that change a step's gradient, in order: before it is clipped, and after.
+BEFORE_CLIPPING = ("on_loss_gradient", "on_local_gradient")
+AFTER_CLIPPING = ("precondition", "on_direction")
+CHANGING = (
+    *OWNED,
+    *("on_local_start", "on_local_gradient", "on_local_step_end", "on_updates"),
+    *LOOKING,
+)
+
+
+class CallbackList:
+    """The federated callbacks of a run.
+
+    Args:
+        layout: layout of the model; None: it is given later, by :meth:`lay_out`.
+
+    Raises:
+        UserError: there are two callbacks of one class, or two owners of one hook.
+    """
+
+    def __init__(
+        self, callbacks: Sequence[FederatedCallback], layout: Layout | None = None
+    ) -> None:
+        self.callbacks = list(callbacks)
+        # If set, it calls hooks for this object: ``(hook, subject, *more)``.
+        self.watch: Callable[..., Any] | None = None
+        self._transaction: RoundTransaction | None = None
+        names = [type(c).__name__ for c in self.callbacks]
+        for name in names:
+            if names.count(name) > 1:
+                raise UserError(
+                    f"method: {name} is given {names.count(name)} times; a run takes each "
+                    "callback once. Remove one (a config such as method/fedinit may bring it "
+                    "already)."
+                )
+        for callback in self.callbacks:
+            refuse_misspelt_hooks(callback)
+            refuse_other_arguments(callback)
+            refuse_inference_mode(callback)
+        # Callbacks that change updates for the clients come before those that work at the server.
+        # Callbacks that keep coordinates at rest come after all that move them.
+        ordered = sorted(self.callbacks, key=lambda c: c.order)
+        # `on_local_end` may still ask for a gradient, so callbacks that change the loss end last.
+        ending = sorted(self.callbacks, key=looks)
+        self._hooks: dict[str, list[Callable[..., Any]]] = {}
+        for hook in SHARED:
+            in_order = self.callbacks
+            if hook in ("on_local_gradient", "on_local_step_end", "on_updates", "on_server_update"):
+                in_order = ordered
+            if hook == "on_local_end":
+                in_order = ending
+            self._hooks[hook] = [getattr(c, hook) for c in in_order if c.has(hook)]
+        self._owners: dict[str, Callable[..., Any]] = {}
+        self._owned_by: dict[str, FederatedCallback] = {}
+        self._sends: str = "x"
+        for hook, decision in OWNED.items():
+            owners = [c for c in self.callbacks if c.has(hook)]
+            if len(owners) > 1:
+                both = " and ".join(type(c).__name__ for c in owners)
+                raise UserError(
+                    f"method: {both} both decide {decision} (the hook `{hook}`), but only one "
+                    "callback of a run may do that. Keep one of them."
+                )
+            if owners:
+                self._owners[hook] = getattr(owners[0], hook)
+                self._owned_by[hook] = owners[0]
+                if hook == "transmit":
+                    self._sends = owners[0].sends
+        self.declared: dict[str, Declaration] = {}
+        self._declare()
+        for callback in self.callbacks:
+            self._refuse_companions(callback)
+        partial_training.check_companions(self.callbacks)
+        if layout is not None:
+            self.lay_out(layout)
+
+    def _declare(self) -> None:
+        for callback in self.callbacks:
+            for declaration in callback.declarations().values():
+                self.declared[declaration.key(callback)] = declaration
+
+    def lay_out(self, layout: Layout) -> None:
+        """Give the callbacks the model's layout, on which the shape of their states may depend."""
+        for told in self._hooks["on_layout"]:
+            told(layout)
+        self._declare()
+
+    def _refuse_companions(self, callback: FederatedCallback) -> None:
+        """Refuse callbacks that cannot run together, and partial averaging with silent states.
+
+        A state is silent if it does not declare how partial averaging affects it.
+        """
+        name = type(callback).__name__
+        for companion, why in callback.cannot_run_with.items():
+            for other in self.callbacks:
+                if companion in (*SHARED, *OWNED):
+                    meant = other.has(companion)
+                elif companion == "moves_start":
+                    meant = other.has("on_local_start") and other.moves_start
+                else:
+                    meant = type(other).__name__ == companion
+                if other is not callback and meant:
+                    raise UserError(
+                        f"method: {name} and {type(other).__name__} cannot run together: {why}. "
+                        "Keep one of them."
+                    )
+        if "parts" not in self._owners:
+            return
+        # If parts are not averaged, the run evaluates the mean of the clients' parts.
+        if callback.has("evaluated"):
+            parts = type(self._owned_by["parts"]).__name__
+            raise UserError(
+                f"method: {name} and {parts} both decide {OWNED['evaluated']}, but only one "
+                "callback of a run may do that. Keep one of them."
+            )
+        for declared in callback.declarations().values():
+            if declared.synchronised is None:
+                raise UserError(
+                    f"method: {declared.key(callback)} does not say how partial averaging affects "
+                    "it, so the two cannot run together. Declare synchronised=True (on parts that "
+                    "are not averaged its values stay as they are) or False."
+                )
+
+    def notes(self, run: RunFacts) -> list[str]:
+        """Return the notes of the methods about a run before it begins.
+
+        Raises:
+            UserError: a method cannot run with these settings.
+        """
+        names = {hook: type(owner).__name__ for hook, owner in self._owned_by.items()}
+        direction = names.get("precondition", "")
+        refuse_optimizer(run, direction, names.get("step_rate", ""))
+        companions = tuple(type(callback).__name__ for callback in self.callbacks)
+        run = replace(run, companions=companions, direction_owner=direction)
+        texts = self._note_step_rates()
+        for callback in self.callbacks:
+            for note in callback.notes:
+                text = note.about(callback, run)
+                if text and isinstance(note, Refusal):
+                    raise UserError(f"method: {text}")
+                if text:
+                    texts.append(text)
+            if why := partial_training.why_not_with(callback, run):
+                raise UserError(f"method: {type(callback).__name__} {why}. Leave that option out.")
+        return texts
+
+    def _note_step_rates(self) -> list[str]:
+        """Note which methods take their own steps at the round's rate, if rates change in it."""
+        if "step_rate" not in self._owners:
+            return []
+        texts = []
+        for callback in self.callbacks:
+            reads = [callback.reads_of_clients(hook, "lr") for hook in IN_STEPS]
+            if any(reads):
+                texts.append(
+                    f"{type(callback).__name__} takes steps of its own at the round's learning "
+                    f"rate, which {self.name_of_owner('step_rate')} does not change."
+                )
+        return texts
+
+    def on_gradient(self, hooks: Sequence[str]) -> list[Callable[..., Any]]:
+        """Return these hooks of gradients, in order."""
+        found: list[Callable[..., Any]] = []
+        for hook in hooks:
+            found += [self._owners[hook]] if hook in self._owners else self._hooks.get(hook, [])
+        return found
+
+    def bind_run(self, binding: RunBinding) -> None:
+        """From now on let callbacks draw by the run's seed and read its data."""
+        for callback in self.callbacks:
+            callback._bound_run = binding
+
+    def bind(self, transaction: RoundTransaction) -> None:
+        """From now on let declared state read and write this round's transaction."""
+        self._transaction = transaction
+        transaction.measuring = self.measuring
+        self.bind_run(RunBinding(transaction.round.seed, transaction.round.steps_of))
+        for callback in self.callbacks:
+            callback._bound_transaction = transaction
+
+    def __getitem__(self, hook: str) -> list[Callable[..., Any]]:
+        return self._hooks[hook]
+
+    def owner(self, hook: str) -> Callable[..., Any] | None:
+        return self._owners.get(hook)
+
+    def call(self, hook: Callable[..., Any], subject: Any, *more: Any) -> Any:
+        """Call one method's hook.
+
+        ``subject``: the clients or the server, which from now on know whose hook is running.
+
+        Raises:
+            UserError: the hook changed a vector of the run in place, or a state of the server in a
+                hook of clients.
+        """
+        subject._caller = type(getattr(hook, "__self__", hook)).__name__
+        # Hooks get the run's own vectors, because copies would cost as much as a step.
+        lent = subject._lent
+        versions = [tensor._version for _, tensor in lent]
+        try:
+            if self.watch is not None:
+                returned = self.watch(hook, subject, *more)
+            else:
+                returned = hook(subject, *more)
+        except RuntimeError as error:
+            raise _explained(hook, lent, error) from error
+        if isinstance(returned, Tensor) and returned.is_inference():
+            raise _in_inference_mode(hook)
+        if [tensor._version for _, tensor in lent] != versions:
+            raise _changed(hook, lent, versions)
+        if self._transaction is not None and (key := self._transaction.changed_by_clients()):
+            raise _changed_state(hook, key)
+        return returned
+
+    def run(self, hook: str, argument: Any) -> None:
+        """Call a hook that returns nothing, on every callback that has it."""
+        for call in self._hooks[hook]:
+            checked_nothing(call, self.call(call, argument))
+
+    def end_round(self, server: Any, finished: bool) -> None:
+        """Call ``on_round_end`` of all callbacks.
+
+        If no client ``finished``, only callbacks with ``every_round`` get the call.
+        """
+        if finished:
+            self.run("on_round_end", server)
+            return
+        for call in self._hooks["on_round_end"]:
+            callback: Any = getattr(call, "__self__", None)
+            if callback.every_round:
+                checked_nothing(call, self.call(call, server))
+
+    def of_every_round(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of ``states`` that are committed if no client finished."""
+        names = {type(c).__name__ for c in self.callbacks if c.every_round}
+        return {key: value for key, value in states.items() if key.split(".")[0] in names}
+
+    def gradient(self, call: Callable[..., Any], clients: Any, gradient: Tensor) -> Tensor:
+        """Return the gradient after a hook, which may change it in place or return another."""
+        returned = self.call(call, clients, gradient)
+        if returned is None:
+            return gradient
+        return checked_rows(call, returned, gradient)
+
+    def parts(self, layout: Layout) -> list[tuple[Tensor, int | None]]:
+        owner = self.owner("parts")
+        return owner(layout) if owner else []
+
+    def sent_to_clients(self) -> dict[str, Declaration]:
+        return {key: declared for key, declared in self.declared.items() if declared.goes_down}
+
+    @property
+    def steps(self) -> Callable[[int, Sequence[int]], list[int]] | None:
+        """Return ``(t, ids)`` → K_i of each, if a method decides on them.
+
+        This raises a UserError if the method gives values that are not integers of at least 1.
+        """
+        owner = self.owner("steps")
+        if owner is None:
+            return None
+        name = self.name_of_owner("steps")
+
+        def checked(t: int, ids: Sequence[int]) -> list[int]:
+            given = owner(t, torch.tensor(ids, dtype=torch.int64))
+            return checked_steps(name, given, t, ids)
+
+        return checked
+
+    def name_of_owner(self, hook: str) -> str:
+        """Return the name of the class that owns a hook."""
+        return type(self._owned_by[hook]).__name__
+
+    @property
+    def blind(self) -> bool:
+        """Return whether local steps are perturbed without a gradient at x."""
+        owner = self._owned_by.get("perturbation")
+        return owner is not None and owner.blind
+
+    @property
+    def partial_training(self) -> FederatedCallback | None:
+        """Return the callback that chooses which coordinates clients train; None: all."""
+        return self._owned_by.get("trained")
+
+    @property
+    def personal_of_all(self) -> bool:
+        """Return whether clients that never finished a round have their own model, too."""
+        owner = self._owned_by.get("personal")
+        return owner is not None and owner.personal_of_all
+
+    @property
+    def move_starts(self) -> bool:
+        """Return whether a method may let clients start from a point other than w.
+
+        Parts that clients keep as their own do not count.
+        """
+        return any(c.moves_start for c in self.callbacks if c.has("on_local_start"))
+
+    @property
+    def aggregates_nobody(self) -> bool:
+        """Return whether the server takes its step even if no client finished."""
+        return any(c.every_round for c in self.callbacks if c.has("aggregate"))
+
+    @property
+    def draws_from(self) -> int | Literal["secret"] | None:
+        """Return the source of a private run's draws: its secret or a seed; else None."""
+        return next((c.draws_from for c in self.callbacks if c.draws_from is not None), None)
+
+    @property
+    def look(self) -> str:
+        """Return the first callback that reads outputs of modules; empty if there is none."""
+        for callback in self.callbacks:
+            if looks(callback):
+                return type(callback).__name__
+        return ""
+
+    @property
+    def gathering(self) -> list[str]:
+        """Return the names of callbacks that take all updates of a round together."""
+        return [type(c).__name__ for c in self.callbacks if c.gathers]
+
+    @property
+    def measuring(self) -> set[str]:
+        """Return the names of callbacks that only measure."""
+        return {type(c).__name__ for c in self.callbacks if c.role == "measurement"}
+
+    @property
+    def gives_models(self) -> str:
+        """Return the callback from whose own models clients train; empty: they train from w."""
+        for callback in self.callbacks:
+            old = getattr(callback, "gives_models", False)
+            if old or "clients.w" in callback.cannot_run_with:
+                return type(callback).__name__
+        return ""
+
+    @property
+    def reads_loss(self) -> bool:
+        """Return whether a callback reads the mean loss of a client's local steps."""
+        return any(c.reads_loss for c in self.callbacks)
+
+    @property
+    def start_from_w0(self) -> bool:
+        """Return whether a state starts from w^0, so that w^0 has to be kept."""
+        return any(getattr(d, "initial", None) == "initial_model" for d in self.declared.values())
+
+    def going_up(self) -> dict[str, Declaration]:
+        """Return the states that clients send in addition to their update, and that are counted.
+
+        They are the reported states, and the uploads that the server cannot compute from other
+        messages.
+        """
+        known = {self._sends}
+        # If clients start at w, their model determines their displacement, and vice versa.
+        if self._sends and not self.move_starts:
+            known = {"x", "displacement"}
+        return {key: each for key, each in self.declared.items() if each.goes_up(known)}
+
+    def in_steps_of_others(self) -> str:
+        """Return the first callback by others with a hook in local steps, or an empty string."""
+        for callback in self.callbacks:
+            packaged = type(callback).__module__.startswith("fl_lightning.")
+            if not packaged and any(callback.has(hook) for hook in IN_STEPS):
+                return type(callback).__name__
+        return ""
+
+    def fingerprint(self) -> dict[str, str]:
+        """Return stateful callbacks and their arguments, to compare with a checkpoint's."""
+        return {type(c).__name__: arguments(c) for c in self.callbacks if c.declarations()}
+
+    def stateless(self) -> str:
+        """Return stateless callbacks that change the training: ``ProximalTerm(mu=0.1)``."""
+        texts = []
+        for callback in self.callbacks:
+            changes = (
+                callback.role == "system"
+                or getattr(callback, "shapes_rounds", False)
+                or any(map(callback.has, CHANGING))
+                or (callback.is_method() and callback.has("on_server_update"))
+            )
+            if changes and not callback.declarations():
+                texts.append(f"{type(callback).__name__}({arguments(callback)})")
+        return ", ".join(sorted(texts)) or "none"
+
+    def title(self) -> str:
+        """Return the methods' names, without callbacks that only measure or simulate."""
+        names = [c.title or type(c).__name__ for c in self.callbacks if c.is_method()]
+        return " + ".join(names) or "FedAvg"
+
+
+def looks(callback: FederatedCallback) -> bool:
+    """Return whether a callback reads the outputs of the learner's modules."""
+    return bool(callback.taps) or any(callback.has(hook) for hook in LOOKING)
+
+
+def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
+    """Refuse a method whose name is almost that of a hook: it would never be called."""
+    hooks = [name for name in dir(FederatedCallback) if name.startswith("on_") or name in OWNED]
+    for name in dir(type(callback)):
+        near = suggest(name, hooks) if name.startswith("on_") and name not in hooks else ""
+        if near and name != "on_client_end":
+            raise UserError(
+                f"method: {type(callback).__name__}.{name} is not a hook, so it would never be "
+                f"called.{near}"
+            )
+
+
+def refuse_other_arguments(callback: FederatedCallback) -> None:
+    """Refuse a hook that does not take the arguments with which it is called."""
+    for name in filter(callback.has, (*SHARED, *OWNED)):
+        hook = getattr(callback, name)
+        like = getattr(FederatedCallback, name)
+        wrong = hook_source.misfit(hook, like)
+        if wrong and not (name == "perturbation" and takes_no_gradient(hook)):
+            expected = ", ".join(inspect.signature(like).parameters)
+            raise UserError(
+                f"method: {type(callback).__name__} defines {wrong}, but the run calls "
+                f"{name}({expected}). Give the hook these arguments, in this order."
+            )
+
+
+def refuse_inference_mode(callback: FederatedCallback) -> None:
+    """Refuse a hook under ``@torch.inference_mode()``: its tensors cannot be used after it."""
+    for name in (*SHARED, *OWNED):
+        function = getattr(callback, name) if callback.has(name) else None
+        while function is not None:
+            cells = getattr(function, "__closure__", None) or ()
+            for cell in cells:
+                context = getattr(cell.cell_contents, "__self__", cell.cell_contents)
+                if isinstance(context, torch.inference_mode) and context.mode:
+                    raise _in_inference_mode(getattr(callback, name))
+            function = getattr(function, "__wrapped__", None)
+
+
+def checked_nothing(call: Callable[..., Any], returned: object) -> None:
+    """Refuse a value that a hook returned, if the hook returns none."""
+    if returned is not None:
+        raise _returned(call, returned, "nothing")
+
+
+def checked_rows(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
+    """Return the result of a hook, which has to be a tensor with the shape of ``like``."""
+    if not isinstance(returned, Tensor) or returned.shape != like.shape:
+        raise _returned(call, returned, f"a tensor of shape {tuple(like.shape)}")
+    return returned
+
+
+def checked_loss(call: Callable[..., Any], returned: object, like: Tensor) -> Tensor:
+    """Return the result of ``local_loss``, which has to be one number."""
+    if not isinstance(returned, Tensor) or returned.numel() != 1:
+        raise _returned(call, returned, "the loss, a scalar tensor")
+    return returned.reshape(like.shape)
+
+
+def checked_choice(call: Callable[..., Any], returned: Any, available: Tensor, n: int) -> list[int]:
+    """Return the clients that ``select`` returned, ascending: n distinct ones of the available."""
+    choice = returned.tolist() if hasattr(returned, "tolist") else returned
+    ids = sorted(int(i) for i in choice) if isinstance(choice, Iterable) else []
+    if len(ids) != n or len(set(ids)) != n or not set(ids) <= set(available.tolist()):
+        raise _returned(
+            call, returned, f"{n} distinct ids of the {len(available)} available clients"
+        )
+    return ids
+
+
+def checked_steps(name: str, returned: Any, t: int, ids: Sequence[int]) -> list[int]:
+    """Return the steps that a method gave, one number per client.
+
+    Raises:
+        UserError: there are more or fewer of them, or one is not an integer of at least 1.
+    """
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
+    expected = f"method: {name}.steps has to give each client an integer from 1"
+    if not isinstance(values, Iterable) or len(steps := list(values)) != len(ids):
+        raise UserError(f"{expected}; for {len(ids)} of them in round {t} it gave {returned!r}.")
+    for client, k in zip(ids, steps, strict=True):
+        if isinstance(k, bool) or not isinstance(k, Integral) or k < 1:
+            raise UserError(f"{expected}; to client {client} in round {t} it gave {k!r}.")
+    return [int(k) for k in steps]
+
+
+def _changed(
+    call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], versions: Sequence[int]
+) -> UserError:
+    pairs = zip(lent, versions, strict=True)
+    name = next(name for (name, tensor), version in pairs if tensor._version != version)
+    return _changed_vector(call, name)
+
+
+def _changed_vector(call: Callable[..., Any], name: str) -> UserError:
+    also = " (clients.origin is the same vector here)" if name == "clients.start" else ""
+    return UserError(
+        f"method: {getattr(call, '__qualname__', call)} changed {name}{also} in place, or a view "
+        "of it. The vector belongs to the run, and other clients and methods read it, too. Change "
+        f"a copy: own = {name}.clone()."
+    )
+
+
+def _in_inference_mode(call: Callable[..., Any]) -> UserError:
+    return UserError(
+        f"method: {getattr(call, '__qualname__', call)} computes in torch.inference_mode(), and "
+        "torch does not let the run change such tensors afterwards. Remove it: hooks run without "
+        "gradients anyway. Use torch.no_grad() inside a hook that turned gradients on."
+    )
+
+
+def _explained(
+    call: Callable[..., Any], lent: Sequence[tuple[str, Tensor]], error: RuntimeError
+) -> RuntimeError | UserError:
+    """Return the error of a hook; a UserError if torch's message has neither cause nor remedy."""
+    if "nference tensor" in str(error):
+        return _in_inference_mode(call)
+    # If several clients start at w, each row of `start` is w itself, and torch refuses to change
+    # it.
+    starts = [tensor for name, tensor in lent if name == "clients.start"]
+    if "single memory location" in str(error) and starts and starts[0].stride(0) == 0:
+        return _changed_vector(call, "clients.start")
+    return error
+
+
+def _changed_state(call: Callable[..., Any], key: str) -> UserError:
+    return UserError(
+        f"method: {getattr(call, '__qualname__', call)} changed the server's state {key} in place, "
+        "and it takes clients: several of them share that state, and the change would be lost. "
+        "Send what the server needs as an Upload (self.name[clients] = … in on_local_end), and "
+        "change the state in a hook that takes server, such as on_server_update."
+    )
+
+
+def _returned(call: Callable[..., Any], returned: object, expected: str) -> WrongKind:
+    result = reprlib.repr(returned)
+    if isinstance(returned, Tensor):
+        result = f"a tensor of shape {tuple(returned.shape)}"
+    return WrongKind(
+        f"{getattr(call, '__qualname__', call)} returned {result}; it has to return {expected}"
+    )

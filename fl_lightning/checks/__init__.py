@@ -1,0 +1,1 @@
+"""What is refused or noted before training starts."""

@@ -1,0 +1,465 @@
+"""Refusals, before training starts, of settings that cannot work, with the reason and a remedy."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from numbers import Integral, Real
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from fl_lightning.errors import UserError, check_on_disk, suggest
+from fl_lightning.learner.modules import lightning_base, overrides
+from fl_lightning.machine.federated_strategy import FederatedStrategy
+from fl_lightning.schedules import LARGEST, Schedule
+
+# Use this in place of the Trainer's accumulate_grad_batches.
+ACCUMULATE = (
+    "Gradients are accumulated in a client's local step: give model.accumulate, the number of "
+    "batches of data.batch_size in each step"
+)
+
+REFUSED_HOOKS = {
+    "optimizer_step": (
+        "the optimizer's step belongs to the federated loop. Remove it; a warm-up written there "
+        "is an lr scheduler of configure_optimizers with client_scheduler='local_steps' or "
+        "'rounds', and what else it does a FederatedCallback (on_local_gradient, "
+        "on_local_step_end)"
+    ),
+    "configure_sharded_model": "layers are made in configure_model. Rename it",
+}
+
+# Precisions of the Trainer that convert the learner's weights to less than float32.
+HALF = ("16-true", "bf16-true", "transformer-engine", "transformer-engine-float16")
+
+# Lightning's own callbacks, by the name of the class.
+REFUSED_CALLBACKS = {
+    "LearningRateFinder": (
+        "its trial steps are steps of the server, not of clients; try some client_lr in short runs"
+    ),
+    "BatchSizeFinder": (
+        "its trial steps are steps of the server, not of clients; give data.batch_size"
+    ),
+    "ThroughputMonitor": (
+        "it counts samples of the Trainer's batches, and those of a round are the clients'; the "
+        "metrics time/round and cost/gradients say how much was done in what time"
+    ),
+    "SpikeDetection": (
+        "it leaves out batches of the Trainer, and those of a round are the clients'; give "
+        "model.on_nonfinite='skip' for clients whose update is not finite, model.clip_norm, or "
+        "EarlyStopping(monitor='train/loss', divergence_threshold=…)"
+    ),
+    "GradientAccumulationScheduler": (f"a round is one step of the server. {ACCUMULATE}"),
+}
+
+
+def check_learner(learner: Any) -> None:
+    """Refuse learners that the federated loop cannot train as they ask for.
+
+    Raises:
+        UserError: not a LightningModule, no training_step, manual optimization, or a hook that a
+            federated run cannot call.
+    """
+    name = type(learner).__name__
+    if any(kind.__name__ == "FederatedModule" for kind in type(learner).__mro__):
+        raise UserError(
+            f"learner: {name} is a FederatedModule already. Give it to the Trainer, or wrap its "
+            "learner: FederatedModule(module.learner, …)."
+        )
+    if isinstance(learner, type):
+        raise UserError(
+            f"learner: {learner.__name__} is a class. Give an object of it: {learner.__name__}(…)."
+        )
+    compiled = getattr(learner, "_orig_mod", None)
+    if lightning_base(compiled) is not None:
+        inner = type(compiled).__name__
+        raise UserError(
+            f"learner: this is torch.compile({inner}(…)), whose training_step would not be the "
+            f"compiled one. Give the learner itself, FederatedModule({inner}(…), …), and compile "
+            "parts of it in its __init__ if need be."
+        )
+    if lightning_base(learner) is None:
+        if isinstance(learner, nn.Module):
+            hint = f"wrap it: ImageClassifier({name}(), num_classes=10)"
+        else:
+            hint = "pass one"
+        raise UserError(
+            f"learner: {name} is not a LightningModule; accepted is any LightningModule of "
+            "pytorch_lightning or lightning.pytorch whose training_step returns the local loss; "
+            f"{hint}."
+        )
+    if not overrides(learner, "training_step"):
+        raise UserError(
+            f"learner: {name} has no training_step. Write training_step(self, batch, batch_idx); "
+            "it returns the local loss."
+        )
+    if not learner.automatic_optimization:
+        raise UserError(
+            f"learner: {name} uses manual optimization (automatic_optimization=False), and a "
+            "federated run cannot run such steps per client: it steps one optimizer itself. Let "
+            "training_step return one loss and configure_optimizers give one optimizer, and "
+            "remove that line."
+        )
+    for hook, why in REFUSED_HOOKS.items():
+        if overrides(learner, hook):
+            raise UserError(
+                f"learner: {name} overrides {hook}, which a federated run does not call: {why}."
+            )
+    if overrides(learner, "optimizer_zero_grad") and not clears_gradients(learner):
+        raise UserError(
+            f"learner: {name} overrides optimizer_zero_grad and keeps old gradients, but each "
+            "local step of a federated run computes a new gradient. Remove that hook; to "
+            "accumulate gradients, give model.accumulate."
+        )
+
+
+def clears_gradients(learner: Any) -> bool:
+    """Return whether the learner's own ``optimizer_zero_grad`` clears gradients, tried on a
+    parameter.
+    """
+    probe = nn.Parameter(torch.zeros(1))
+    probe.grad = torch.ones(1)
+    try:
+        learner.optimizer_zero_grad(0, 0, torch.optim.SGD([probe], lr=0.0))
+    except Exception:  # the hook reads something that this stand-in lacks
+        return False
+    return probe.grad is None or not bool(probe.grad.any())
+
+
+def check_trainer(trainer: Any) -> None:
+    """Refuse Trainer settings that have no meaning when one epoch is one round.
+
+    Raises:
+        UserError: a setting is refused; the error names it, its value and what to use instead.
+    """
+    for name in ("lr_decay", "server_lr_decay"):
+        if trainer.lightning_module is not None:
+            rates_over(name, getattr(trainer.lightning_module.settings, name), trainer.max_epochs)
+    check_options(trainer)
+    check_folders(trainer)
+    check_fixed_parameters(trainer)
+    for callback in trainer.callbacks:
+        check_callback(trainer, callback)
+    if trainer.world_size > 1:
+        check_processes(trainer)
+
+
+def check_options(trainer: Any) -> None:
+    """Refuse options of the Trainer that have no meaning when one epoch is one round.
+
+    Raises:
+        UserError: an option is refused; the error names it, its value and what to use instead.
+    """
+    # A trial run (fast_dev_run) sets some of these options itself.
+    quick = bool(trainer.fast_dev_run)
+
+    def require(name: str, value: object, accepted: bool, instead: str) -> None:
+        if not accepted:
+            raise UserError(
+                f"trainer.{name}={value!r} has no meaning in a federated run; {instead}."
+            )
+
+    value = trainer.max_steps
+    require("max_steps", value, value == -1 or quick, "rounds are epochs: use max_epochs")
+    value = trainer.fit_loop.min_steps
+    require("min_steps", value, not value, "rounds are epochs: use min_epochs")
+    value = trainer.accumulate_grad_batches
+    instead = f"a round is one step of the server. {ACCUMULATE} (here {value})"
+    require("accumulate_grad_batches", value, value == 1, instead)
+    value = trainer.gradient_clip_val
+    require("gradient_clip_val", value, value is None, "clients clip with model.clip_norm")
+    value = trainer.val_check_interval
+    instead = "validation follows whole rounds: use check_val_every_n_epoch"
+    require("val_check_interval", value, value in (None, 1.0), instead)
+    value = trainer.check_val_every_n_epoch
+    instead = "give a number of rounds from 1; limit_val_batches=0 leaves validation out"
+    require("check_val_every_n_epoch", value, value is None or value > 0, instead)
+    # overfit_batches also sets limit_train_batches, which is checked after it.
+    value = trainer.overfit_batches
+    instead = "give the clients less data, or model.local_steps"
+    require("overfit_batches", value, value in (None, 0, 0.0), instead)
+    value = trainer.limit_train_batches
+    instead = "an epoch is one round: use model.local_steps or model.participation"
+    # For Lightning the integer 1 means one batch, and 1.0 means all batches.
+    whole = value is None or (isinstance(value, float) and value == 1.0)
+    require("limit_train_batches", value, whole or quick, instead)
+    value = trainer.precision
+    instead = "its loss scaling cannot follow many clients: use 32-true, 64-true or bf16-mixed"
+    require("precision", value, value != "16-mixed", instead)
+    if value in HALF:
+        raise UserError(
+            f"trainer.precision={value!r} would keep the server's model, its sums and the clients' "
+            "states in half precision, where small steps are lost. Use precision='bf16-mixed': "
+            "the forward pass is in bfloat16, and the weights stay in float32."
+        )
+
+
+def check_folders(trainer: Any) -> None:
+    """Refuse folders that are not on a disk, as those of a remote storage.
+
+    Raises:
+        UserError: it names the option, and how to keep a run in such a storage.
+    """
+    folders = {"trainer.default_root_dir": trainer.default_root_dir}
+    for callback in trainer.checkpoint_callbacks:
+        folder = getattr(callback, "dirpath", None)
+        folders[f"callback {type(callback).__name__}: dirpath"] = folder
+        # Without a folder of its own, it writes beside the first logger.
+        for logger in trainer.loggers[:1] if folder is None else ():
+            folders[f"logger {type(logger).__name__}: save_dir"] = logger.save_dir
+    for option, folder in folders.items():
+        check_on_disk(option, folder)
+
+
+def check_callback(trainer: Any, callback: Any) -> None:
+    """Refuse a callback of Lightning that cannot work when one epoch is one round.
+
+    Raises:
+        UserError: a callback is refused; the error names it and what to use instead.
+    """
+    name = type(callback).__name__
+    # Compare names of classes: Lightning has two namespaces, and each has its own classes.
+    kinds = [kind.__name__ for kind in type(callback).__mro__]
+    for kind in kinds:
+        if kind in REFUSED_CALLBACKS:
+            raise UserError(
+                f"trainer.callbacks: {name} cannot work in a federated run: "
+                f"{REFUSED_CALLBACKS[kind]}."
+            )
+    if "ModelCheckpoint" in kinds and callback._every_n_train_steps:
+        raise UserError(
+            "callback ModelCheckpoint: every_n_train_steps saves within a round, before its model "
+            "is committed and validated, so the file would hold another model than the one that "
+            "its score belongs to. Give every_n_epochs, the number of rounds between checkpoints."
+        )
+    if "ModelCheckpoint" in kinds and callback._train_time_interval:
+        raise UserError(
+            "callback ModelCheckpoint: train_time_interval saves nothing here, because Lightning "
+            "leaves it out where a module steps its optimizer itself, as a round does. Give "
+            "every_n_epochs, the number of rounds between checkpoints."
+        )
+    if "StochasticWeightAveraging" in kinds:
+        normalised = (isinstance(m, nn.modules.batchnorm._BatchNorm) for m in _parts(trainer))
+        if any(normalised):
+            raise UserError(
+                "callback StochasticWeightAveraging: with BatchNorm it adds an epoch to estimate "
+                "the statistics of the averaged weights, and here that epoch would be a round, "
+                "which trains the weights further. Use a learner without BatchNorm (GroupNorm), or "
+                "average exported models of late rounds outside the run."
+            )
+
+
+def check_processes(trainer: Any) -> None:
+    """Refuse a strategy or a callback that cannot work in several processes.
+
+    Raises:
+        UserError: the object is refused; the error says what to use instead.
+    """
+    if not isinstance(trainer.strategy, FederatedStrategy):
+        raise UserError(
+            f"trainer.devices gives {trainer.world_size} processes, but trainer.strategy is "
+            f"{type(trainer.strategy).__name__}, which would average gradients of different "
+            "clients. Use --trainer.strategy federated (in Python: strategy='federated')."
+        )
+    for callback in trainer.callbacks:
+        name = type(callback).__name__
+        if getattr(callback, "save_on_exception", False) or name == "OnExceptionCheckpoint":
+            raise UserError(
+                f"callback {name} saves after an exception (save_on_exception). Several processes "
+                "cannot do that together: if one fails, the others do not take part. Set "
+                "save_on_exception=False, and resume from the checkpoint of the last round."
+            )
+
+
+def _parts(trainer: Any) -> Iterator[nn.Module]:
+    module = trainer.lightning_module
+    return iter(()) if module is None else module.modules()
+
+
+def check_fixed_parameters(trainer: Any) -> None:
+    """Refuse callbacks that change which parameters are trained during a fit.
+
+    Raises:
+        UserError: it names the callback.
+    """
+    for callback in trainer.callbacks:
+        if any(c.__name__ == "BaseFinetuning" for c in type(callback).__mro__):
+            raise UserError(
+                f"callback {type(callback).__name__} unfreezes parameters during a fit, and the "
+                "set of trainable parameters is fixed at its start. Set requires_grad in the "
+                "learner's __init__, setup or configure_model; for another set, begin another "
+                "fit with init_from."
+            )
+
+
+def check_data(data: Any) -> None:
+    """Refuse data without clients.
+
+    Raises:
+        UserError: it has the line of code that federates the data.
+    """
+    if callable(getattr(data, "client_batches", None)):
+        return
+    name = "a DataLoader"
+    wrap = "FromDatasets(train, val=val, num_clients=100)"
+    if data is not None:
+        name = type(data).__name__
+        wrap = f"FromDataModule({name}(…), num_clients=100)"
+    raise UserError(
+        f"data: {name} has no clients. Federate it: trainer.fit(module, {wrap}) with from "
+        "fl_lightning.datamodules import FromDataModule, FromDatasets; or use InMemoryDataModule."
+    )
+
+
+def count_participants(participation: str | int | float, num_clients: int) -> int:
+    """Return n of m: a fraction is rounded half up, computed exactly from its decimal form; at
+    least one.
+
+    >>> [count_participants(p, 25) for p in ("all", 3, 0.1, 0.001)]
+    [25, 3, 3, 1]
+
+    Raises:
+        UserError: the number is larger than m, less than one, or not a number.
+    """
+    accepted = "accepted are 'all', a fraction above 0 up to 1.0, or a number of clients"
+    if participation == "all":
+        return num_clients
+    # NumPy's numbers are neither int nor float.
+    if isinstance(participation, Real) and not isinstance(participation, (bool, int, float)):
+        if isinstance(participation, Integral):
+            participation = int(participation)
+        else:
+            participation = float(participation)
+    if isinstance(participation, bool) or not isinstance(participation, (int, float)):
+        hint = suggest(str(participation), ["all"])
+        raise UserError(f"participation={participation!r} is not known; {accepted}.{hint}")
+    if isinstance(participation, int):
+        if participation < 1:
+            raise UserError(
+                f"participation={participation} is not a number of clients; {accepted}."
+            )
+        if participation > num_clients:
+            raise UserError(
+                f"participation={participation} clients per round, but {num_clients} are "
+                f"registered; {accepted} (1 to {num_clients})."
+            )
+        return participation
+    if not 0 < participation <= 1:
+        raise UserError(
+            f"participation={participation!r} is not a fraction of clients; {accepted}."
+        )
+    # The float 0.35 is slightly less than 0.35, so rounding it would turn a half down.
+    exact = Fraction(str(participation)) * num_clients
+    return max(1, int(exact + Fraction(1, 2)))
+
+
+def rates_over(name: str, decay: float | Schedule, rounds: int) -> None:
+    """Refuse a decay that becomes negative, or too large for single precision, within a run.
+
+    Args:
+        rounds: number of rounds; -1: no end.
+
+    Raises:
+        UserError: it names the first such round.
+    """
+    # Check a schedule at its first rounds and its last one now, and at other rounds when they
+    # begin.
+    many = 10_000
+    asked = list(range(many if rounds < 0 else min(rounds, many)))
+    if rounds > many:
+        asked.append(rounds - 1)
+    if isinstance(decay, Schedule):
+        for t in asked:
+            value = float(decay(t))
+            if not 0 <= value <= LARGEST:
+                raise UserError(
+                    f"{name}={decay!r} gives {value!r} in round {t}; learning rates are multiplied "
+                    "by it, so it has to be a finite number of at least 0."
+                )
+    elif decay > 1 and (rounds < 0 or (rounds - 1) * math.log(decay) > math.log(LARGEST)):
+        run = f"{rounds} rounds"
+        if rounds < 0:
+            run = "a run without an end (trainer.max_epochs=-1)"
+        raise UserError(
+            f"{name}={decay!r} multiplies the learning rate in every round: over {run} it becomes "
+            "larger than any floating-point number. Give a number up to 1, such as 0.998, or a "
+            "schedule that stays finite."
+        )
+
+
+def check_optimizer(name: str, optimizer: Any) -> None:
+    """Refuse an object that is not an optimizer, or an optimizer with a step that a run cannot
+    take.
+
+    Args:
+        name: the option that gave it, ``"client_optimizer"`` or ``"server_optimizer"``.
+
+    Raises:
+        UserError: also for learning rates that are negative or not finite, some of which torch's
+            optimizers accept.
+    """
+    if not isinstance(optimizer, Optimizer):
+        result = "nothing" if optimizer is None else f"a {type(optimizer).__name__}"
+        raise UserError(
+            f"{name}: it gives {result}, but has to be a function params -> torch.optim.Optimizer."
+        )
+    kind = type(optimizer).__name__
+    why = ""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        why = "evaluates the loss several times a step"
+    elif isinstance(optimizer, torch.optim.SparseAdam):
+        why = "takes sparse gradients alone"
+    if any(group.get("maximize") for group in optimizer.param_groups):
+        raise UserError(
+            f"{name}: {kind} has maximize=True and would step up the gradient, but methods and the "
+            "server need optimizers that step down. Leave it out; to maximize, return the "
+            "negated loss."
+        )
+    for group in optimizer.param_groups:
+        if group.get("capturable") and not all(p.is_cuda for p in group["params"]):
+            why = why or "has capturable=True, which needs a GPU"
+    if why:
+        raise UserError(
+            f"{name}: {kind} {why}, which cannot work here. Use an optimizer that takes one "
+            "gradient per step, such as torch.optim.SGD or torch.optim.Adam."
+        )
+    for group in optimizer.param_groups:
+        if not isinstance(group.get("lr"), Real | torch.Tensor):
+            raise UserError(
+                f"{name}: {kind} has lr={group.get('lr')!r}, and a run sets the learning rate in "
+                "each round, so it needs a number. Give a number; transformers' Adafactor takes it "
+                "as Adafactor(params, lr=1e-3, relative_step=False, scale_parameter=False)."
+            )
+        if not 0 <= float(group["lr"]) <= LARGEST:
+            raise UserError(
+                f"{name}: {kind} has lr={float(group['lr'])!r}; it has to be a finite number of at "
+                "least 0."
+            )
+        for option, value in group.items():
+            # Infinity has a meaning in some options; a finite number beyond single precision has
+            # none.
+            if isinstance(value, float) and not (abs(value) <= LARGEST or math.isinf(value)):
+                raise UserError(
+                    f"{name}: {kind} has {option}={value!r}; it has to be a number that single "
+                    "precision holds."
+                )
+
+
+def check_held(name: str, optimizer: Optimizer, parameters: Sequence[Any]) -> None:
+    """Refuse an optimizer that holds none of these parameters.
+
+    ``name``: as in :func:`check_optimizer`.
+    """
+    held: set[int] = set()
+    for group in optimizer.param_groups:
+        held.update(map(id, group["params"]))
+    if parameters and held.isdisjoint(map(id, parameters)):
+        raise UserError(
+            f"{name}: {type(optimizer).__name__} holds none of the parameters of this run, so it "
+            "would train nothing. Give it those that the function gets, lambda params: "
+            "torch.optim.SGD(params, lr=0.1); in configure_optimizers, self.parameters()."
+        )

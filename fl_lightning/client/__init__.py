@@ -1,0 +1,1 @@
+"""What one client does in a round: its steps, optimizer, hooks and logs."""

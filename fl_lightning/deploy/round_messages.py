@@ -1,0 +1,248 @@
+"""The content of a round's messages: the model and states down, each client's results up.
+
+Kinds of messages: "hello" asks a site for its clients, and "here" lists them; "round" asks for a
+round, and "trained" brings its results; "evaluate" asks for measurements of clients' own models,
+and "evaluated" brings them; "whole" asks for the whole model; "lost" says that the site's process
+has started again, and asks for "hello"; "failed" says why a site cannot go on.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.aggregation.update_accumulator import ClientResult
+from fl_lightning.deploy.transport import BFLOAT, Array, Message, said, words
+from fl_lightning.errors import OtherNames, UserError
+from fl_lightning.round.context import Round
+from fl_lightning.round.declared_state import Declaration
+from fl_lightning.round.quantization import as_array
+
+
+def put(arrays: dict[str, Array], name: str, values: Tensor) -> None:
+    """Put a tensor among the arrays, by value; NumPy has no bfloat16, so its bits are sent
+    instead.
+    """
+    suffix = BFLOAT if values.dtype == torch.bfloat16 else ""
+    arrays[name + suffix] = as_array(values).copy()
+
+
+def got(arrays: Mapping[str, Array], name: str) -> Tensor:
+    """Return the tensor that was put there, in its own memory."""
+    if name + BFLOAT in arrays:
+        return torch.from_numpy(arrays[name + BFLOAT].copy()).view(torch.bfloat16)
+    return torch.from_numpy(np.array(arrays[name], order="C"))
+
+
+def has(arrays: Mapping[str, Array], name: str) -> bool:
+    """Return whether the arrays hold this tensor, in any dtype."""
+    return name in arrays or name + BFLOAT in arrays
+
+
+def under(arrays: Mapping[str, Array], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin so, by the rest of their names."""
+    names = [name.removesuffix(BFLOAT) for name in arrays if name.startswith(prefix)]
+    return {name.removeprefix(prefix): got(arrays, name) for name in names}
+
+
+def shape_of(data: Any, client: int) -> tuple[int, ...]:
+    """Return the shape of a sample's x, if that is one array; else nothing."""
+    batch = data.one_batch(client, 1)
+    x = batch[0] if isinstance(batch, (tuple, list)) and batch else batch
+    return tuple(x.shape[1:]) if isinstance(x, Tensor) else ()
+
+
+def check_shape(where: str, shape: Iterable[int], data: Any) -> None:
+    """Compare the shape of samples at the other end with that of these data.
+
+    Raises:
+        UserError: the shapes differ; the error names both, and ``where`` names the other end.
+    """
+    there = tuple(int(size) for size in shape)
+    here = shape_of(data, 0)
+    if there != here:
+        raise UserError(
+            f"{where}: x of a sample has the shape {there} there, and {here} here. Server and site "
+            "need the same columns, in the same order."
+        )
+
+
+def names_of(data: Any) -> dict[str, Array]:
+    """Return the names of the columns of x and of the classes, in their order, if the data have
+    names.
+    """
+    return {
+        kind: words("\n".join(getattr(data, kind)))
+        for kind in ("column_names", "class_names")
+        if getattr(data, kind, None)
+    }
+
+
+def check_names(server: Mapping[str, Array], data: Any) -> None:
+    """Compare the server's names of columns and classes with those of a site's data.
+
+    Raises:
+        OtherNames: it names both, because a number would have another meaning there. What the
+            server is told has only its own names.
+    """
+    for kind, names in names_of(data).items():
+        if kind not in server or said(server[kind]) == said(names):
+            continue
+        theirs, ours = (said(each).split("\n") for each in (server[kind], names))
+        what, option = ("columns", "features") if kind == "column_names" else ("classes", "classes")
+        lacks = _list([name for name in theirs if name not in ours])
+        more = [name for name in ours if name not in theirs]
+        differ = [f"lack {lacks}, which the server's have"] if lacks else []
+        named, counted = differ[:], differ[:]
+        if more:
+            named.append(f"have {_list(more)}, which the server's do not")
+            counted.append(f"have {len(more)} that the server's do not")
+        if not named:
+            named = counted = [f"are {_list(ours)}, and the server's {_list(theirs)}"]
+        mended = "Its table needs them" if lacks and kind == "column_names" else ""
+        mended = mended or f"Give the server's by data.init_args.{option} in site.yaml"
+        text, to_server = (
+            f"this site's {what} {', and '.join(each)}: the run identifies them by their "
+            f"positions. {mended}."
+            for each in (named, counted)
+        )
+        raise OtherNames(text, to_server)
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names)[:300]
+
+
+def packed_client(
+    message: Message,
+    home: ClientResult,
+    round: Round,
+    encoded: dict[str, Array] | None,
+    declared: Mapping[str, Declaration],
+) -> None:
+    """Put a client's results into the message.
+
+    :class:`~fl_lightning.deploy.client_results.Results` reads them.
+
+    Args:
+        declared: what the run's methods declare.
+        encoded: its update in fewer numbers; None: it is sent as it is.
+    """
+    arrays = message.arrays
+    at = f"{home.client}/"
+    assert home.counts is not None
+    arrays[at + "counts"] = np.asarray(home.counts, np.int64)
+    numbers = message.numbers
+    numbers[at + "finished"] = int(home.finished)
+    for name in sorted(home.mean_gradient_readers):
+        numbers[at + "reads/" + name] = 1
+    if not home.finished:
+        return
+    assert home.update is not None
+    where = travelling(round, home)
+    if encoded is not None:
+        arrays |= {at + "code/" + name: array for name, array in encoded.items()}
+    else:
+        put(arrays, at + "update", _part(home.update, where))
+    if home.holds is not None:
+        put_mask(arrays, at + "holds", home.holds)
+    for name, value in home.uploads.items():
+        part = _part(value, where)
+        # An upload may have numbers on other coordinates, too; then all of it is sent.
+        whole = int(part.count_nonzero()) < int(value.count_nonzero())
+        put(arrays, at + "upload/" + name, value if whole else part)
+    for name, each in declared.items():
+        if each.summed and name not in home.uploads:
+            numbers[f"{at}absent/{name}"] = 1
+    for name, value in home.buffers.items():
+        put(arrays, at + "buffer/" + name, value)
+    for name, value in home.maxima.items():
+        put(arrays, at + "maximum/" + name, value)
+    for name, value in home.rows.items():
+        if name in declared and declared[name].comes_from_sites:
+            put(arrays, at + "row/" + name, value)
+    if home.kept is not None:
+        numbers[at + "kept"] = home.kept
+    _put_logs(message, at, home)
+
+
+def travelling(round: Round, home: ClientResult) -> Tensor | None:
+    """Return ``(D,)`` bool: the coordinates that a client sends; None: all."""
+    return home.holds if round.averaged is None else round.averaged
+
+
+def _part(values: Tensor, where: Tensor | None) -> Tensor:
+    """Return the values that are sent, from a vector of D numbers."""
+    if where is None or values.shape != where.shape:
+        return values
+    return values[where.to(values.device)]
+
+
+def spread(values: Tensor, shape: tuple[int, ...], where: Tensor | None) -> Tensor:
+    """Return a vector from the values that were sent; zeros elsewhere."""
+    if values.shape == shape:
+        return values
+    if where is None or shape != where.shape:
+        raise ValueError(f"shape {tuple(values.shape)} in place of {shape}")
+    spread = values.new_zeros(shape)
+    spread[where.cpu()] = values
+    return spread
+
+
+def put_mask(arrays: dict[str, Array], name: str, mask: Tensor) -> None:
+    """Put a mask among the arrays; rows and columns of adapters take a few bytes."""
+    bits = np.packbits(mask.cpu().numpy())
+    arrays[name] = np.frombuffer(zlib.compress(bits.tobytes()), np.uint8)
+
+
+def got_mask(array: Array, size: int) -> Tensor:
+    """Return the mask ``(size,)`` that was put there.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    length = (size + 7) // 8
+    try:
+        # A compressed message must not expand to more than the mask's size.
+        bits = zlib.decompressobj().decompress(array.tobytes(), length + 1)
+    except zlib.error as error:
+        raise ValueError(str(error)) from error
+    if len(bits) != length:
+        raise ValueError(f"it has {len(bits)} bytes, and not {length}")
+    return torch.from_numpy(np.unpackbits(np.frombuffer(bits, np.uint8), count=size) > 0)
+
+
+def _put_logs(message: Message, at: str, home: ClientResult) -> None:
+    """Put what a client logs, or that this stays at the site."""
+    if home.withheld:
+        message.numbers[at + "withheld"] = 1
+        return
+    # Logs are summed in float64, which represents each of their values.
+    for name, value in home.logs.items():
+        message.numbers[at + "log/" + name] = float(value)
+    if home.metrics is not None:
+        _put_metrics(message, at, home.metrics)
+
+
+def _put_metrics(message: Message, at: str, metrics: MetricStates) -> None:
+    """Put the states of a learner's metrics; entries of a list have their place behind a #."""
+    message.numbers[at + "metrics"] = 1
+    for j, (count, states) in metrics.states.items():
+        message.numbers[f"{at}updates/{j}"] = count
+        for name, value in states.items():
+            if isinstance(value, list):
+                message.numbers[f"{at}items/{j}/{name}"] = len(value)
+                for place, item in enumerate(value):
+                    put(message.arrays, f"{at}state/{j}/{name}#{place}", item)
+            else:
+                put(message.arrays, f"{at}state/{j}/{name}", value)
+    for name, j in metrics.names.items():
+        message.numbers[f"{at}name/{name}"] = j
+    for name, value in metrics.alone.items():
+        put(message.arrays, f"{at}alone/{name}", value)

@@ -1,0 +1,147 @@
+"""Real steps of real clients on copies of the learner, before round 0."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from fl_lightning.aggregation.metric_states import MetricStates
+from fl_lightning.client.client_trainer import ClientTrainer, StepRunner
+from fl_lightning.client.lent_objects import Lent
+from fl_lightning.engines.engine import intra_op_threads
+from fl_lightning.engines.engine_context import EngineContext, LearnerCopies
+from fl_lightning.learner.buffers import buffer_values
+from fl_lightning.machine.random_state import random_state_kept
+
+if sys.platform == "linux":
+    import resource
+
+# Each step is timed this many times, and the shortest time counts: other work can only add to a
+# time.
+TIMED = 3
+
+
+class DryRun:
+    """Trains clients in the j-th copy of the learner for trials; the run does not change.
+
+    ``draws``: the process's random generators are seeded for each client, as in a round.
+    """
+
+    def __init__(
+        self,
+        copies: LearnerCopies,
+        j: int = 0,
+        step_runner: StepRunner | None = None,
+        draws: bool = False,
+    ) -> None:
+        self.copies = copies
+        self.context = copies.context
+        self.copy, optimizer = copies.for_trials(j + 1)[j]
+        stream = None if step_runner is None else step_runner.stream
+        work = replace(copies.trial_work, draws=draws)
+        self.worker = ClientTrainer(work, self.copy, optimizer, step_runner, stream)
+        # Trials find out which frozen parameters the steps write.
+        self.worker.checks_frozen = False
+        self.buffers = buffer_values(self.context.learner, copies.as_buffers)
+        self.metrics: list[MetricStates] = []  # of the learner, after each call of `run`
+        self.logged: dict[str, Tensor] = {}  # what the latest call of `run` logged, by name
+        self.wrote = ""  # an object of the run that the steps wrote, through the Trainer
+
+    def run(self, client: int, steps: int) -> list[Tensor]:
+        """Take ``steps`` steps of a client from the server's model.
+
+        Returns:
+            The client's model, its buffers and its logs, in a fixed order.
+        """
+        with torch.no_grad(), self.worker, self._lending():
+            round = self.context.round({client: steps}, self.buffers)
+            clients = self.worker.train(round, client)
+            if isinstance(clients.metrics, MetricStates):
+                self.metrics.append(clients.metrics)
+            self.logged = dict(clients.logs)
+            logs = [value for _, value in sorted(clients.logs.items())]
+            buffers = [buffer.clone() for buffer in clients.buffers.values()]
+            return [self.copy.x.clone(), *buffers, *logs]
+
+    @contextmanager
+    def _lending(self) -> Iterator[None]:
+        """Within this context, what the steps write at the Trainer is noticed, and undone."""
+        with self.copy.present.lending(self.copy.learner) as lent:
+            try:
+                yield
+            finally:
+                self.wrote = self.wrote or lent.changed()
+
+
+def step_seconds(copies: LearnerCopies) -> float:
+    """Return the seconds of a local step on one thread, measured once, after earlier steps.
+
+    They are processor seconds, which other work on the machine hardly changes. If each step waits,
+    for example for a disk, they are the clock's.
+    """
+    if copies.step_seconds is None:
+        client = copies.context.cohort.tried(0)[0]
+        trial = DryRun(copies)
+        by_clock = []
+        of_processor = []
+        waits = []
+        with intra_op_threads(1):
+            for _ in range(TIMED):
+                before = waits_so_far()
+                clock = time.perf_counter()
+                processor = time.thread_time()
+                trial.run(client, 1)
+                of_processor.append(time.thread_time() - processor)
+                by_clock.append(time.perf_counter() - clock)
+                waits.append(waits_so_far() > before)
+        copies.step_seconds = min(by_clock if all(waits) else of_processor)
+    return copies.step_seconds
+
+
+def measure_step(copies: LearnerCopies) -> bool:
+    """Take two local steps on a GPU, so that torch's statistics have the peak of their memory.
+
+    The second step has the optimizer's state, which the first one makes.
+
+    Returns:
+        Whether the steps could be taken.
+    """
+    context = copies.context
+    client = context.largest()
+    # Copies and what holds them refer to each other, so only a collection frees their memory.
+    copies.forget_trials()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats(context.w.device)
+    try:
+        with tried_apart(context):
+            DryRun(copies).run(client, min(context.cohort.steps_tried(client), 2))
+    except Exception:  # if it is not only that memory does not suffice, round 0 meets it again
+        return False
+    finally:
+        copies.forget_trials()
+        gc.collect()
+    return True
+
+
+def waits_so_far() -> int:
+    """Return how often this thread waited; 0 if the system does not report it."""
+    if sys.platform != "linux":
+        return 0
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
+
+
+def tried_apart(context: EngineContext) -> ExitStack:
+    """Within this context steps may be tried; generators and callbacks are restored afterwards."""
+    stack = ExitStack()
+    stack.enter_context(random_state_kept(context.w))
+    lent = Lent(context.learner)
+    lent.reach(*context.looking)
+    stack.callback(lent.undo)
+    return stack

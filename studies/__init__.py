@@ -1,0 +1,1 @@
+"""The replication of papers: settings, protocol, runs and results. See README.md."""

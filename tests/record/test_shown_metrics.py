@@ -1,0 +1,167 @@
+"""What is shown of a run: what the learner shows, what is monitored, and of personal models their
+own accuracy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+from fl_lightning import callbacks as c
+from fl_lightning.lab.cli.run_folder import RunCheckpoint, RunFolderWriter
+from fl_lightning.lab.cli.run_record import RunRecord
+from fl_lightning.lab.sweep.grid import PlannedRun
+from fl_lightning.lab.sweep.progress_table import ProgressTable
+from fl_lightning.lab.sweep.sweep_folder import DONE, RUNNING
+from fl_lightning.machine.lightning import pl
+from tests.callbacks.test_per_client_evaluation import data
+from tests.helpers.learners import Lit, federated, trainer
+from tests.report.folders import make_run
+
+
+class Showing(Lit):
+    """Logs under names of its own, and shows two of them."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("train_loss", loss, prog_bar=True)
+        self.log("train_hidden", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log_dict({"val_auc": 0.25 + self.current_epoch / 4, "val_far": 0.5}, prog_bar=True)
+        self.log("val_loss", 3.0 - self.current_epoch)
+        self.log("val_hidden", 1.0)
+
+
+class Accurate(Lit):
+    """As the packaged learners."""
+
+
+def ran(folder: Path, learner: Any, *callbacks: Any, rounds: int = 2, folders: bool = True) -> Any:
+    """A run in ``folder`` as the command line makes it."""
+    run = RunFolderWriter(folder, None, "{}", True)
+    every: list[Any] = [c.FederatedProgressBar(), c.RunCard()]
+    if folders:
+        every = [run, *every, RunCheckpoint(run), RunRecord("{}", ["fl-lightning", "fit"])]
+    fit = trainer(
+        rounds,
+        [*every[:1], *callbacks, *every[1:]],
+        default_root_dir=str(folder),
+        enable_progress_bar=True,
+        enable_checkpointing=True,
+    )
+    fit.fit(module := federated(learner), data())
+    return module
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line.startswith("round ")]
+
+
+def rows(text: str) -> dict[str, str]:
+    """The closing table, spaces within it made one."""
+    cells = [line.strip().split("  ", 1) for line in text.splitlines() if line.startswith("  ")]
+    return {cell[0]: cell[1].strip() for cell in cells if len(cell) == 2}
+
+
+@pytest.mark.parametrize("folders", [True, False])
+def test_what_the_learner_shows_and_what_is_monitored(
+    tmp_path: Path, capsys: Any, folders: bool
+) -> None:
+    ran(tmp_path, Showing(), pl.callbacks.EarlyStopping("val_loss", mode="min"), folders=folders)
+    out, err = capsys.readouterr()
+    told = [part.rpartition(" ")[0] for part in lines(err)[-1].split(" · ")[1:-1]]
+    assert told == ["loss", "val_loss", "train_loss", "val_auc", "val_far"]
+    assert "val_auc 0.5" in lines(err)[-1] and "hidden" not in err
+    table = rows(out)
+    assert (
+        table["val_auc"] == "last 0.5, best 0.5 (round 2)"
+        and table["val_loss"] == "last 2, best 2 (round 2)"
+    )
+    assert table["val_far"] == "last 0.5"  # nothing says which way it is better
+    assert "| val_auc | last 0.5, best 0.5 (round 2) |" in (tmp_path / "card.md").read_text()
+    if folders:
+        shown = json.loads((tmp_path / "run.json").read_text())["shown"]
+        assert shown == ["val_loss", "train_loss", "val_auc", "val_far"]
+        events = EventAccumulator(str(tmp_path))
+        events.Reload()
+        (layout,) = events.Tensors("custom_scalars__config__")
+        (category,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
+        charts = {chart.title: list(chart.multiline.tag) for chart in category.chart}
+        assert list(charts)[:5] == [*shown, "accuracy"] and charts["val_auc"] == ["val_auc$"]
+
+
+class Failing(Showing):
+    """Its measure is NaN after the first round."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        value = float("nan") if self.current_epoch else 0.5
+        self.log("val_auc", value, prog_bar=True)
+
+
+@pytest.mark.parametrize("folders", [True, False])
+def test_a_nan_that_was_measured_last_is_shown(tmp_path: Path, folders: bool) -> None:
+    ran(tmp_path, Failing(), folders=folders)
+    assert "| val_auc | last nan, best 0.5 (round 1) |" in (tmp_path / "card.md").read_text()
+
+
+@pytest.mark.parametrize("method", [c.PartialAveraging({"last": "never"}), c.AlternatingHead()])
+def test_of_personal_models_their_own_accuracy_is_the_headline(
+    tmp_path: Path, capsys: Any, method: Any
+) -> None:
+    module = ran(tmp_path, Accurate(), method, c.PerClientEvaluation(1))
+    out, err = capsys.readouterr()
+    own, of_nobody = (
+        float(module.trainer.callback_metrics[name]) for name in ("clients/acc", "val/acc")
+    )
+    assert own != of_nobody
+    assert f" · accuracy of clients {own:.4f} · " in lines(err)[-1] and " · accuracy 0" not in err
+    table = rows(out)
+    assert (
+        table["accuracy of clients"].startswith(f"last {own:.4f}, best ")
+        and "accuracy" not in table
+    )
+    assert json.loads((tmp_path / "run.json").read_text())["shown"] == ["clients/acc"]
+
+
+def test_of_one_model_for_all_it_is_the_servers(tmp_path: Path, capsys: Any) -> None:
+    ran(tmp_path, Accurate(), c.PartialAveraging({"last": 2}), c.PerClientEvaluation(1), rounds=1)
+    out, err = capsys.readouterr()
+    assert (
+        " · accuracy 0" in err
+        and "accuracy of clients" not in out + err
+        and "accuracy" in rows(out)
+    )
+
+
+def test_a_sweeps_table_shows_what_its_runs_are_shown_by(tmp_path: Path, capsys: Any) -> None:
+    columns = {"val_auc": [0.5, 0.75], "clients/acc": [0.25, 0.5], "val/acc": [0.125, 0.125]}
+    make_run(tmp_path / "a/seed-0", "a", 0, columns, shown=["val_auc", 3, "clients/acc"])
+    make_run(tmp_path / "a/seed-1", "a", 1, {"val/acc": [0.5]})  # an older run
+    make_run(tmp_path / "b/seed-0", "b", 0, columns, shown=["val_auc"])
+    runs = {
+        place: PlannedRun(tmp_path, place, place[0], int(place[-1]), ())
+        for place in ("a/seed-0", "a/seed-1", "b/seed-0")
+    }
+    states = {runs["a/seed-0"]: DONE, runs["b/seed-0"]: RUNNING}
+    told = [
+        " ".join(line.split()) for line in ProgressTable("x", None, {"b/seed-0": 9}).lines(states)
+    ]
+    assert told[2:-1] == ["val_auc, clients/acc seed 0", "a 0.7500, 0.5000", "b 2/9"]
+    ProgressTable("x", None, {}).tell(runs["a/seed-0"], states)
+    assert "a/seed-0: done, val_auc 0.7500, clients/acc 0.5000" in capsys.readouterr().out
+    selected = ProgressTable("x", "val/acc", {}).lines(
+        {runs["a/seed-1"]: DONE, runs["b/seed-0"]: DONE}
+    )
+    assert [line.split() for line in selected[2:-1]] == [
+        # Runs that are shown by other metrics name them, each beside its number.
+        ["seed", "1", "seed", "0"],
+        ["a", "val/acc", "0.5000"],
+        ["b", "val/acc", "0.1250,", "val_auc", "0.7500"],
+    ]
+    assert "val/acc" in ProgressTable("x", None, {}).lines({runs["a/seed-1"]: DONE})[2]

@@ -1,0 +1,369 @@
+"""The store against a dict, and against kills, cut files and flipped bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fl_lightning.errors import UserError
+from fl_lightning.storage.client_store import ClientStore
+from fl_lightning.storage.segments import Index, merge_indices
+from tests.helpers.rows import bits, filled
+
+torch.set_num_threads(1)
+NAMES = {"A.c": (torch.float32, (3,)), "A.k": (torch.int64, ()), "B.m": (torch.bfloat16, (2, 2))}
+
+
+def row_of(name: str, value: int) -> Tensor:
+    dtype, shape = NAMES[name]
+    return torch.full(shape, value / 3 if dtype.is_floating_point else 2**53 + value, dtype=dtype)
+
+
+def agree(store: ClientStore, model: dict[tuple[str, int], Tensor]) -> None:
+    assert store.names() == sorted({name for name, _ in model})
+    for name in NAMES:
+        assert store.clients(name).tolist() == sorted(c for n, c in model if n == name)
+        for client in range(6):
+            row, wanted = store.read(name, client), model.get((name, client))
+            assert (row is None) == (wanted is None)
+            if row is not None and wanted is not None:
+                assert bits(row) == bits(wanted)
+
+
+commits = st.tuples(
+    st.just("commit"),
+    st.dictionaries(
+        st.tuples(st.sampled_from(sorted(NAMES)), st.integers(0, 5)), st.integers(0, 99)
+    ),
+)
+steps = st.lists(
+    commits
+    | st.tuples(st.sampled_from(["flush", "checkpoint", "collect"]), st.integers(0, 1))
+    | st.tuples(st.just("load"), st.integers(0, 9)),
+    min_size=5,
+    max_size=25,
+)
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(steps, st.sampled_from([0, 40, 1 << 20]))
+def test_any_sequence_of_operations_equals_a_dict(sequence, budget) -> None:
+    with tempfile.TemporaryDirectory() as root:
+        folders = [Path(root, "a"), Path(root, "b")]
+        store, model = ClientStore(budget), dict[tuple[str, int], Tensor]()
+        checkpoints: list[tuple[Path, Index, dict[tuple[str, int], Tensor]]] = []
+        for what, argument in sequence:
+            if what == "commit":
+                rows: dict[str, dict[int, Tensor]] = {}
+                for (name, client), value in argument.items():
+                    rows.setdefault(name, {})[client] = row_of(name, value)
+                    model[name, client] = row_of(name, value)
+                store.commit(rows)
+            elif what == "load":
+                if checkpoints:
+                    folder, index, model = checkpoints[argument % len(checkpoints)]
+                    model = dict(model)
+                    store = ClientStore(budget) if argument % 2 else store
+                    store.load(index, folder)
+            else:
+                store.flush(folders[argument])
+                if what == "checkpoint":
+                    checkpoints = [*checkpoints, (folders[argument], store.index(), dict(model))][
+                        -2:
+                    ]
+                elif what == "collect":
+                    for folder in folders:
+                        store.collect(
+                            folder, [index for where, index, _ in checkpoints if where == folder]
+                        )
+            agree(store, model)
+        for folder, index, then in checkpoints:  # those that were kept are still whole
+            other = ClientStore()
+            other.load(index, folder)
+            agree(other, then)
+
+
+def test_a_missing_segment_is_found_when_loading(tmp_path: Path) -> None:
+    store, path = filled(tmp_path)
+    path.unlink()
+    with pytest.raises(UserError, match=rf"client 0 .*{path.name}: the file is missing"):
+        ClientStore().load(store.index(), tmp_path)
+
+
+def test_a_commit_with_one_bad_row_changes_nothing() -> None:
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.zeros(2)}})
+    with pytest.raises(ValueError, match="cannot be stored"):
+        store.commit({"M.s": {1: torch.ones(2), 2: torch.ones(2, dtype=torch.complex128)}})
+    row = store.read("M.s", 1)
+    assert row is not None and row.sum() == 0 and store.clients("M.s").tolist() == [1]
+
+
+def test_a_row_does_not_keep_the_tensor_alive_that_it_was_cut_from() -> None:
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.ones(100, 50)[3]}})
+    row = store.read("M.s", 1)
+    assert row is not None and row.untyped_storage().nbytes() == 200
+
+
+def test_an_index_before_a_flush_is_refused() -> None:
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.zeros(2)}})
+    with pytest.raises(RuntimeError, match="flush"):
+        store.index()
+
+
+def test_a_flush_costs_what_changed(tmp_path: Path) -> None:
+    store, first = filled(tmp_path, clients=50)
+    store.commit({"M.s": {3: torch.zeros(1000)}})
+    second = store.flush(tmp_path)
+    assert second is not None and second.stat().st_size < first.stat().st_size / 40
+    assert store.flush(tmp_path) is None and len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_index_holds_no_python_object_per_client_and_loads_with_weights_only(
+    tmp_path: Path,
+) -> None:
+    store = ClientStore()
+    store.commit({"M.k": {i: torch.tensor(i) for i in range(2000)}})
+    store.flush(tmp_path / "state")
+    torch.save(store.index(), tmp_path / "index.pt")
+    assert (tmp_path / "index.pt").stat().st_size < 2000 * 16 + 4000
+    again = ClientStore()
+    again.load(torch.load(tmp_path / "index.pt", weights_only=True), tmp_path / "state")
+    assert again.clients("M.k").tolist() == list(range(2000)) and again.read("M.k", 1234) == 1234
+
+
+def test_sparse_segments_are_rewritten_and_deleted(tmp_path: Path) -> None:
+    store, first = filled(tmp_path, clients=10)
+    store.commit({"M.s": {i: torch.zeros(1000) for i in range(8)}})
+    store.flush(tmp_path)
+    store.collect(tmp_path, [store.index()])  # 2 of 10 rows left: sparse, but still needed
+    assert first.exists()
+    store.flush(tmp_path)
+    store.collect(tmp_path, [store.index()])
+    assert not first.exists() and len(list(tmp_path.glob("rows-*-r0.safetensors"))) == 2
+    again = ClientStore()
+    again.load(store.index(), tmp_path)
+    row = again.read("M.s", 9)
+    assert row is not None and torch.equal(row, torch.arange(1000, dtype=torch.float32) + 9)
+
+
+def test_the_more_segments_the_seldomer_they_are_looked_through(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "fsync", lambda _: None)
+    store, looked = ClientStore(), []
+
+    def kept() -> Iterator[Index]:
+        looked.append(1)
+        yield store.index()
+
+    # a cross-device run: whoever takes part is new, and every segment stays needed
+    for i in range(160):
+        store.commit({"M.s": {i: torch.zeros(3)}})
+        store.flush(tmp_path)
+        store.collect(tmp_path, kept())
+    assert len(list(tmp_path.iterdir())) == 160 and len(looked) < 120  # ever fewer
+    for _ in range(40):
+        store.commit({"M.s": {0: torch.ones(3)}})
+        store.flush(tmp_path)
+        store.collect(tmp_path, kept())
+        assert len(list(tmp_path.iterdir())) <= 160 * (1 + 1 / 32)
+
+
+def test_rows_over_the_budget_lie_on_disk_and_move_to_the_folder(tmp_path: Path) -> None:
+    store = ClientStore(budget_bytes=3 * 4000)
+    for i in range(10):
+        store.commit({"M.s": {i: torch.full((1000,), float(i))}})
+    held = sum(row.nbytes for row in [*store._dirty.values(), *store._clean.values()])
+    assert held <= 3 * 4000
+    store.flush(tmp_path)
+    again = ClientStore()
+    again.load(store.index(), tmp_path)
+    for i in range(10):
+        row = again.read("M.s", i)
+        assert row is not None and row[0] == i
+
+
+def test_what_was_spilled_and_overwritten_does_not_follow_to_another_folder(tmp_path: Path) -> None:
+    store, _ = filled(tmp_path / "a", clients=2)
+    again = ClientStore(budget_bytes=0)
+    again.load(store.index(), tmp_path / "a")
+    for value in range(2):  # the first is spilled, and superseded
+        again.commit({"M.s": {0: torch.full((3,), float(value))}})
+    again.flush(tmp_path / "b")
+    again.load(again.index(), tmp_path / "b")
+    row = again.read("M.s", 0)
+    assert (
+        row is not None and row.tolist() == [1, 1, 1] and len(list((tmp_path / "b").iterdir())) == 2
+    )
+
+
+def test_a_run_that_went_on_in_another_folder_needs_only_that(tmp_path: Path) -> None:
+    store, path = filled(tmp_path / "a")
+    again = ClientStore(budget_bytes=0)
+    again.load(store.index(), tmp_path / "a")
+    # over the budget: must not be written into the old run
+    again.commit({"M.s": {0: torch.zeros(3)}})
+    assert [p.name for p in (tmp_path / "a").iterdir()] == [path.name]
+    again.flush(tmp_path / "b")
+    index = again.index()
+    path.unlink()
+    again.load(index, tmp_path / "b")
+    row, old = again.read("M.s", 0), again.read("M.s", 5)
+    assert row is not None and old is not None and row.shape == (3,) and old[0] == 5
+
+
+def test_processes_share_a_folder(tmp_path: Path) -> None:
+    stores = [ClientStore(rank=r, world_size=2) for r in range(2)]
+    for turn in range(2):
+        for rank, store in enumerate(stores):
+            store.commit(
+                {"M.s": {rank + 2 * k: torch.tensor([turn, rank]) for k in range(turn, 3)}}
+            )
+            store.flush(tmp_path)
+    index = merge_indices([store.index() for store in stores])
+    assert index["M.s"]["clients"].tolist() == list(range(6))
+    for store in stores:
+        store.load(index, tmp_path)
+        store.collect(tmp_path, [index])
+    assert stores[0].clients("M.s").tolist() == [0, 2, 4] and stores[1].clients("M.s").tolist() == [
+        1,
+        3,
+        5,
+    ]
+    single = ClientStore()  # resumed in one process: it owns all and also clears the other's files
+    single.load(index, tmp_path)
+    assert [single.read("M.s", i).tolist() for i in range(6)] == [
+        [0, 0], [0, 1], [1, 0], [1, 1], [1, 0], [1, 1],
+    ]  # fmt: skip
+    single.commit({"M.s": {i: torch.zeros(1) for i in range(6)}})
+    single.flush(tmp_path)
+    single.collect(tmp_path, [single.index()])
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_of_two_indices_with_one_row_the_newer_segment_counts() -> None:
+    old = {"M.s": {"clients": torch.tensor([1, 2]), "segments": torch.tensor([9, 9])}}
+    new = {"M.s": {"clients": torch.tensor([2]), "segments": torch.tensor([70000])}}
+    for order in ([old, new], [new, old]):
+        merged = merge_indices(order)["M.s"]
+        assert merged["clients"].tolist() == [1, 2] and merged["segments"].tolist() == [9, 70000]
+
+
+def test_threads_read_while_rows_are_committed_flushed_and_collected(tmp_path: Path) -> None:
+    store, _ = filled(tmp_path, clients=20, size=50)
+    store.budget_bytes = 1000  # nearly everything is read from disk
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def reads(seed: int) -> None:
+        draw = np.random.default_rng(seed)
+        while not done.is_set():
+            client = int(draw.integers(20))
+            try:
+                row = store.read("M.s", client)
+                if row is None or row[1] - row[0] != 1 or (row[0] - client) % 20:
+                    wrong.append(f"{client}: {row}")
+            except Exception as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=reads, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for turn in range(1, 40):
+        rows = {
+            i: torch.arange(50, dtype=torch.float32) + i + 20 * turn for i in range(turn % 7, 20, 3)
+        }
+        store.commit({"M.s": rows})
+        store.flush(tmp_path)
+        store.collect(tmp_path, [store.index()])
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+KILLED = """
+import os, sys, torch
+from pathlib import Path
+from tests.helpers.rows import bits, filled
+from fl_lightning.storage.client_store import ClientStore
+torch.set_num_threads(1)
+where, folder = sys.argv[1], Path(sys.argv[2])
+store = ClientStore()
+store.load(torch.load(folder / "index.pt", weights_only=True), folder / "state")
+store.commit({"M.s": {0: torch.zeros(1000), 9: torch.zeros(1000)}})
+calls = {"fsync": 0}
+real_fsync, real_replace = os.fsync, os.replace
+def fsync(descriptor):
+    calls["fsync"] += 1
+    if where == f"fsync {calls['fsync']}":
+        os._exit(9)
+    real_fsync(descriptor)
+def replace(*names):
+    if where == "before replace":
+        os._exit(9)
+    real_replace(*names)
+    if where == "after replace":
+        os._exit(9)
+os.fsync, os.replace = fsync, replace
+store.flush(folder / "state")
+os._exit(0)
+"""
+
+
+def test_killed_in_a_flush_the_last_checkpoint_is_whole(python: str, tmp_path: Path) -> None:
+    store, first = filled(tmp_path / "state")
+    torch.save(store.index(), tmp_path / "index.pt")
+    for where in ["fsync 1", "before replace", "after replace"]:
+        command = [python, "-c", KILLED, where, str(tmp_path)]
+        assert subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 9
+        again = ClientStore()
+        again.load(store.index(), tmp_path / "state")
+        row = again.read("M.s", 0)
+        assert row is not None and row[1] == 1 and again.read("M.s", 9) is None
+    again.commit({"M.s": {9: torch.ones(2)}})
+    again.flush(tmp_path / "state")
+    again.collect(tmp_path / "state", [again.index()])
+    left = sorted(os.listdir(tmp_path / "state"))
+    assert left[0] == first.name and len(left) == 2  # neither orphans nor temporary files
+
+
+def test_a_folder_that_cannot_be_written_is_named_and_the_rows_stay(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.ones(2)}})
+    with pytest.raises(UserError, match=r"Cannot write .*file"):
+        store.flush(tmp_path / "file" / "state")
+    assert store.flush(tmp_path / "state") is not None
+
+
+def test_a_checkpoint_copied_beside_another_run_does_not_find_its_rows(tmp_path: Path) -> None:
+    one, _ = filled(tmp_path / "one", clients=3)
+    filled(tmp_path / "other", clients=3)
+    with pytest.raises(UserError, match="the file is missing"):
+        ClientStore().load(one.index(), tmp_path / "other")
+
+
+def test_a_row_that_was_superseded_is_not_kept(tmp_path: Path) -> None:
+    store = ClientStore()
+    store.commit({"M.s": {1: torch.zeros(2)}})
+    old = weakref.ref(store.read("M.s", 1))
+    store.flush(tmp_path)
+    assert old() is not None  # it is read again without the disk
+    store.commit({"M.s": {1: torch.ones(2)}})
+    assert old() is None
