@@ -44,7 +44,7 @@ _HOME = {
     **dict.fromkeys(("Diverged", "UserError"), "errors"),
     "FederatedCLI": "lab.cli.drop_in",
     "FederatedModule": "module",
-    "FederatedStrategy": "machine.strategies",
+    "FederatedStrategy": "machine.federated_strategy",
     "InMemoryDataModule": "datamodules",
     "MetricsCSV": "record.metrics_csv",
     "RunFolder": "lab.cli.python_run",

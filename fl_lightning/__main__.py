@@ -8,48 +8,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from fl_lightning.errors import UserError, debugging, in_own_code, out_of_memory, suggest
-from fl_lightning.escaping import plain_lines
-
-COMMANDS = {
-    "fit": (
-        "train federatedly: -c base -c data/digits -c method/fedinit, "
-        "or a run's folder to go on with"
-    ),
-    "validate": "evaluate a run's last checkpoint on the validation data",
-    "test": "evaluate a run's last checkpoint on the test data",
-    "predict": "write a run's predictions to a file",
-    "export": "write a run's global model as one file of plain PyTorch",
-    "partition": "show who has which data: a table, its hash, partition.png and partition.npz",
-    "configs": "list the packaged configs, or print one",
-    "sweep": (
-        "run a grid of settings and seeds, several at once: sweep FILE; again, to go on with it"
-    ),
-    "report": (
-        "compare runs: tables, curves, paired intervals and verdicts, as one page and as files"
-    ),
-    "analyse": "look at a run's model: analyse hessian RUN, analyse landscape RUN [RUN2]",
-    "new": "write a package with a method of your own, to be changed: new own-anchor",
-    "cite": "print BibTeX of the methods and the data of a run: cite RUN",
-    "deploy": (
-        "write an app for sites that keep their data, or keys for them: "
-        "deploy flower base data/digits"
-    ),
-    "site": "a site's process, which such an app starts itself",
-    "check": "put a method through the contracts: check ControlVariates, check my_module.MyMethod",
-}
-
-# These commands have their own parser.
-_MODULES = {
-    "check": "fl_lightning.lab.cli.check_command",
-    "new": "fl_lightning.lab.cli.new_command",
-    "cite": "fl_lightning.lab.cli.cite_command",
-    "report": "fl_lightning.lab.report.report_command",
-    "analyse": "fl_lightning.lab.analysis.analyse_command",
-    "sweep": "fl_lightning.lab.sweep.sweep_command",
-    "deploy": "fl_lightning.deploy.flower.deploy_command",
-    "site": "fl_lightning.deploy.flower.resident",
-}
-
+from fl_lightning.lab.cli.commands import COMMANDS, MODULES
+from fl_lightning.machine.escaping import plain_lines
 
 # If one of these variables is set, OpenMP, which PyTorch loads, binds the whole process to one
 # core.
@@ -163,7 +123,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
             _show(_configs(rest))
         return 0
     _keep_cores()
-    if command in _MODULES:
+    if command in MODULES:
         if command in ("sweep", "check") and not {"-h", "--help"} & set(rest):
             _say_what_takes_seconds(command)
         if command == "sweep" and "OMP_WAIT_POLICY" not in os.environ:
@@ -173,7 +133,7 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
             os.environ.setdefault("GOMP_SPINCOUNT", "1000")
         if command in ("analyse", "deploy"):
             sys.path.insert(0, os.getcwd())
-        return int(import_module(_MODULES[command]).main(rest))
+        return int(import_module(MODULES[command]).main(rest))
     from fl_lightning.lab.cli.compose import prepare
     from fl_lightning.lab.cli.help import asked
 

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from fl_lightning.aggregation import metric_states, server_update, traffic
-from fl_lightning.aggregation.over_processes import visiting_order
+from fl_lightning.aggregation import metric_states, round_metrics, server_update, traffic
+from fl_lightning.aggregation.mean_gradient_advice import warn_of_mean_gradient
+from fl_lightning.aggregation.over_processes import share_of, visiting_order
+from fl_lightning.aggregation.round_metrics import RoundMetrics
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
 from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
 from fl_lightning.callback_list import CallbackList, checked_choice, checked_rows
@@ -20,7 +22,6 @@ from fl_lightning.errors import Diverged
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import all_finite
 from fl_lightning.machine.processes import gathered, processor_seconds
-from fl_lightning.round.client_group import LOSS
 from fl_lightning.round.client_sums import Total
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
@@ -34,9 +35,7 @@ from fl_lightning.schedules import decay_factor
 from fl_lightning.storage.run_state import BaseAfter, RoundOutcome, RunState, Versions
 from fl_lightning.virtual.planned_round import Plan
 
-RoundMetrics = dict[str, float]
 Participants = Callable[[int], tuple[int, ...]]  # of round t, ascending
-TIMES = frozenset({"time/round", "time/cpu"})  # names that are logged when a round is over
 
 
 @dataclass
@@ -173,9 +172,7 @@ class FederatedLoop:
         else:
             steps = {i: self.cohort.steps(i, v) for i, v in transaction.planned.versions.items()}
         sizes = self.cohort.sizes(ids)
-        weights = dict.fromkeys(ids, 1.0)
-        if self.settings.weighting == "samples":
-            weights = {i: float(sizes[i]) for i in ids}
+        weights = Cohort.weights(sizes, self.settings.weighting)
         if transaction.planned is not None:
             discounts = transaction.planned.discounts
             weights = {i: weight * discounts.get(i, 1.0) for i, weight in weights.items()}
@@ -278,8 +275,7 @@ class FederatedLoop:
 
     def train(self, round: Round, transaction: RoundTransaction) -> tuple[Total, list[int]]:
         """Train this process's share, and return the sum over all participants and who diverged."""
-        # Take every W-th client, so that a process's share is one subtree of the sum.
-        clients = round.ids[self.rank :: self.world_size]
+        clients = share_of(round.ids, self.rank, self.world_size)
         contributions = UpdateAccumulator(transaction, self.methods, len(clients), self.buffers)
         done = 0
 
@@ -412,74 +408,15 @@ class FederatedLoop:
         self.model.set_buffers(server_update.averaged_buffers(transaction.round, transaction.total))
 
     def metrics(self, transaction: RoundTransaction, server: Server) -> RoundMetrics:
-        """Return the metrics that learner, clients' and server hooks logged; also set ``loss``."""
-        self.warn_of_mean_gradient(transaction)
+        """Return the round's metrics; also set ``loss`` and ``logged_metrics``."""
+        warn_of_mean_gradient(
+            transaction, self.client_rates, self.methods, self.settings.clip_norm, self.note
+        )
         for text in transaction.notes:
             self.note(text)
-        means: dict[str, float] = {}
-        for name, total in transaction.total.logs.items():
-            # A client need not log every name, so each name has its own number of values.
-            if name not in self.disputed:
-                means[name] = float(total / transaction.total.logged[name])
-        self.loss = means.pop(LOSS, None)
-        logged = {name: float(value) for name, value in server.logs.items()}
-        metrics = metric_states.merged_into(self.model.learner, transaction.metrics, self.note)
-        self.logged_metrics = metric_states.logged_in(self.model.learner, transaction.metrics)
-        logged["cost/gradients"] = traffic.gradients(transaction)
-        logged["cost/forwards"] = traffic.forwards(transaction)
-        logged["client_lr"] = float(transaction.round.rates.lr)
-        if transaction.planned is not None:
-            logged |= transaction.planned.metrics
-        for name in sorted((means.keys() | metrics.keys()) & (logged.keys() | TIMES)):
-            self.note(
-                f"{name} is logged by the learner and by the run, and the run's value replaces the "
-                "learner's. Log the learner's under another name"
-            )
-        return {**means, **metrics, **logged}
-
-    def warn_of_mean_gradient(self, transaction: RoundTransaction) -> None:
-        """Warn if ``clients.mean_gradient`` was read and is not the mean of the gradients."""
-        rates = self.client_rates
-        readers = sorted(transaction.mean_gradient_readers)
-        direction = self.name_of("precondition")
-        if direction:
-            # Its owner adds the mean of directions to directions.
-            readers = [name for name in readers if name != self.name_of("on_direction")]
-        if not readers:
-            return
-        takes = "take" if readers[1:] else "takes"
-        reading = (
-            f"{' and '.join(readers)} {takes} a client's displacement / (Σ η) for the mean "
-            "gradient of its steps"
+        learner = self.model.learner
+        metrics, self.loss = round_metrics.of_round(
+            transaction, server, learner, self.disputed, self.note
         )
-        if rates.optimizer == "SGD" and rates.momentum:
-            self.note(
-                f"{reading}; with momentum={rates.momentum:g} it is up to "
-                f"{1 / (1 - rates.momentum):.3g} times that"
-            )
-        elif direction or not rates.plain_sgd:
-            self.note(
-                f"{reading}; a step of {direction or rates.optimizer} is not its gradient times "
-                "the learning rate, so the method's state has another scale than the gradients to "
-                f"which it is added. The method is made for SGD{self.other_estimate(readers)}"
-            )
-        # A limit on gradients does not limit a direction that is computed from them.
-        if float(transaction.total.logs.get("clipped_steps", 0)) > 0 and not direction:
-            self.note(
-                f"{reading}; clipping is active (clip_norm={self.settings.clip_norm:g}), so it is "
-                "less than that"
-            )
-
-    def name_of(self, hook: str) -> str:
-        """Return the name of the class that owns a hook; empty if no callback has the hook."""
-        return self.methods.name_of_owner(hook) if self.methods.owner(hook) else ""
-
-    def other_estimate(self, readers: Sequence[str]) -> str:
-        """Return how one of these methods takes gradients in place of displacements, as a clause;
-        empty: none can.
-        """
-        for callback in self.methods.callbacks:
-            name = type(callback).__name__
-            if name in readers and getattr(callback, "estimate", "") == "displacement":
-                return f". {name}(estimate='gradient') takes the gradient itself"
-        return ""
+        self.logged_metrics = metric_states.logged_in(learner, transaction.metrics)
+        return metrics

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.escaping import cells, of_cells
+from fl_lightning.machine.escaping import cells, of_cells
 from fl_lightning.storage.atomic_files import written_aside
 
 Row = dict[str, str]
@@ -163,7 +163,7 @@ def comma_separated(rows: Iterable[Sequence[Any]]) -> str:
     """Return a CSV file as text, which :func:`separated` reads.
 
     None is an empty cell, and numbers can be read back exactly. Texts are escaped as
-    :func:`~fl_lightning.escaping.cells` says.
+    :func:`~fl_lightning.machine.escaping.cells` says.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(map(cells, rows))

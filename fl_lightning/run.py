@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from fl_lightning import checkpoint, sampling, systems
 from fl_lightning.aggregation import all_updates, server_update
+from fl_lightning.aggregation.round_metrics import RoundMetrics
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
 from fl_lightning.callback_list import OWNED, SHARED, CallbackList
@@ -27,7 +28,6 @@ from fl_lightning.engines.engine_context import engine_context_of, in_full_preci
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.registry import NOT_CAPTURED
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain
 from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.evaluation.validated_model import averaging_notes
@@ -35,11 +35,12 @@ from fl_lightning.learner import weights
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.hooks import moved_on_by
 from fl_lightning.learner.modules import modes
-from fl_lightning.loop import FederatedLoop, Participants, RoundMetrics
+from fl_lightning.loop import FederatedLoop, Participants
+from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import is_foreign, rank_zero_warn
 from fl_lightning.machine.processes import cores_of_each, limit_threads
 from fl_lightning.machine.random_state import RandomState, random_state_kept
-from fl_lightning.record.description import Reporter
+from fl_lightning.record.reporter import Reporter
 from fl_lightning.round.base_weights import BaseWeights
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Evaluate

@@ -33,10 +33,12 @@ TRIALS = ("tests", "benchmarks", "studies")
 # Three storeys: the core runs any method, parts are what a run is made of, the workbench is
 # around runs.
 CORE = """
-errors escaping
+errors
 accepted
 introspection
-machine sampling schedules metrics storage
+sampling
+machine
+schedules metrics storage
 record
 optim learner
 checks

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from fl_lightning.callbacks.loggers.run_card import LABELS, Tally, closing_table
-from fl_lightning.escaping import plain
+from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import ProgressBar, Tqdm, pl
 from fl_lightning.record.shown_metrics import shown_metrics
 

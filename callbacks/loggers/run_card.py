@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.escaping import markdown
+from fl_lightning.machine.escaping import markdown
 from fl_lightning.machine.lightning import TensorBoardLogger, pl
 from fl_lightning.metrics import Metrics
 from fl_lightning.record import description

@@ -18,7 +18,7 @@ from fl_lightning.datamodules.summaries.split_measures import (
     gini,
     total_variation,
 )
-from fl_lightning.escaping import plain
+from fl_lightning.machine.escaping import plain
 from fl_lightning.storage.atomic_files import written_aside
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ ones, odd with odd ones, and so on by the low bits of j. Process r of 2^k owns t
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Generic
 
 import torch
@@ -18,6 +18,17 @@ from fl_lightning.round.client_sums import Place, Some
 
 # A leaf's shapes and dtypes, and the types of the devices on which its tensors lie.
 Kinds = dict[Place, tuple[torch.Size, torch.dtype, str]]
+
+
+def share_of(participants: Sequence[int], rank: int, world: int) -> Sequence[int]:
+    """Return the participants that process ``rank`` of ``world`` processes trains.
+
+    These are every ``world``-th, so that the process's share is one subtree of the sum.
+
+    >>> share_of([3, 5, 8, 9, 12], 1, 2)
+    [5, 9]
+    """
+    return participants[rank::world]
 
 
 def visiting_order(n: int) -> list[int]:

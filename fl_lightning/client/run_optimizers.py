@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fl_lightning.checks.refusals import check_held, check_optimizer
+from fl_lightning.checks.optimizers import check_held, check_optimizer
 from fl_lightning.client.client_optimizer import is_plain_sgd, of_server, rates
 from fl_lightning.client.optimizer_copy import Shown, check_alone, shallow
 from fl_lightning.errors import UserError

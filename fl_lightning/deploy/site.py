@@ -16,6 +16,7 @@ from torch import Tensor
 from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.metric_states import refuse_samples
 from fl_lightning.aggregation.over_processes import visiting_order
+from fl_lightning.aggregation.round_metrics import RoundMetrics
 from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
 from fl_lightning.client.gradient_accumulation import batches_in
 from fl_lightning.deploy import audit, questions, round_messages, site_evaluation
@@ -31,9 +32,9 @@ from fl_lightning.deploy.told_errors import LOGGED, told
 from fl_lightning.deploy.transport import Array, Message, Number, Post, visible, words
 from fl_lightning.engines.forked import Forked
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain_lines
 from fl_lightning.evaluation import personal_models
-from fl_lightning.loop import FederatedLoop, RoundMetrics
+from fl_lightning.loop import FederatedLoop
+from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.machine.lightning import pl
 from fl_lightning.record.description import version_of
 from fl_lightning.round.client_group import ClientGroup

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain
+from fl_lightning.machine.escaping import plain
 
 Array = NDArray[Any]
 Number = int | float

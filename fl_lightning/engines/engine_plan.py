@@ -28,7 +28,7 @@ class EnginePlan:
     """Decided once, in one process for all.
 
     Args:
-        engine: its name (``planned_as`` in `kinds.py`).
+        engine: its name (``planned_as`` in `registry.py`).
         why: the reason, for a reader.
         workers: clients side by side in a process; 0: as many as there is room for.
         processes: whether workers are forked processes, not threads or streams.

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain
+from fl_lightning.machine.escaping import plain
 from fl_lightning.metrics import comma_separated, separated
 from fl_lightning.storage import lock
 from fl_lightning.storage.atomic_files import written_aside

@@ -1,4 +1,7 @@
-"""Spreads a round's participants over processes, GPUs and nodes, by torch.distributed."""
+"""Starts the processes of a run on GPUs and nodes, and names the one that is lost.
+
+Which participants each process trains is in `aggregation/over_processes.py`.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain
+from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import Logger, rank_zero_only, rank_zero_warn
 from fl_lightning.metrics import Row, comma_separated, read_rows
 from fl_lightning.storage import lock

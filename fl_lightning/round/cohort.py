@@ -204,6 +204,18 @@ class Cohort:
         sizes = self.data.client_sizes()
         return {i: int(sizes[i]) for i in ids}
 
+    @staticmethod
+    def weights(sizes: dict[int, int], weighting: str) -> dict[int, float]:
+        """Return each client's weight in the mean over clients, before it is divided by their sum.
+
+        Args:
+            sizes: N_i, the number of samples of each participant.
+            weighting: ``"samples"``: N_i; ``"uniform"``: 1.
+        """
+        if weighting == "samples":
+            return {i: float(size) for i, size in sizes.items()}
+        return dict.fromkeys(sizes, 1.0)
+
     def describe(self) -> str:
         """Return text such as ``10 of 100 clients · 5 epochs``."""
         if self.quick:

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fl_lightning.__main__ import _MODULES
 from fl_lightning.datamodules import Digits
+from fl_lightning.lab.cli.commands import MODULES
 
 # What some run, report or test needs, and a run of the digits does not. (torchmetrics itself
 # imports transformers and matplotlib where they are installed.)
@@ -63,7 +63,7 @@ def test_an_errors_paragraph_imports_no_more_than_the_parser(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", _MODULES)
+@pytest.mark.parametrize("command", MODULES)
 def test_what_a_command_takes_is_told_without_torch(command: str) -> None:
     result = subprocess.run(
         [sys.executable, "-c", HELP, command],

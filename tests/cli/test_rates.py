@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fl_lightning.accepted import PositiveFloat, check
-from fl_lightning.checks import refusals
+from fl_lightning.checks import optimizers
 from fl_lightning.errors import UserError
 from fl_lightning.optim import FedAdagrad, FedAdam
 from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
@@ -27,12 +27,12 @@ from fl_lightning.schedules import Cosine, Exponential, Schedule, Steps
 )
 def test_what_stays_finite_is_taken(decay: float | Schedule) -> None:
     check("lr_decay", decay, PositiveFloat | Schedule)
-    refusals.rates_over("lr_decay", decay, 500)
+    optimizers.rates_over("lr_decay", decay, 500)
 
 
 def test_optimizers_that_cannot_work() -> None:
     w = torch.nn.Parameter(torch.zeros(2))
-    refusals.check_optimizer("client_optimizer", torch.optim.SGD([w], lr=0.0))
+    optimizers.check_optimizer("client_optimizer", torch.optim.SGD([w], lr=0.0))
     for wrong, says in (
         (torch.optim.SGD([w], lr=float("nan")), "SGD has lr=nan"),
         (torch.optim.LBFGS([w]), "LBFGS evaluates the loss several times"),
@@ -42,7 +42,7 @@ def test_optimizers_that_cannot_work() -> None:
         ([torch.optim.SGD([w], lr=0.1)], "it gives a list"),
     ):
         with pytest.raises(UserError, match=f"^client_optimizer: {says}"):
-            refusals.check_optimizer("client_optimizer", wrong)
+            optimizers.check_optimizer("client_optimizer", wrong)
     for make in (FedAdam, FedAdagrad):
         with pytest.raises(UserError, match=r"lr=nan"):
             make([w], lr=float("nan"))

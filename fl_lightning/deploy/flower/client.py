@@ -20,7 +20,7 @@ from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.told_errors import LOG, TOLD, told
 from fl_lightning.deploy.transport import Message, packed, words
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain_lines
+from fl_lightning.machine.escaping import plain_lines
 
 _PAUSE = 0.05
 _STARTS = 4

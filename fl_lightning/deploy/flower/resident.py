@@ -17,8 +17,8 @@ from fl_lightning.deploy.flower.parent import end_with
 from fl_lightning.deploy.told_errors import LOGGED, TOLD, told
 from fl_lightning.deploy.transport import Message, packed, unpacked
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain_lines
 from fl_lightning.lab.cli.arguments import ArgumentParser
+from fl_lightning.machine.escaping import plain_lines
 
 DESCRIPTION = """Train a site's clients as messages of a server ask for it.
 

@@ -17,7 +17,6 @@ from fl_lightning.callback import FederatedCallback
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.callbacks.loggers.run_card import LABELS
 from fl_lightning.errors import Diverged, UserError, suggest
-from fl_lightning.escaping import plain_lines
 from fl_lightning.evaluation.personal_models import (
     check_client,
     check_partition,
@@ -30,6 +29,7 @@ from fl_lightning.lab.cli.parsing_errors import not_an_optimizer
 from fl_lightning.lab.cli.run_folder import check_writable
 from fl_lightning.lab.cli.run_record import end_killed, killed_before, was_killed
 from fl_lightning.learner import saved_network
+from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.machine.lightning import LOGGERS, MisconfigurationException
 from fl_lightning.metrics import Metrics, read_record
 from fl_lightning.record.shown_metrics import metric_modes, shown_metrics

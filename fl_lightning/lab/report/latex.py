@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from fl_lightning.escaping import plain
 from fl_lightning.lab.report.cells import Table
+from fl_lightning.machine.escaping import plain
 
 GREEK = "αβγδεζηθικλμνξπρςστυφχψωΓΔΘΛΞΠΣΦΨΩ"
 GREEK_NAMES = (

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.escaping import plain
 from fl_lightning.lab.cli.arguments import ArgumentParser
+from fl_lightning.machine.escaping import plain
 from fl_lightning.storage.atomic_files import named
 
 if TYPE_CHECKING:

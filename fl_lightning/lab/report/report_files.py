@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from fl_lightning.escaping import markdown, paragraph, plain
 from fl_lightning.lab.report import charts, curves, report_tables
 from fl_lightning.lab.report.cells import Table
 from fl_lightning.lab.report.drawing import FORMATS, Drawing, in_style, inline, saved
@@ -24,6 +23,7 @@ from fl_lightning.lab.report.labels import relabelled
 from fl_lightning.lab.report.latex import breakable, heading, tex, widths
 from fl_lightning.lab.report.scores import SCORES
 from fl_lightning.lab.report.summary import COSTS, Summary
+from fl_lightning.machine.escaping import markdown, paragraph, plain
 from fl_lightning.metrics import comma_separated
 
 # The first parts of keys, in the order of reading, with their titles in the table of contents.

@@ -18,9 +18,9 @@ import numpy as np
 import yaml
 
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain
 from fl_lightning.introspection.papers import declared
 from fl_lightning.lab.cli.compose import parse_yaml
+from fl_lightning.machine.escaping import plain
 from fl_lightning.metrics import Directions, metrics_hash, read_rows, separated
 
 Column = np.ndarray[Any, np.dtype[np.float64]]

@@ -18,10 +18,10 @@ from multiprocessing.context import ForkProcess
 from typing import TYPE_CHECKING, Any
 
 from fl_lightning.errors import UserError
-from fl_lightning.escaping import plain_lines
 from fl_lightning.lab.cli.compose import parse_yaml, prepare
 from fl_lightning.lab.sweep.grid import PlannedRun
 from fl_lightning.lab.sweep.sweep_folder import make
+from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.metrics import read_record
 
 if TYPE_CHECKING:
