@@ -3,8 +3,6 @@
 Import them from here: ``from fl_lightning.callbacks import ControlVariates``.
 """
 
-import sys
-
 if __name__ == "callbacks":
     raise ImportError("this is fl_lightning.callbacks: import it by that name")
 
@@ -77,12 +75,6 @@ from fl_lightning.callbacks.sharpness.momentum_guided_perturbation import Moment
 from fl_lightning.callbacks.sharpness.server_ascent import ServerAscent
 from fl_lightning.callbacks.sharpness.sharpness_aware_minimization import SharpnessAwareMinimization
 from fl_lightning.systems import SystemHeterogeneity
-
-# Before they were sorted by kind all files lay in this folder, and config.yaml of such a run names
-# fl_lightning.callbacks.control_variates.
-for _path, _module in list(sys.modules.items()):
-    if _path.startswith(f"{__name__}."):
-        sys.modules.setdefault(f"{__name__}.{_path.rpartition('.')[2]}", _module)
 
 __all__ = [
     "AdamDirection",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 if __name__ == "datamodules":
     raise ImportError("this is fl_lightning.datamodules: import it by that name")
 
@@ -44,12 +42,6 @@ from fl_lightning.datamodules.sources.memory import InMemoryDataModule
 from fl_lightning.datamodules.sources.pfllib import FromPFLlib
 from fl_lightning.datamodules.sources.table import FromTable
 from fl_lightning.datamodules.sources.text_classification import TextClassification
-
-# Before they were sorted all files lay in this folder, and config.yaml of such a run names
-# fl_lightning.datamodules.label_skew.
-for _path, _module in list(sys.modules.items()):
-    if _path.startswith(f"{__name__}."):
-        sys.modules.setdefault(f"{__name__}.{_path.rpartition('.')[2]}", _module)
 
 __all__ = [
     "CIFAR10",

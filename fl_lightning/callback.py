@@ -7,7 +7,6 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -141,23 +140,6 @@ class RunBinding:
 
 
 Role = Literal["method", "measurement", "system"]
-# Class attributes of an older version → the advice to replace them, and the attribute that each now
-# sets.
-OLD_NAMES: dict[str, tuple[str, tuple[str, Any] | None]] = {
-    "measures": ('write role = "measurement".', ("role", "measurement")),
-    "simulates": ('write role = "system".', ("role", "system")),
-    "shapes_rounds": ('write role = "system".', None),
-    "stands_for_clients": ("write order = -1.", ("order", -1)),
-    "rests": ("write order = 1.", ("order", 1)),
-    "aggregates_nobody": ("write every_round = True.", ("every_round", True)),
-    "blind": ("leave it out, and the gradient out of perturbation(self, clients).", None),
-    "gathers": ("leave it out: reading server.updates in aggregate says it.", None),
-    "reads_loss": ("leave it out: reading clients.loss in on_local_end says it.", None),
-    "personal_of_all": ("leave it out: a method without a ClientState is asked for all.", None),
-    "needs_classes": ("write notes = (CLASS_LABELS,).", None),
-    "requires": ("give the arguments to a Refusal: Refusal(…, settings={…}).", None),
-    "gives_models": ('write cannot_run_with = {"clients.w": …}.', None),
-}
 
 
 def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
@@ -273,19 +255,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         self: Self = super().__new__(cls, *args, **kwargs)
         self.__dict__.update(_declared={}, _bound_transaction=None, _bound_run=None)
         return self
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        super().__init_subclass__(**kwargs)
-        for name in OLD_NAMES.keys() & vars(cls).keys():
-            instead, value = OLD_NAMES[name]
-            if value is not None and vars(cls)[name]:
-                setattr(cls, *value)
-            warnings.warn(
-                f"{cls.__name__}.{name} is an old name, which the next version no longer reads: "
-                f"{instead}",
-                FutureWarning,
-                stacklevel=2,
-            )
 
     @classmethod
     def is_method(cls) -> bool:

@@ -393,8 +393,7 @@ class CallbackList:
     def gives_models(self) -> str:
         """Return the callback from whose own models clients train; empty: they train from w."""
         for callback in self.callbacks:
-            old = getattr(callback, "gives_models", False)
-            if old or "clients.w" in callback.cannot_run_with:
+            if "clients.w" in callback.cannot_run_with:
                 return type(callback).__name__
         return ""
 

@@ -166,7 +166,7 @@ class SavedRun:
     """The run's part of a checkpoint: it is written, checked and read back by this class.
 
     Args:
-        rounds: number of committed rounds; 0: an older checkpoint, which does not store it.
+        rounds: number of committed rounds.
         logged: the metrics of the last committed round.
         versions: models and buffers from which clients of an asynchronous run are still training.
         chosen: the participants by round, if a method chose them.
@@ -187,7 +187,7 @@ class SavedRun:
 
     version: int = entry(COUNT, VERSION)
     seed: int = entry(COUNT)
-    rounds: int = entry(COUNT, 0)
+    rounds: int = entry(COUNT)
     logged: dict[str, float] = entry(each(NUMBER), {})
     versions: Versions = entry(versions_read, {}, versions_written)
     chosen: dict[int, tuple[int, ...]] = entry(chosen_read, {}, chosen_written)
@@ -255,7 +255,7 @@ class SavedRun:
         )
 
     def entries(self) -> dict[str, Any]:
-        """Return the file's entries; older ones had no ``versions``, ``secret`` and ``sent``."""
+        """Return the file's entries; those that a run does not use are left out."""
         held = written(self)
         if not self.sent:
             del held["sent"]
@@ -369,7 +369,7 @@ def check_optimizer(
     checkpoint's in ``held``, from which Lightning will load them.
 
     Args:
-        then: the account of the checkpoint's server optimizer; empty: an older checkpoint.
+        then: the account of the checkpoint's server optimizer.
 
     Raises:
         UserError: it names the place of the state.
@@ -388,7 +388,7 @@ def check_optimizer(
         raise damaged(place)
     each(each(that(fits), ANYTHING), ANYTHING)(held[0].get("state"), f"{place}.state")
     now = run_optimizers.account(optimizer)
-    if then and run_optimizers.differing("server_optimizer", then, now):
+    if run_optimizers.differing("server_optimizer", then, now):
         if run_optimizers.state_fits(then, now):
             fresh["state"] = held[0]["state"]
         elif any(held[0]["state"].values()):

@@ -332,7 +332,7 @@ class FederatedRun:
         """
         if self.resumed_from is None:
             return
-        then = self.resumed_from.arguments.get("server_optimizer", "")
+        then = self.resumed_from.arguments["server_optimizer"]
         server = self.optimizers.server
         checkpoint.check_optimizer(self._optimizer_states, server, then, self.note)
         checkpoint.check_states(self.state.server, self.methods.declared, self.model.w)
@@ -510,9 +510,6 @@ class FederatedRun:
         """Before this fit's first round t: lock the folder, and give loggers the first round."""
         assert self.reporter is not None
         self.folder.claim(self.reporter.trainer, begins=True)
-        # An older checkpoint does not store the number of committed rounds, but Lightning's epoch
-        # gives it.
-        self.state.rounds = self.state.rounds or t
         # Lightning empties them at the start of a fit.
         self.reporter.trainer.callback_metrics.update(self.monitored)
         self.show_server_rates(t)

@@ -28,7 +28,7 @@ class Schedule(Checked, ABC):
     def __call__(self, round: int) -> float: ...
 
     def __repr__(self) -> str:
-        # Older checkpoints have no scale, and a resumed run compares this text.
+        # A scale of 1 changes nothing, so the text leaves it out.
         shown = {k: v for k, v in vars(self).items() if (k, v) != ("scale", 1.0)}
         return f"{type(self).__name__}({texts_of(shown)})"
 

@@ -309,8 +309,7 @@ class Saved(Partition):
                 self._ends = file["ends"]
                 self._indices = file["indices"]
                 self._labels = str(file["labels"])
-                # Older files do not list the samples that were not held out.
-                self._kept = str(file["kept"]) if "kept" in file else None
+                self._kept = str(file["kept"])
                 self._tests = self._tests_of(file)
         except FileNotFoundError:
             raise UserError(
@@ -349,7 +348,7 @@ class Saved(Partition):
         return clients if self._tests is None else list(zip(clients, self._tests, strict=True))
 
     def restrict(self, kept: Indices) -> Partition:
-        if self._kept not in (None, digest(kept)):
+        if self._kept != digest(kept):
             raise UserError(
                 f"The partition in {self.path!r} was made when other samples were held out for "
                 "validation: give the val_fraction and the seed that it was made with "

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fl_lightning.callback import takes_no_gradient
 from fl_lightning.callback_list import (
     AFTER_CLIPPING,
     BEFORE_CLIPPING,
@@ -162,8 +161,6 @@ class LocalStep:
         self.hooks = model.hooks
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
-        # A blind perturbation of an older version takes None as its gradient.
-        self.takes_gradient = self.perturb is not None and not takes_no_gradient(self.perturb)
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = methods.on_gradient(BEFORE_CLIPPING)
         self.directions = methods.on_gradient(AFTER_CLIPPING)
@@ -363,7 +360,7 @@ class LocalStep:
 
     def offset(self, perturb: Callable[..., Any], gradient: Any, like: Any) -> Any:
         """Return the perturbation e (n, D), which a step adds to x; checked against ``like``."""
-        given = (gradient,) if self.takes_gradient else ()
+        given = () if self.blind else (gradient,)
         e = self.methods.call(perturb, self.clients, *given)
         return self.trained_part(checked_rows(perturb, e, like))
 

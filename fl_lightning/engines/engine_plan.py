@@ -12,13 +12,6 @@ from fl_lightning.storage.schema import COUNT, TEXT, entry, record, texts, that,
 AS_BEFORE = "as when the run began"
 
 
-def _size(value: Any, place: str) -> int:
-    """The kind of a size; older checkpoints had text."""
-    if value is None or (isinstance(value, str) and (not value or value.isdecimal())):
-        return int(value or 0)
-    return int(COUNT(value, place))
-
-
 _YES_OR_NO = that(lambda value: isinstance(value, bool))
 _ENGINE = that(lambda value: value in PLANNED)
 
@@ -46,11 +39,11 @@ class EnginePlan:
     # because that depends on the machine.
     engine: str = entry(_ENGINE)
     why: str = ""
-    workers: int = entry(_size, 0)
+    workers: int = entry(COUNT, 0)
     processes: bool = entry(_YES_OR_NO, False)
-    at_once: int = entry(_size, 0)
-    threads: int = entry(_size, 1)
-    server_threads: int = entry(_size, 1)
+    at_once: int = entry(COUNT, 0)
+    threads: int = entry(COUNT, 1)
+    server_threads: int = entry(COUNT, 1)
     captured: bool = False
     not_captured: str = ""
     channels_last: bool = entry(_YES_OR_NO, False)

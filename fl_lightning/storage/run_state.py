@@ -103,7 +103,7 @@ class RunState:
         ``latest``: the round that began last, and its clients.
 
         Raises:
-            UserError: the method has not chosen yet, or an older checkpoint does not store it.
+            UserError: the method has not chosen yet, or the round is not among the stored ones.
         """
         known = dict(self.chosen)
         if latest[0] >= self.rounds:

@@ -366,8 +366,7 @@ class RunCheckpoint(Checkpoint):
         if state_dict["monitor"] == self.monitor:
             self.best = state_dict["best"]
             self.best_round = state_dict["best_round"]
-            # Older versions did not save the mode, and used this rule.
-            self.mode = state_dict.get("mode") or ("min" if "loss" in self.monitor else "max")
+            self.mode = state_dict["mode"]
 
     @property
     def folder(self) -> Path:

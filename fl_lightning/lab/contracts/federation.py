@@ -192,7 +192,7 @@ class Watch(pl.Callback):
 
 def required_by(method: type[FederatedCallback]) -> dict[str, Any]:
     """Return the arguments of FederatedModule without which a method refuses to run."""
-    required: dict[str, Any] = dict(getattr(method, "requires", {}))  # an old name
+    required: dict[str, Any] = {}
     for note in method.notes:
         required |= note.settings if isinstance(note, Refusal) else {}
     return required

@@ -111,7 +111,7 @@ def _unread(found: Found, read: Set[str]) -> dict[str, list[ReportedRun]]:
 
 
 def _warnings(run: ReportedRun) -> list[str]:
-    """Return the warnings of a run from its run.json; empty for an older run."""
+    """Return the warnings of a run from its run.json."""
     given = run.record.get("notes")
     return [text for text in given if isinstance(text, str)] if isinstance(given, list) else []
 
