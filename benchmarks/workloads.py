@@ -42,7 +42,6 @@ from benchmarks.networks import (
     adapted_decoder,
 )
 from fl_lightning import FederatedModule, InMemoryDataModule
-from fl_lightning.client.local_step import LocalStep
 from fl_lightning.datamodules import FederatedDataModule, FromDatasets
 from fl_lightning.models import MLP, LeNet, ResNet18GN, ResNet20
 
@@ -293,6 +292,9 @@ class Watched:
 def local_steps_timed() -> Iterator[Watched]:
     """While it is open, the time of every local step of this process is added up."""
     watched = Watched()
+    # Only here: `benchmarks.checkouts` also reads this file in checkouts with other module names.
+    from fl_lightning.client.local_step import LocalStep
+
     step = LocalStep.__call__
     batches = FederatedDataModule.client_batches
 

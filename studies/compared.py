@@ -1,7 +1,7 @@
 """Methods beside each other: the accuracy of tuned arms, with what they cost, as tables and drawn.
 
 The runs are those of sweeps with a setting per degree of heterogeneity, of which
-``benchmarks.methods keep`` keeps the tables.
+``studies.methods keep`` keeps the tables.
 """
 
 from __future__ import annotations

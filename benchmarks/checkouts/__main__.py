@@ -2,10 +2,9 @@
 fast?
 
 bits: small runs of many methods and settings, by each engine, in one process and in two, whole and
-resumed in the middle; by hashes of all that they leave. With --cross, NEW also resumes OLD's
-checkpoints. time: seconds a round, the checkouts' rounds in turn, and OLD's once more in another
-process, which shows the noise. memory: the peak of a run with 10⁷ parameters. Each checkout runs in
-processes of its own.
+resumed in the middle; by hashes of all that they leave. time: seconds a round, the checkouts'
+rounds in turn, and OLD's once more in another process, which shows the noise. memory: the peak of a
+run with 10⁷ parameters. Each checkout runs in processes of its own.
 """
 
 from __future__ import annotations
@@ -78,22 +77,13 @@ class Worker:
         return json.loads(line)
 
 
-def bits(
-    old: Path, new: Path, patterns: Sequence[str], cross: bool, folder: Path
-) -> dict[str, Found]:
-    """What the checkouts found, side by side.
-
-    With ``cross``, then, what NEW makes of OLD's checkpoints.
-    """
-    found: dict[str, Found] = {}
-    for together in ({"old": old, "new": new}, {"cross": new} if cross else {}):
-        workers = {}
-        for who, checkout in together.items():
-            (folder / who).mkdir()
-            resume = ["--resume", folder / "old"] if who == "cross" else []
-            workers[who] = Worker("bits.py", checkout, [folder / who, *patterns, *resume], folder)
-        found |= {who: worker.hear() for who, worker in workers.items()}
-    return found
+def bits(old: Path, new: Path, patterns: Sequence[str], folder: Path) -> dict[str, Found]:
+    """What the checkouts found, side by side."""
+    workers = {}
+    for who, checkout in {"old": old, "new": new}.items():
+        (folder / who).mkdir()
+        workers[who] = Worker("bits.py", checkout, [folder / who, *patterns], folder)
+    return {who: worker.hear() for who, worker in workers.items()}
 
 
 def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
@@ -117,33 +107,8 @@ def verdict(old: dict[str, Any], new: dict[str, Any]) -> tuple[str, str]:
     return ("FAILED" if "failed" in old and "failed" in new else "DIFFERENT"), told
 
 
-def across(found: dict[str, Found]) -> tuple[Found, Found]:
-    """What OLD left, uninterrupted, of the rounds that were resumed; and what NEW made of OLD's
-    checkpoints.
-
-    Where OLD left no checkpoint, there is nothing to take up.
-    """
-    wanted: Found = {composition: {} for composition in found["cross"]}
-    for composition, kinds in found["cross"].items():
-        for kind in list(kinds):
-            whole, resumed = (
-                found["old"][composition][kind.rstrip("+")],
-                found["old"][composition][kind],
-            )
-            if "items" in whole and "items" in resumed:
-                items = {
-                    name: whole["items"][name]
-                    for name in resumed["items"]
-                    if name in whole["items"]
-                }
-                wanted[composition][kind] = {**whole, "items": items}
-            else:
-                wanted[composition][kind] = kinds[kind] = resumed
-    return wanted, found["cross"]
-
-
-def show(title: str, old: Found, new: Found, lenient: bool = False) -> dict[str, dict[str, str]]:
-    """Print the table of verdicts; ``lenient``: where old ran, new may refuse, in one paragraph."""
+def show(title: str, old: Found, new: Found) -> dict[str, dict[str, str]]:
+    """Print the table of verdicts, and return it."""
     kinds = list(next(iter(old.values())))
     print(f"\n{title:24}" + "".join(f"{kind:>14}" for kind in kinds))
     verdicts: dict[str, dict[str, str]] = {}
@@ -152,9 +117,6 @@ def show(title: str, old: Found, new: Found, lenient: bool = False) -> dict[str,
         row = verdicts[composition] = {}
         for kind in kinds:
             row[kind], more = verdict(old[composition][kind], new[composition][kind])
-            told = new[composition][kind].get("refused", "\n")
-            if lenient and "items" in old[composition][kind] and "\n" not in told:
-                row[kind] = "refused"
             if more:
                 notes.append(f"  {composition}, {kind}: {row[kind]}: {more}")
         print(f"{composition:24}" + "".join(f"{row[kind]:>14}" for kind in kinds), flush=True)
@@ -193,10 +155,8 @@ def digests(found: Found) -> dict[str, dict[str, str]]:
 def compare_bits(
     old: Path, new: Path, given: argparse.Namespace, folder: Path
 ) -> tuple[dict[str, Any], bool]:
-    found = bits(old, new, given.only, given.cross, folder)
+    found = bits(old, new, given.only, folder)
     tables = {"bits": show("old against new", found["old"], found["new"])}
-    if given.cross:
-        tables["cross"] = show("old, resumed by new", *across(found), lenient=True)
     print(LEGEND + " Who trained, in the new one:")
     trained(found["new"])
     alike = {
@@ -312,9 +272,6 @@ def main() -> None:
     parser.add_argument("what", choices=list(COMPARE))
     parser.add_argument(
         "--only", nargs="+", default=[], help="bits: patterns of compositions; time: workloads"
-    )
-    parser.add_argument(
-        "--cross", action="store_true", help="bits: also resume OLD's checkpoints in NEW"
     )
     parser.add_argument("--repetitions", type=int, default=10, help="time: turns after the warm-up")
     parser.add_argument(

@@ -1,7 +1,7 @@
 """A worker of ``benchmarks.checkouts``: small federated runs in a checkout, and hashes of all that
 each leaves.
 
-``bits.py FOLDER [PATTERN …] [--resume OTHER]``, with the checkout as working directory and on
+``bits.py FOLDER [PATTERN …]``, with the checkout as working directory and on
 PYTHONPATH, prints what it found as one line of JSON; checkpoints of runs that are stopped and
 resumed lie in FOLDER. Each run is a process of its own, or several, forked after the imports.
 """
@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import signal
 import socket
 import traceback
@@ -141,23 +140,16 @@ def fit(
     return {"items": hashes.leave(module), "engine": engine + ", captured" * (captured == "yes")}
 
 
-def outcome(composition: Composition, kind: Kind, folder: Path, other: Path | None) -> Found:
+def outcome(composition: Composition, kind: Kind, folder: Path) -> Found:
     """The items of a run, or that it was refused, or that it failed.
 
-    A stopped run goes on in a new process, or with ``other`` from what another checkout left there.
+    A stopped run goes on in a new process.
     """
     if not kind.resumed:
         return in_processes(kind.processes, lambda: fit(composition, kind))
-    if other is not None:
-        if not (other / "checkpoints").is_dir():
-            return {"refused": "no checkpoint was left"}
-        shutil.copytree(other, folder)
-    else:
-        begun = in_processes(kind.processes, lambda: fit(composition, kind, folder))
-        if "items" not in begun:
-            return begun
-        kept = folder.with_name(folder.name + ".stopped")  # what another checkout can go on from
-        shutil.copytree(folder, kept)
+    begun = in_processes(kind.processes, lambda: fit(composition, kind, folder))
+    if "items" not in begun:
+        return begun
     return in_processes(kind.processes, lambda: fit(composition, kind, folder, resume=True))
 
 
@@ -241,9 +233,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("patterns", nargs="*", help="of compositions")
-    parser.add_argument(
-        "--resume", type=Path, help="another checkout's folder: go on from its checkpoints alone"
-    )
     given = parser.parse_args()
     if not Path(fl_lightning.__file__).resolve().is_relative_to(Path.cwd().resolve()):
         raise SystemExit(
@@ -262,10 +251,8 @@ def main() -> None:
     found: dict[str, dict[str, Found]] = {name: {} for name in names}
     for name in names:
         for kind, how in KINDS.items():
-            if given.resume is None or how.resumed:
-                case = f"{name}.{kind.replace('/', 'x')}"
-                other = None if given.resume is None else given.resume / f"{case}.stopped"
-                found[name][kind] = outcome(COMPOSITIONS[name], how, given.folder / case, other)
+            case = f"{name}.{kind.replace('/', 'x')}"
+            found[name][kind] = outcome(COMPOSITIONS[name], how, given.folder / case)
     print(json.dumps(found), file=tell, flush=True)
 
 

@@ -18,7 +18,7 @@ class ResNet18GN(Given, ResNet):  # type: ignore[misc]  # torchvision has no typ
 
     Args:
         live_taps: leave out taps of convolutions that meet only padding: the same function, a
-            quarter faster on 32x32 images (``python -m benchmarks.variants``).
+            quarter faster on 32x32 images.
     """
 
     def __init__(

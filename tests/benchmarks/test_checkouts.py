@@ -63,19 +63,15 @@ def test_a_planted_factor_is_found_and_nothing_else(python: str, tmp_path: Path)
         method.write(PLANTED)
     names = "FedAvg SCAFFOLD FedALS+top-k"
     status, printed, found = compared(
-        python, ROOT, new, f"bits --cross --only {names}", tmp_path / "found.json"
+        python, ROOT, new, f"bits --only {names}", tmp_path / "found.json"
     )
     assert (
         status == 1
         and "SCAFFOLD, captured: DIFFERENT: w, evaluated vector, server state Contr" in printed
     )
-    for table in ("bits", "cross"):
-        words = {name: set(row.values()) for name, row in found["verdicts"][table].items()}
-        assert words == {"FedAvg": {"same"}, "SCAFFOLD": {"DIFFERENT"}, "FedALS+top-k": {"refused"}}
-    assert (
-        len(found["verdicts"]["bits"]["FedAvg"]) == 9
-        and len(found["verdicts"]["cross"]["FedAvg"]) == 3
-    )
+    words = {name: set(row.values()) for name, row in found["verdicts"]["bits"].items()}
+    assert words == {"FedAvg": {"same"}, "SCAFFOLD": {"DIFFERENT"}, "FedALS+top-k": {"refused"}}
+    assert len(found["verdicts"]["bits"]["FedAvg"]) == 9
     assert found["sha256"]["old"]["FedAvg"] == found["sha256"]["new"]["FedAvg"]
     for kind in ("concurrent, captured", "stacked"):
         assert f"2 {kind}" in printed  # they were not handed over to another engine

@@ -1,4 +1,4 @@
-"""The methods in a table, and how well they do: ``python -m benchmarks.methods {page,keep}``.
+"""The methods in a table, and how well they do: ``python -m studies.methods {page,keep}``.
 
 ``page`` writes both tables into docs: what a round of each packaged method costs and is, from what
 its classes declare and from rounds of a small run (``docs/methods.md``), and the accuracy of all of
@@ -342,7 +342,7 @@ def rows() -> list[Packaged]:
 
 def between(page: str, key: str) -> tuple[str, str, str]:
     """A page before, in and after the place of a generated table."""
-    head, begin, rest = page.partition(f"<!-- {key}: python -m benchmarks.methods page -->\n")
+    head, begin, rest = page.partition(f"<!-- {key}: python -m studies.methods page -->\n")
     middle, end, tail = rest.partition(f"<!-- end of {key} -->")
     assert begin and end, f"the place of {key} is not marked"
     return head + begin, middle, end + tail
@@ -380,7 +380,7 @@ def page(results: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.methods", description=(__doc__ or "").split("\n")[0]
+        prog="python -m studies.methods", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("what", choices=["page", "keep"])
     if parser.parse_args().what == "keep":

@@ -1,7 +1,7 @@
 """Personal models on the digits: a table of accuracies by client, means over seeds
 (docs/methods.md).
 
-    OMP_NUM_THREADS=1 python -m benchmarks.personal
+    OMP_NUM_THREADS=1 python -m studies.personal
 
 20 clients, Dirichlet(0.1), a quarter of each client's samples held out, 10 clients a round, 2 local
 epochs, batch 10, SGD 0.1, 64-64-10 with layer normalisation, 20 rounds. No method is tuned to this
