@@ -150,53 +150,61 @@ class FederatedLoop:
         return [*(i for i in transaction.round.ids if i not in transaction.unsent), *others]
 
     def begin(self, t: int) -> RoundTransaction:
-        """Return the transaction of round t, with its facts and its participants, sampled or
-        chosen.
-        """
+        """Return the transaction of round t, with its facts and its participants."""
         # `select` may read server states, so the transaction is bound before participants are
         # chosen.
         transaction = RoundTransaction(self.round_at(t))
         transaction.rows_elsewhere = self.rows_elsewhere
         transaction.base_weights = self.state.base
         self.methods.bind(transaction)
+        ids = self.participants_of(transaction)
+        # Fetch the rows of the clients that this process trains from the processes that own them.
+        self.state.rows.fetch(ids)
+        transaction.round = self.with_participants(transaction, ids)
+        # After this check nothing may refuse the round. From here until the commit, a checkpoint
+        # holds the present model.
+        self.model.hold(transaction.round.buffers)
+        return transaction
+
+    def participants_of(self, transaction: RoundTransaction) -> list[int]:
+        """Return the round's participants, ascending: sampled or chosen by a method, and on
+        simulated devices those whose updates arrive in this round.
+        """
+        t = transaction.t
         select = self.methods.owner("select")
         ids = list(self.participants(t)) if select is None else self.chosen(select, transaction)
         self.latest = t, tuple(ids)
-        if self.device_plan is not None:
-            transaction.planned = self.device_plan.planned(t, None if select is None else ids)
-            ids = list(transaction.planned.ids)
-        # Fetch the rows of the clients that this process trains from the processes that own them.
-        self.state.rows.fetch(ids)
-        if transaction.planned is None:
-            steps = self.cohort.steps_in(t, ids)
-        else:
-            steps = {i: self.cohort.steps(i, v) for i, v in transaction.planned.versions.items()}
+        if self.device_plan is None:
+            return ids
+        transaction.planned = self.device_plan.planned(t, None if select is None else ids)
+        transaction.base = transaction.round.w if transaction.planned.mixed else None
+        return list(transaction.planned.ids)
+
+    def with_participants(self, transaction: RoundTransaction, ids: list[int]) -> Round:
+        """Return the facts of the round with those of its participants: K_i, N_i, weights, rates,
+        and the coordinates that they train.
+        """
+        planned = transaction.planned
         sizes = self.cohort.sizes(ids)
         weights = Cohort.weights(sizes, self.settings.weighting)
-        if transaction.planned is not None:
-            discounts = transaction.planned.discounts
-            weights = {i: weight * discounts.get(i, 1.0) for i, weight in weights.items()}
-            transaction.base = transaction.round.w if transaction.planned.mixed else None
-        factor = decay_factor(self.settings.lr_decay, t)
-        transaction.round = replace(
+        if planned is None:
+            steps = self.cohort.steps_in(transaction.t, ids)
+        else:
+            steps = {i: self.cohort.steps(i, v) for i, v in planned.versions.items()}
+            weights = {i: p * planned.discounts.get(i, 1.0) for i, p in weights.items()}
+        factor = decay_factor(self.settings.lr_decay, transaction.t)
+        # Sites fill the tables of their clients' steps.
+        reached = () if self.rows_elsewhere else steps.values()
+        round = replace(
             transaction.round,
             ids=ids,
             steps=steps,
             sizes=sizes,
             weights=weights,
             optimizer_rows=[n for n in self.state.rows.names() if n.startswith("optimizer.")],
-            # Sites fill the tables of their clients' steps.
-            rates=self.client_rates.in_round(
-                t, factor, () if self.rows_elsewhere else steps.values()
-            ),
+            rates=self.client_rates.in_round(transaction.t, factor, reached),
         )
-        trained = mask_of_round(self.methods, transaction.round)
-        if trained is not None:
-            transaction.round = replace(transaction.round, trained=trained)
-        # After this check nothing may refuse the round. From here until the commit, a checkpoint
-        # holds the present model.
-        self.model.hold(transaction.round.buffers)
-        return transaction
+        return replace(round, trained=mask_of_round(self.methods, round))
 
     def chosen(self, select: Callable[..., object], transaction: RoundTransaction) -> list[int]:
         """Return the participants that a method chose, ascending; the same in every process."""
