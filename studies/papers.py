@@ -38,6 +38,7 @@ from studies.kept import OF_A_SWEEP, UNFINISHED, keep_rows, read, unpack, unpack
 from studies.papers_text import filled, parted, without_a_claim
 
 RESULTS = Path("studies/results")
+PUBLISHED = Path(__file__).parent / "published"  # what the papers printed
 PAGE = Path("studies/results.md")
 TABLES = "results_tables.md"  # beside the page
 OUT = Path("runs/papers")
@@ -197,6 +198,8 @@ def report(
     from fl_lightning.__main__ import main as command
 
     options = list(more)
+    for file in sorted(PUBLISHED.glob("*.yaml")):
+        options += ["--published", str(file)]
     for arm, text in (labels or {}).items():
         options += ["--label", f"{arm}={text}"]
     return int(command(["report", *map(str, folders), "--out", str(out), *options]) or 0)

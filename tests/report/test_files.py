@@ -18,11 +18,9 @@ import yaml
 from folders import make_arm, make_run, report
 
 from fl_lightning.__main__ import main
-from fl_lightning.lab.cli.compose import packaged
 from fl_lightning.lab.report import charts
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.drawing import GRID, INK
-from fl_lightning.lab.report.printed_results import tables
 from fl_lightning.lab.report.report_tables import communication, targets
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import summarise
@@ -362,82 +360,6 @@ def test_a_heat_map_over_sweeps_of_other_axes_names_none(tmp_path: Path) -> None
     (drawing,) = charts.heat_map(summarise(find([tmp_path / "s"])))
     (drawn,) = drawing.figure.axes
     assert (drawn.get_ylabel(), drawn.get_xlabel()) == ("", "")
-
-
-def test_published_numbers_stand_beside_ours_with_what_differs(tmp_path: Path) -> None:
-    config: dict[str, Any] = {
-        "trainer": {"max_epochs": 150},
-        "model": {
-            "participation": 0.1,
-            "local_epochs": 5.0,
-            "learner": {
-                "init_args": {
-                    "network": {"class_path": "x.ResNet18GN"},
-                    "lr": 0.1,
-                    "weight_decay": 0.001,
-                }
-            },
-        },
-        "data": {
-            "class_path": "fl_lightning.datamodules.CIFAR10",
-            "init_args": {
-                "num_clients": 100,
-                "batch_size": 50,
-                "partition": {
-                    "class_path": "x.Dirichlet",
-                    "init_args": {
-                        "alpha": 0.1,
-                        "replacement": True,
-                        "samples_per_client": None,
-                        "prior": "uniform",
-                    },
-                },
-            },
-        },
-    }
-    for arm in ("fedinit-0", "fedinit-0.1"):
-        for run in make_arm(tmp_path / "s", arm, LEVELS):
-            (run / "config.yaml").write_text(yaml.safe_dump(config))
-    (tmp_path / "s/sweep.yaml").write_text(
-        "configs: [base, experiment/fedinit/table3-cifar10-small]\n"
-    )
-    report(tmp_path / "out", tmp_path / "s")
-    text = (tmp_path / "out/report.md").read_text()
-    assert "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |" in text
-    packaged_one = packaged()["experiment/fedinit/table3-fashionmnist-dir0.1-100-small"].read_text(
-        "utf-8"
-    )
-    # known by its text
-    (tmp_path / "s/sweep.yaml").write_text(f"{packaged_one}\n# over it: trainer.max_epochs=3\n")
-    report(tmp_path / "out", tmp_path / "s")
-    assert (
-        "| fedinit-0.1 | 75.95 | 70.33 ± 1.53 | max_epochs 150 (500) |"
-        in (tmp_path / "out/report.md").read_text()
-    )
-    (tmp_path / "s/sweep.yaml").write_text("configs: [base]\n")
-    report(tmp_path / "out", tmp_path / "s")
-    assert "75.95" not in (tmp_path / "out/report.md").read_text()
-
-
-def test_a_smaller_network_and_fewer_samples_are_told() -> None:
-    """A twin may have the paper's class of network, and its data, in another size."""
-    table = next(table for table in tables() if "Table 2, CIFAR10" in table.source)
-    sizes = {"depth": 8, "width": 16}
-    network = {"class_path": "fl_lightning.models.ResNet20", "init_args": sizes}
-    config = {
-        "model": {"learner": {"init_args": {"network": network}}},
-        "data": {"init_args": {"samples": 10_000}},
-    }
-    told = table.differences("fedals-1", config)
-    assert "depth 8 (20)" in told and "samples 10000 (all)" in told
-    assert not [text for text in told if text.startswith(("width", "network"))]
-
-
-def test_every_published_column_reads(tmp_path: Path) -> None:
-    for table in tables():
-        assert table.arms and table.setting and table.source and table.experiments
-        most = 1 if table.metric.endswith("acc") else 10  # a loss
-        assert all(0 < value < most for value, _ in table.arms.values())
 
 
 def test_arms_are_called_by_their_labels_where_a_reader_looks(tmp_path: Path) -> None:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 from folders import make_arm, make_run
 from scipy import stats
 
 from fl_lightning.__main__ import main
-from fl_lightning.lab.cli.compose import packaged
 from fl_lightning.lab.report import report_files, report_tables
 from fl_lightning.lab.report.budgets import views
 from fl_lightning.lab.report.cells import LONG, Table
@@ -121,39 +118,6 @@ def test_what_opens_a_table_does_not_say_its_heading_again(tmp_path: Path) -> No
     headings = set(re.findall("<h2>(.*?)</h2>", page))
     opening = re.findall("<summary>(.*?)</summary>", page)
     assert opening == ["17 rows"] * 3 and "Runs" in headings
-
-
-def test_a_claims_difference_stands_beside_the_one_that_the_paper_printed(tmp_path: Path) -> None:
-    """FedInit's Table 3: 75.95 at β = 0.1, 72.53 at 0, whose Δ is 0.760 and 0.855."""
-    name = "experiment/fedinit/table3-fashionmnist-dir0.1-100-small"
-    for folder, text in (("s", packaged()[name].read_text("utf-8")), ("t", "configs: [base]\n")):
-        for arm, level in (("fedinit-0.0", 0.7), ("fedinit-0.1", 0.74)):
-            for seed in SEEDS:
-                columns = {"val/acc": [level + seed / 100] * 9, "divergence/all": [level] * 9}
-                make_run(tmp_path / folder / arm / f"seed-{seed}", arm, seed, columns)
-        (tmp_path / folder / "sweep.yaml").write_text(text)
-        sides = {"a": "fedinit-0.1", "b": "fedinit-0.0", "direction": "greater", "margin": 0}
-        claims: list[dict[str, Any]] = [
-            {"id": f"{folder}-acc", "metric": "val/acc", **sides},
-            {"id": f"{folder}-all", "metric": "divergence/all", "scale": "log_ratio", **sides},
-        ]
-        (tmp_path / folder / "claims.yaml").write_text(yaml.safe_dump(claims))
-    summary = summarise(find([tmp_path / "s", tmp_path / "t"]))
-    # The second sweep has arms of the same names, and is of no published experiment.
-    assert [claim.get("published") is None for claim in summary.to_json()["claims"]] == [
-        False,
-        False,
-        True,
-        True,
-    ]
-    theirs = [claim["published"][0]["mean"] for claim in summary.to_json()["claims"][:2]]
-    assert theirs == pytest.approx([0.7595 - 0.7253, np.log(0.76 / 0.855)])
-    table = report_tables.gains(summary)
-    assert cells(table, "published, a − b") == ["+3.42", "−0.118"]
-    assert cells(table, "ours, a − b") == ["+4.00", "+0.0556"]
-    assert cells(table, "printed") == ["75.95 − 72.53", "0.76 / 0.855"]
-    (beside,) = [table for table in report_tables.beside_published(summary) if table.rows]
-    assert cells(beside, "arm") == ["s/fedinit-0.0", "s/fedinit-0.1"]
 
 
 def test_the_best_is_that_of_its_own_sweep(tmp_path: Path) -> None:

@@ -525,7 +525,7 @@ def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[st
     names = [f"experiment/{place.as_posix()}" for place in places]
     found: dict[str, Number] = {}
     for table in printed_tables():
-        about = any(fnmatchcase(n, pattern) for n in names for pattern in table["experiments"])
+        about = any(fnmatchcase(n, pattern) for n in names for pattern in table["configs"])
         if not about or table["metric"] != claim["metric"]:
             continue
         printed = table["arms"]
@@ -542,7 +542,7 @@ def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[st
 @cache
 def printed_tables() -> list[dict[str, Any]]:
     """The papers' tables; their files are long, and many claims ask for them."""
-    files = sorted(ROOT.glob("fl_lightning/lab/report/published/*.yaml"))
+    files = sorted(ROOT.glob("studies/published/*.yaml"))
     return [table for path in files for table in yaml.safe_load(path.read_text())]
 
 

@@ -7,11 +7,11 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
+from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import class_name, packaged, parse_yaml
 from fl_lightning.lab.report.evidence import between
 from fl_lightning.lab.report.runs import Found, ReportedRun, ReportedSweep
@@ -26,11 +26,11 @@ class Published:
 
     ``arms`` maps patterns of arms' names to the printed (value, deviation). ``score`` is our score
     that is most similar to theirs. ``setting`` maps keys of a config to the paper's values;
-    ``experiments`` are patterns of packaged configs. ``unlike`` maps patterns of arms' names to
-    differences in the method itself.
+    ``configs`` are patterns of names of configs, which say to which runs the column belongs.
+    ``unlike`` maps patterns of arms' names to differences in the method itself.
     """
 
-    experiments: tuple[str, ...]
+    configs: tuple[str, ...]
     source: str
     metric: str
     score: str
@@ -61,17 +61,25 @@ class Published:
         return differences
 
 
-def tables() -> Iterator[Published]:
-    """Return every published column that is packaged."""
-    folder = files("fl_lightning.lab.report").joinpath("published")
-    # The order of files in a folder is arbitrary, and the report needs a fixed one.
-    for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
-        if not entry.name.endswith(".yaml"):
-            continue
-        for item in parse_yaml(entry.read_text(encoding="utf-8")):
-            # The paper printed a plain number without a deviation.
-            printed = {arm: (*numbers, None)[:2] for arm, numbers in item.pop("arms").items()}
-            yield Published(experiments=tuple(item.pop("experiments")), arms=printed, **item)
+def tables(files: Sequence[Path]) -> Iterator[Published]:
+    """Return every column of these YAML files, whose entries have the fields of
+    :class:`Published`.
+
+    Raises:
+        UserError: a file is missing, or is not such a list.
+    """
+    for file in files:
+        try:
+            for item in parse_yaml(file.read_text(encoding="utf-8")):
+                # A plain number was printed without a deviation.
+                printed = {arm: (*numbers, None)[:2] for arm, numbers in item.pop("arms").items()}
+                yield Published(configs=tuple(item.pop("configs")), arms=printed, **item)
+        except (OSError, KeyError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"report --published {file}: {type(error).__name__}: {error}. The file is a list "
+                "of columns with configs, source, metric, score, arms and setting; docs/report.md "
+                "has an example."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -111,30 +119,24 @@ def gains(
     return list(made.values())
 
 
-def published(found: Found) -> list[Beside]:
-    """Return the columns of the experiments that runs' configs name, each with these runs."""
-    named = experiments(found)
-    # Reading the tables takes a quarter of a small report's time.
-    if not any(named.values()):
-        return []
-
+def published(found: Found, files: Sequence[Path]) -> list[Beside]:
+    """Return the columns of ``files`` that belong to runs, each with these runs' folders."""
+    named = configs_of(found) if files else {}
     made = []
-    for table in tables():
-
-        def meant(run: ReportedRun, table: Published = table) -> bool:
-            names = product(named[run.folder], table.experiments)
-            return any(starmap(fnmatch.fnmatchcase, names))
-
-        if folders := frozenset(run.folder for run in found.runs if meant(run)):
-            made.append((table, folders))
+    for table in tables(files):
+        folders = set()
+        for run in found.runs:
+            if any(starmap(fnmatch.fnmatchcase, product(named[run.folder], table.configs))):
+                folders.add(run.folder)
+        if folders:
+            made.append((table, frozenset(folders)))
     return made
 
 
-def experiments(found: Found) -> dict[Path, list[str]]:
-    """Return a run's folder → the packaged configs called ``experiment/…`` from which it was made.
+def configs_of(found: Found) -> dict[Path, list[str]]:
+    """Return a run's folder → the names of the configs from which the run was made.
 
-    The configs' names are in the run's sweep's file and its command; a packaged sweep is itself
-    such a config.
+    They are in the run's sweep's file and its command; a packaged sweep is itself such a config.
     """
     of_sweep: dict[Path, list[Any]] = {}
     for sweep in found.sweeps:
@@ -142,8 +144,7 @@ def experiments(found: Found) -> dict[Path, list[str]]:
     made = {}
     for run in found.runs:
         named = [*of_sweep.get(run.folder, []), *(run.record.get("command") or [])]
-        names = (str(name).removeprefix("-c").removesuffix(".yaml") for name in named)
-        made[run.folder] = [name for name in names if name.startswith("experiment/")]
+        made[run.folder] = [str(n).removeprefix("-c").removesuffix(".yaml") for n in named]
     return made
 
 
@@ -161,11 +162,8 @@ def _packaged_sweep(path: Path) -> list[str]:
     if not path.is_file():
         return []
     text = path.read_text(encoding="utf-8", errors="replace")
-    names = []
-    for name, entry in packaged().items():
-        if name.startswith("experiment/") and text.startswith(entry.read_text(encoding="utf-8")):
-            names.append(name)
-    return names
+    packed = packaged().items()
+    return [name for name, entry in packed if text.startswith(entry.read_text(encoding="utf-8"))]
 
 
 def setting(run: ReportedRun) -> str:

@@ -54,12 +54,7 @@ def parser() -> ArgumentParser:
         choices=("max", "min"),
         help="whether greater or less is better for --metric, if its name does not say so",
     )
-    made.add_argument(
-        "--claims",
-        type=Path,
-        metavar="FILE",
-        help="claims to judge, instead of the sweeps' claims.yaml",
-    )
+    _add_files(made)
     made.add_argument(
         "--label",
         action="append",
@@ -88,6 +83,25 @@ def parser() -> ArgumentParser:
     return made
 
 
+def _add_files(made: ArgumentParser) -> None:
+    """Add the options that name files beside the runs."""
+    made.add_argument(
+        "--claims",
+        type=Path,
+        metavar="FILE",
+        help="claims to judge, instead of the sweeps' claims.yaml",
+    )
+    made.add_argument(
+        "--published",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="numbers that a paper printed, to show beside yours; you can give this option several "
+        "times",
+    )
+
+
 def main(argv: Sequence[str]) -> int:
     """Write the report that ``argv`` asks for, print where it is, and return 0.
 
@@ -113,7 +127,7 @@ def main(argv: Sequence[str]) -> int:
             f"{', '.join(found.metrics)[:400]}."
         )
     found.directions.given[metric] = options.mode
-    summary = summarise(found, metric, targets, options.claims)
+    summary = summarise(found, metric, targets, options.claims, options.published)
     summary.timed = not options.no_seconds
     from fl_lightning.lab.report.labels import labels_of
     from fl_lightning.lab.report.report_files import contents, leftovers

@@ -505,7 +505,7 @@ def fairness(summary: Summary) -> Table:
 
 
 def beside_published(summary: Summary) -> list[Table]:
-    """Return the published numbers of the experiments that the runs name, next to ours.
+    """Return the published numbers of ``--published`` next to ours.
 
     Each row lists the differences in the setting.
     """

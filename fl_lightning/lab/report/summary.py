@@ -188,7 +188,11 @@ class Summary:
 
 
 def summarise(
-    found: Found, metric: str = "val/acc", targets: Sequence[str] = (), claims: Path | None = None
+    found: Found,
+    metric: str = "val/acc",
+    targets: Sequence[str] = (),
+    claims: Path | None = None,
+    printed: Sequence[Path] = (),
 ) -> Summary:
     """Return scores, costs, intervals and verdicts of the runs that were ``found``.
 
@@ -197,6 +201,7 @@ def summarise(
         metric: the metric to score; claims name their own.
         targets: numbers as typed.
         claims: a file of claims, instead of the sweeps' own.
+        printed: files of published numbers to show beside the runs.
 
     Raises:
         UserError: a file does not hold claims, or runs cannot be paired because their partitions
@@ -214,7 +219,7 @@ def summarise(
     for file in files:
         verdicts += _judged(file, found, notes)
     pairs = [each for each in verdicts if each.claim.kind in OF_TWO_ARMS]
-    beside = published(found)
+    beside = published(found, printed)
     theirs = {}
     for claim in (each.claim for each in pairs):
         if claim.a in arms and claim.b in arms:
