@@ -85,9 +85,13 @@ def walk(*method):
 # Both start at the same place and take the same number of steps. Pale are the clients' paths of the
 # first round, bright those of the last.
 walks = {"FedAvg": walk(), "SCAFFOLD": walk(ControlVariates())}
+TITLES = {
+    "FedAvg": "FedAvg: clients pull apart, the server ends {:.2f} away",
+    "SCAFFOLD": "SCAFFOLD: steps are corrected, it ends {:.2f} away",
+}
 distance = {}
 figure, panels = plt.subplots(
-    1, 2, figsize=(9, 4.3), sharex=True, sharey=True, layout="constrained"
+    1, 2, figsize=(11, 4.6), sharex=True, sharey=True, layout="constrained"
 )
 a, b = np.meshgrid(np.linspace(-1.5, 2.5, 80), np.linspace(-2.3, 2.5, 80))
 grid = torch.tensor(np.stack([a.ravel(), b.ravel()]), dtype=torch.float32)
@@ -99,13 +103,13 @@ for axes, (name, seen) in zip(panels, walks.items(), strict=True):
             path = [place for when, who, place in seen.steps if (when, who) == (t, client)]
             path = np.array([seen.server[t], *path])
             axes.plot(*path.T, color=f"C{client}", marker=".", ms=3, lw=1, alpha=1 if t else 0.45)
-        axes.plot(*target, "s", color=f"C{client}", label=f"optimum of client {client}")
-    axes.plot(*np.array(seen.server).T, "k-o", ms=3, lw=1.2, label="server, after each round")
-    axes.plot(*best, "*", color="crimson", ms=14, zorder=5, label="optimum of all")
+        axes.plot(*target, "s", color=f"C{client}", ms=8, label=f"optimum of client {client}")
+    axes.plot(*np.array(seen.server).T, "k-o", ms=3, lw=1.5, label="server, after each round")
+    axes.plot(*best, "*", color="crimson", ms=16, zorder=5, label="optimum of all clients")
     distance[name] = float((torch.tensor(seen.server[-1]) - best).norm())
-    axes.set(title=f"{name}: ends {distance[name]:.2f} away", xlabel="$w_1$")
+    axes.set(title=TITLES[name].format(distance[name]), xlabel="$w_1$")
 panels[0].set_ylabel("$w_2$")
-panels[1].legend(fontsize=7, loc="upper right")
+figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5)
 folder = Path("runs/examples/drift_pictured")
 folder.mkdir(parents=True, exist_ok=True)
 figure.savefig(folder / "drift.png", dpi=150)
