@@ -4,7 +4,7 @@ A search with Optuna
 
 Optuna chooses each trial's learning rate and local epochs by what the trials before it reached. A
 trial that does worse than most is pruned, by a callback like any other of a Trainer. It needs
-``pip install 'fl-lightning[optuna]'``.
+``pip install '.[optuna]'``.
 """
 
 # %%

@@ -4,7 +4,7 @@ Text, with LoRA
 
 Four clients write in words of their own, and train a small language model together. The network
 stays as it is: clients train and send low-rank matrices beside its layers, a small part of its
-numbers. It needs ``pip install 'fl-lightning[lora]'``.
+numbers. It needs ``pip install '.[lora]'``.
 """
 
 # %%
