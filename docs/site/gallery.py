@@ -69,7 +69,9 @@ def keep(name: str) -> None:
         with Image.open(path) as picture:
             height = round(picture.height * WIDTH / picture.width)
             small = picture.convert("RGB").resize((WIDTH, height), Image.Resampling.LANCZOS)
-            small.quantize(256, Image.Quantize.MAXCOVERAGE).save(KEPT / f"{name}.png", optimize=True)
+            small.quantize(256, Image.Quantize.MAXCOVERAGE).save(
+                KEPT / f"{name}.png", optimize=True
+            )
     sentence = done.stdout.splitlines()[-1]
     (KEPT / f"{name}.txt").write_text(sentence + "\n", "utf-8")
     print(f"{name}: {sentence}")
