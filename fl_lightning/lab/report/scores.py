@@ -38,7 +38,7 @@ def window(length: int) -> int:
 
 
 def smooth(values: Column) -> Column:
-    """Smooth ``values`` by a Hanning window, renormalised at the ends.
+    """Smooth ``values`` by a Hann window, renormalised at the ends.
 
     FedInit smooths in the same way (NeurIPS version, B.2.1).
     """
