@@ -113,7 +113,7 @@ def _caption(summary: Summary) -> str:
     width = windows(summary)
     curve = "is not smoothed"
     if width != "1":
-        curve = f"is smoothed by a Hann window of {width} values"
+        curve = f"is smoothed by a Hanning window of {width} values"
     parts = [
         f"Each run's curve {curve}. A line is the mean over the runs of an arm that are done, and "
         "its band is ± one sample standard deviation."

@@ -282,7 +282,7 @@ def scores(summary: Summary) -> Table:
         counts = (len(arm.finished), arm.diverged, arm.unfinished)
         rows.append([arm.name, *means, *(cell(str, count) for count in counts)])
     widths = windows(summary)
-    curve = f"curve, which is smoothed by a Hann window of {widths} values"
+    curve = f"curve, which is smoothed by a Hanning window of {widths} values"
     if widths == "1":
         curve = "curve, which is not smoothed because there are too few rounds"
     few = ""
