@@ -16,8 +16,6 @@ from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.biases import Bias
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.formats.tables import (
-    codes,
-    ordered,
     refuse_blanks,
     refuse_twice,
     refuse_two_of_a_name,
@@ -25,6 +23,7 @@ from fl_lightning.datamodules.formats.tables import (
 from fl_lightning.datamodules.formats.tokens import Bytes, Folder, padded, read_text, tokenizer_of
 from fl_lightning.datamodules.partitions.flower_splits import Grouped
 from fl_lightning.datamodules.partitions.partition import ByGroup, Partition, own_or_grouped
+from fl_lightning.datamodules.sources.file_data_module import ascending
 from fl_lightning.datamodules.sources.language_modelling import no_pixels
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.introspection.papers import Paper
@@ -125,13 +124,15 @@ class TextClassification(FederatedDataModule):
         where = f"The file {str(self.root / self.train)!r}"
         if self.classes is None:
             refuse_blanks(sorted(set(labels)), f"{where}, column {self.label!r},")
-            self.classes = ordered(labels)
+            self.classes = in_order(labels)
         self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
             refuse_blanks(sorted(set(groups)), f"{where}, column {self.group!r},")
-            self.groups, names = codes(groups)
+            names = in_order(groups)
+            places = {name: place for place, name in enumerate(names)}
+            self.groups = np.array([places[name] for name in groups], np.int64)
             if isinstance(self.partition, ByGroup | Grouped):
-                self.client_names = [str(name) for name in names]
+                self.client_names = names
 
         def samples(file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:
             return TensorSamples(
@@ -208,6 +209,12 @@ class TextClassification(FederatedDataModule):
                     f"data).{suggest(label, number)}"
                 )
         return np.asarray([number[label] for label in labels], np.int64)
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Return the distinct names, ascending; by number if all are whole numbers."""
+    distinct = sorted(set(names))
+    return [distinct[place] for place in ascending(distinct)]
 
 
 def _cells(path: Path, text: str) -> Iterator[dict[str, Any]]:
