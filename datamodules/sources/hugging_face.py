@@ -18,7 +18,6 @@ from fl_lightning.datamodules.formats.arrow_columns import (
     check_numbers,
     is_list,
     is_numbers,
-    is_other,
     is_text,
     leaf_of,
 )
@@ -201,7 +200,7 @@ class FromHuggingFace(FileDataModule):
 
     def _look(self) -> Arrays:
         """Read the columns x of numbers and texts once, and refuse rows that do not fit."""
-        like: dict[str, list[tuple[int, str]]] = {}
+        like: dict[str, list[int]] = {}
         for rows, name in self._rows:
             for column in [] if transforms(rows) else self._columns():
                 kind = leaf_of(rows.features.arrow_schema.field(column).type)
@@ -218,8 +217,7 @@ class FromHuggingFace(FileDataModule):
         self._form = ""
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
-            path = Path(self.data).expanduser()
-            self._files = [path] if path.is_file() else files_of_rows(path)
+            self._files = files_of_rows(Path(self.data).expanduser())
         self.tokens = tokenizer_of(self.tokenizer)
         sides: dict[str, Side | None] = {}
         for side, name in self.splits.items():
@@ -252,8 +250,7 @@ class FromHuggingFace(FileDataModule):
     def _other(self, side: str, given: Any, splits: list[str]) -> Any:
         """The rows of data that are given in place of a split's name."""
         if isinstance(given, str | Path):
-            path = Path(given).expanduser()
-            files = [path] if path.is_file() else files_of_rows(path)
+            files = files_of_rows(Path(given).expanduser())
             if not files:
                 raise UserError(
                     f"data.{side} is {str(given)!r}, and the data have the splits "
@@ -272,11 +269,6 @@ class FromHuggingFace(FileDataModule):
     def _side(self, rows: Any, split: str) -> Side:
         name = f"the split {split!r}"
         for column in [*self._columns(), self.y, *([self.client] if self.client else [])]:
-            if kind := getattr(rows, "unreadable", {}).get(column):
-                raise UserError(
-                    f"Column {column!r} of {name} holds {kind}, which the library datasets does "
-                    "not read: convert it, or choose another column."
-                )
             if column not in rows.column_names:
                 raise UserError(
                     f"There is no column {column!r} in {name}; it has "
@@ -314,18 +306,17 @@ class FromHuggingFace(FileDataModule):
 
     def _check_kinds(self, rows: Any, name: str) -> None:
         """Refuse columns x that hold neither numbers nor texts nor pictures."""
+        several = len(self._columns()) > 1
         for column in self._columns():
             kind = rows.features.arrow_schema.field(column).type
-            if len(self._columns()) > 1 and (is_list(kind) or not is_numbers(kind)):
+            if several and (is_list(kind) or not is_numbers(kind)):
                 raise UserError(
                     f"data.x names {len(self._columns())} columns, which are joined and each need "
                     f"one number per row, but the column {column!r} of {name} holds {kind}: "
                     "leave it out, or give it as the only column."
                 )
-            feature = rows.features[column]
-            plain_values = isinstance(feature, dict) or type(feature).__name__ == "Value"
-            several_texts = is_list(kind) and is_text(leaf_of(kind))
-            if is_other(leaf_of(kind), plain_values) or several_texts:
+            picture = type(rows.features[column]).__name__ == "Image"
+            if not is_numbers(leaf_of(kind)) and not is_text(kind) and not picture:
                 raise UserError(
                     f"Column {column!r} of {name} holds {kind}, and x has to be numbers, texts or "
                     "pictures: convert it, for example by cast_column."

@@ -18,18 +18,24 @@ datasets = pytest.importorskip(
 )
 
 
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what the library makes of Parquet files in the test's folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
 def samples(data: FromHuggingFace) -> list[tuple[Any, Any]]:
     data.setup()
     found: Any = data.client_dataset(0)
     return [found[i] for i in range(len(found))]
 
 
-def written(path: Path, columns: dict[str, Any], **options: Any) -> Path:
+def written(path: Path, columns: dict[str, Any]) -> Path:
     """Return a Parquet file of these columns."""
     import pyarrow as pa
     import pyarrow.parquet
 
-    pa.parquet.write_table(pa.table(columns), path, **options)
+    pa.parquet.write_table(pa.table(columns), path)
     return path
 
 
@@ -112,7 +118,7 @@ ODD: dict[str, tuple[Any, str]] = {
     "nan in a list": ([[1.0, 2.0], [3.0, 4.0], [5.0, float("nan")]], "Row 2 .*nan"),
     "gap": ([1, None, 3], "Row 1 .* no value"),
     "gap in a list": ([[1, 2], [3, None], [4, 5]], "Row 1 .* no value"),
-    "lengths": ([[1, 2], [3, 4], [5]], "Row 2 .* 1 values .*row 0 of the split .train. has 2"),
+    "lengths": ([[1, 2], [3, 4], [5]], "Row 2 .* 1 values .*the first row has 2"),
     "inner lengths": ([[[1, 2], [3, 4]], [[5, 6], [7]], [[1, 2], [3, 4]]], "Row 1 .* 1 values"),
     "text": (["a", None, "c"], "Row 1 .* no value"),
     "beyond int64": ([*np.array([[1], [2**63 + 1], [2]], np.uint64)], "Row 1 .*64 bits"),
@@ -125,11 +131,10 @@ ODD: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.parametrize("form", ["file", "groups", "memory"])
+@pytest.mark.parametrize("form", ["file", "memory"])
 def test_odd_x_are_refused_before_the_run(name: str, form: str, tmp_path: Path) -> None:
     (values, what) = ODD[name]
-    size = {"row_group_size": 1} if form == "groups" else {}
-    path: Any = written(tmp_path / "a.parquet", {"x": values, "y": [0, 1, 1]}, **size)
+    path: Any = written(tmp_path / "a.parquet", {"x": values, "y": [0, 1, 1]})
     if form == "memory":
         path = datasets.Dataset.from_parquet(str(path), cache_dir=str(tmp_path))
     with pytest.raises(UserError, match=what):
@@ -153,16 +158,6 @@ def test_several_columns_hold_one_number_each(tmp_path: Path) -> None:
     for other in ("vector", "name"):
         with pytest.raises(UserError, match=f"the column '{other}' .*leave it out"):
             FromHuggingFace(path, ["a", other], "y", num_clients=1).setup()
-
-
-def test_a_column_that_the_library_does_not_read_is_refused_if_it_is_used(tmp_path: Path) -> None:
-    import pyarrow as pa
-
-    tags = pa.array([[("a", 1)], [("b", 2)]], pa.map_(pa.string(), pa.int64()))
-    path = written(tmp_path / "a.parquet", {"x": [1.0, 2.0], "y": [0, 1], "tags": tags})
-    assert len(samples(FromHuggingFace(path, "x", "y", num_clients=1))) == 2
-    with pytest.raises(UserError, match="Column 'tags' of the split 'train' holds map"):
-        FromHuggingFace(path, "tags", "y", num_clients=1).setup()
 
 
 def test_a_target_that_is_not_finite_is_refused(tmp_path: Path) -> None:
@@ -224,7 +219,7 @@ def test_columns_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("test", "words"),
     [
-        ({"x": [[1.0]], "y": [1]}, "Row 0 of the split 'test' has 1 values .*'train' has 2"),
+        ({"x": [[1.0]], "y": [1]}, "Row 0 of the split 'test' has 1 values .*first row has 2"),
         ({"x": [[1.0, 2.0]], "y": [0.5]}, r"'y' has classes in .* fractions in data\.test"),
     ],
 )
