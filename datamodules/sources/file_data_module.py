@@ -175,14 +175,7 @@ class FileDataModule(FederatedDataModule):
         count, too. None if y are numbers to predict, or no labels of classes.
         """
         names, sides = cls._first_read(arguments)
-        if names:
-            return len(names)
-        found = [side.labels for side in sides if side.labels is not None and len(side.labels)]
-        if not found:
-            return None
-        # The run refuses labels that are not numbers of classes.
-        labels = classes_in(np.concatenate(found))
-        return None if labels is None else int(labels.max()) + 1
+        return classes_of(names, [side.labels for side in sides])
 
     @classmethod
     def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
@@ -287,13 +280,8 @@ class FileDataModule(FederatedDataModule):
     @property
     def num_classes(self) -> int | None:
         self._ready()
-        if self.class_names:
-            return len(self.class_names)
-        found = []
-        for samples in (self.train_set, self.test_set):
-            if samples is not None and samples.labels is not None and len(samples.labels):
-                found.append(int(samples.labels.max()) + 1)
-        return max(found, default=None)
+        sides = (self.train_set, self.test_set)
+        return classes_of(self.class_names, [None if one is None else one.labels for one in sides])
 
     def card(self) -> dict[str, str]:
         facts = super().card()
@@ -307,6 +295,17 @@ class FileDataModule(FederatedDataModule):
             facts["data files"] = f"{len(sizes)}, {total:,} bytes"
             facts["files hash"] = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
         return facts
+
+
+def classes_of(names: Sequence[str], labels: Sequence[Any]) -> int | None:
+    """Return the number of classes: of their names, or else of the labels of all sides; None:
+    they are no classes, which the run refuses or predicts as numbers.
+    """
+    if names:
+        return len(names)
+    found = [own for own in labels if own is not None and len(own)]
+    classes = classes_in(np.concatenate(found)) if found else None
+    return None if classes is None else int(classes.max()) + 1
 
 
 def by_client(side: Side) -> Side:
