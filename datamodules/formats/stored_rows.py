@@ -76,21 +76,6 @@ def pieces_of(rows: Any, column: str) -> Iterator[tuple[int, Any]]:
             first += len(chunk)
 
 
-def numbers_of(decimals: Any, column: str, name: str) -> Any:
-    """Return a pyarrow column of decimals as whole numbers, if their type has no fractions, else
-    as float64.
-    """
-    import pyarrow
-
-    try:
-        return decimals.cast(pyarrow.float64() if decimals.type.scale else pyarrow.int64())
-    except pyarrow.ArrowInvalid:
-        raise UserError(
-            f"Column {column!r} of {name} holds {decimals.type}, with numbers beyond 64 bits with "
-            "a sign: number the classes from 0."
-        ) from None
-
-
 def column_of(rows: Any, column: str) -> Any:
     """Return a column of all rows as a pyarrow array; other columns are not read."""
     return rows.select_columns([column]).with_format("arrow")[:].column(column)
@@ -100,11 +85,6 @@ def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
     """Return the distinct values of a pyarrow column as texts, and the place of each row's
     value.
     """
-    import pyarrow
-
-    if pyarrow.types.is_decimal(values.type):
-        # pyarrow cannot tell their distinct values.
-        values = values.cast(pyarrow.string())
     encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
     found = [str(value) for value in encoded.dictionary.to_pylist()]
     return found, np.asarray(encoded.indices.to_numpy(), np.int64)

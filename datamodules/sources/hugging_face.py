@@ -27,7 +27,6 @@ from fl_lightning.datamodules.formats.stored_rows import (
     column_of,
     distinct,
     files_of_rows,
-    numbers_of,
     pieces_of,
     plain,
     row_of,
@@ -229,23 +228,7 @@ class FromHuggingFace(FileDataModule):
                 sides[side] = self._side(self._other(side, name, list(found)), side)
         train = sides["train"]
         assert train is not None
-        for one in ("test", "val"):
-            self._check_same_target(train, sides[one], one)
         return train, sides["test"], sides["val"]
-
-    def _check_same_target(self, train: Side, other: Side | None, name: str) -> None:
-        """Refuse numbers to predict on one side, and classes on the other."""
-        if other is None or train.labels is None or other.labels is None:
-            return
-        kinds = [
-            "numbers with fractions" if labels.dtype.kind == "f" else "classes"
-            for labels in (train.labels, other.labels)
-        ]
-        if kinds[0] != kinds[1]:
-            raise UserError(
-                f"Column {self.y!r} has {kinds[0]} in the training rows and {kinds[1]} in "
-                f"data.{name}: cast it to one type in both (cast_column)."
-            )
 
     def _other(self, side: str, given: Any, splits: list[str]) -> Any:
         """The rows of data that are given in place of a split's name."""
@@ -354,10 +337,10 @@ class FromHuggingFace(FileDataModule):
         import pyarrow.compute as compute
 
         values = column_of(rows, column)
-        if pyarrow.types.is_nested(values.type):
+        if pyarrow.types.is_nested(values.type) or pyarrow.types.is_decimal(values.type):
             raise UserError(
-                f"Column {column!r} of {name} holds {values.type}: one number or text per row is "
-                "needed."
+                f"Column {column!r} of {name} holds {values.type}: one whole number, float or text "
+                "per row is needed, to which cast_column converts it."
             )
         fractions = pyarrow.types.is_floating(values.type)
         missing = compute.is_null(values, nan_is_null=fractions)
@@ -375,11 +358,12 @@ class FromHuggingFace(FileDataModule):
 
         values = self._present(rows, self.y, name)
         own = getattr(rows.features[self.y], "names", None)
-        if pyarrow.types.is_decimal(values.type) and self.classes is None:
-            values = numbers_of(values, self.y, name)
-        numbers = pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type)
-        if not own and self.classes is None:
-            self._check_same_form("numbers" if numbers else "texts", name)
+        whole = pyarrow.types.is_integer(values.type)
+        fractions = pyarrow.types.is_floating(values.type)
+        numbers = (whole or fractions) and self.classes is None
+        if self.classes is None:
+            form = "numbers with fractions" if fractions else "whole numbers" if whole else "texts"
+            self._check_same_form("labels with names" if own else form, name)
         if own:
             codes = np.asarray(values.to_numpy(), np.int64)
             self._check_known(codes, self.y, name)
@@ -387,8 +371,8 @@ class FromHuggingFace(FileDataModule):
                 self._take_names(list(own), name)
                 return codes
             texts = list(map(str, own))
-        elif numbers and self.classes is None:
-            if pyarrow.types.is_floating(values.type):
+        elif numbers:
+            if fractions:
                 check_numbers([(0, values.combine_chunks())], self.y, name, [])
                 return np.asarray(values.to_numpy(), np.float32)
             codes = np.asarray(values.to_numpy())
@@ -416,7 +400,7 @@ class FromHuggingFace(FileDataModule):
         return of[codes]
 
     def _check_same_form(self, form: str, name: str) -> None:
-        """Refuse texts on one side, and numbers on the other, of which one text 1 is class 0."""
+        """Refuse another form than the training rows have: one text 1 is class 0."""
         self._form = self._form or form
         if self._form != form:
             raise UserError(

@@ -33,12 +33,12 @@ from fl_lightning.datamodules.sources.file_data_module import before_the_run
 from fl_lightning.datamodules.sources.table_columns import (
     Encoding,
     Kind,
-    Scale,
     as_names,
     check_rule,
     held_out,
     read_joined,
     refuse_both,
+    scaled,
     single,
     under,
     without_gaps,
@@ -88,7 +88,8 @@ class FromTable(FederatedDataModule):
         columns: names of the columns, for a CSV whose first line has none.
         root: the folder to which paths are relative.
         above: y is 1 if the target exceeds this number, else 0.
-        scale: x is (x − mean) / std, by the training rows of each ``"client"``, or of ``"all"``.
+        scale: x is (x − mean) / std, by the training rows of each ``"client"``, or of ``"all"``;
+            a column that is constant in these rows is only centred.
 
     ``column_names`` and ``class_names`` have the names of x and y in their order, once the table is
     read.
@@ -245,7 +246,7 @@ class FromTable(FederatedDataModule):
             self._with_file(table, features, x, y, classes)
             return
         if self.scale is not None:
-            x = self._scaled(x, self._scaled_by(len(y)), rows[0])
+            x = scaled(x, self._scaled_by(len(y)), rows[0], self.tell)
         self._set_rows(single(x, self.column_names, self.tell), y, *rows)
 
     def tell(self, text: str) -> None:
@@ -277,12 +278,6 @@ class FromTable(FederatedDataModule):
             return y, classes
         return coded(table, self.target, self.classes, "data.classes"), self.classes
 
-    def _scaled(
-        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        whose = self.client_names if self.scale == "client" else ()
-        return Scale(self.column_names, whose, self.tell)(x, groups, trained)
-
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
         """Return the group by whose mean and deviation each row is scaled."""
         if self.scale == "client" and self.groups is None:
@@ -290,7 +285,7 @@ class FromTable(FederatedDataModule):
                 "data.scale is 'client', and data.client names no column of clients: give the "
                 "column, or data.scale=all."
             )
-        by_client = self.scale == "client" and self.groups is not None
+        by_client = self.scale == "client"
         return np.asarray(self.groups) if by_client else np.zeros(rows, np.int64)
 
     def _rows(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -326,8 +321,8 @@ class FromTable(FederatedDataModule):
             if self.scale == "client":
                 tests = np.full(len(held), -1) if of_tests is None else of_tests
             whole = np.concatenate([x, held])
-            whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
-            (x, held) = np.split(whole, [len(x)])
+            of = np.concatenate([groups, tests])
+            (x, held) = np.split(scaled(whole, of, np.arange(len(x)), self.tell), [len(x)])
         rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
         self.train_set = TensorSamples(rounded[: len(x)], y)
         tested = self._targets(other)[0] if self.above is not None else None

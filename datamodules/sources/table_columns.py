@@ -183,68 +183,37 @@ class Encoding:
         return np.concatenate(parts, axis=1)
 
 
-@dataclass
-class Scale:
-    """Converts x to (x − mean) / (std + 1e-9), by the training rows of each group; std with n − 1.
+def scaled(
+    x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices, tell: Callable[[str], None]
+) -> NDArray[np.float64]:
+    """Return x ``(N, columns)`` as (x − mean) / (std + 1e-9), by the training rows of each group;
+    std with n − 1.
+
+    As in scikit-learn's StandardScaler, a column that is constant in these rows is not divided.
 
     Args:
-        columns: names of the columns of x.
-        whose: names of the groups, for notes; none if there is one group.
+        groups: group of each row ``(N,)``.
+        trained: positions of the training rows.
     """
-
-    columns: Sequence[str]
-    whose: Sequence[str]
-    tell: Callable[[str], None]
-
-    def __call__(
-        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices
-    ) -> NDArray[np.float64]:
-        """Return x ``(N, columns)``, scaled.
-
-        Args:
-            groups: group of each row ``(N,)``.
-            trained: positions of the training rows.
-        """
-        left = np.zeros(len(x), bool)
-        left[trained] = True
-        found = np.empty_like(x)
-        alone = 0
-        for group in np.unique(groups):
-            rows = groups == group
-            own = x[rows & left]
-            if not len(own):
-                # Rows that belong to no training client are standardised by all training rows.
-                own = x[left]
-            else:
-                alone += len(own) == 1
-                self._tell_of_no_spread(int(group), own, x[rows & ~left])
-            spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
-            found[rows] = (x[rows] - own.mean(axis=0)) / (spread + SMALL)
-        if alone:
-            self.tell(
-                f"data.scale: {alone} of {len(np.unique(groups[trained]))} clients have one "
-                "training row, which becomes 0 in every column: give data.scale=all, or leave "
-                "these clients out"
-            )
-        return found
-
-    def _tell_of_no_spread(
-        self, group: int, own: NDArray[np.float64], others: NDArray[np.float64]
-    ) -> None:
-        """Report columns that are constant in the training rows, but not in the test rows."""
-        for column in np.flatnonzero((own == own[0]).all(axis=0)).tolist():
-            rows = int((others[:, column] != own[0, column]).sum())
-            if not rows:
-                continue
-            of = f"the training rows of client {self.whose[group]!r}" if self.whose else "training"
-            many = f"{rows} test row{'s' * (rows > 1)}"
-            remedy = ", or give data.scale=all" if self.whose else ""
-            self.tell(
-                f"data.scale: the column {self.columns[column]!r} is always "
-                f"{own[0, column]:.12g} in {of}, so its spread is 0, and another value in {many} "
-                f"becomes as large as 1e9 times the difference: leave the column out of "
-                f"data.features{remedy}"
-            )
+    left = np.zeros(len(x), bool)
+    left[trained] = True
+    found = np.empty_like(x)
+    alone = 0
+    for group in np.unique(groups):
+        rows = groups == group
+        own = x[rows & left]
+        alone += len(own) == 1
+        # Rows that belong to no training client are standardised by all training rows.
+        own = own if len(own) else x[left]
+        constant = (own == own[0]).all(axis=0)
+        spread = own.std(axis=0, ddof=1) + SMALL if len(own) > 1 else np.ones(x.shape[1])
+        found[rows] = (x[rows] - own.mean(axis=0)) / np.where(constant, 1, spread)
+    if alone:
+        tell(
+            f"data.scale: {alone} of {len(np.unique(groups[trained]))} clients have one training "
+            "row, which becomes 0 in every column: give data.scale=all, or leave these clients out"
+        )
+    return found
 
 
 def single(

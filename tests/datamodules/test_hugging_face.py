@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def test_shape_and_classes_are_known_before_a_run(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "what"),
     [
-        ([[1], [2]], "holds list.*: one number or text per row is needed"),
+        ([[1], [2]], "holds list.*: one whole number, float or text per row is needed"),
+        ([Decimal(1), Decimal(2)], "holds decimal.*to which cast_column converts it"),
         (np.array([0, 2**63 + 1], np.uint64), "which is beyond 64 bits with a sign"),
         ([0, 2**40], "has the label 1099511627776, and classes are numbered from 0"),
     ],
