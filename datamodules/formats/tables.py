@@ -17,6 +17,7 @@ from zipfile import is_zipfile
 import numpy as np
 from numpy.typing import NDArray
 
+from fl_lightning.datamodules.partitions.client_names import trimmed
 from fl_lightning.errors import CellError, UserError, suggest
 
 TO_NUMBERS = (
@@ -415,9 +416,7 @@ def _simple(column: Any) -> Any:
 
 
 def refuse_blanks(names: Iterable[Any], where: str) -> None:
-    """Refuse names that differ only in blanks or forms of letters, and would count as two."""
-    from fl_lightning.datamodules.partitions.client_names import trimmed
-
+    """Refuse names that are empty, or differ only in blanks or forms of letters."""
     spelled: dict[str, str] = {}
     for name in map(str, names):
         first = spelled.setdefault(trimmed(name), name)
@@ -425,6 +424,8 @@ def refuse_blanks(names: Iterable[Any], where: str) -> None:
             raise UserError(
                 f"{where} has one name in two ways: {first!r} and {name!r}. Write it in one way."
             )
+    if "" in spelled:
+        raise UserError(f"{where} has a name without letters: fill it in, or leave the row out.")
 
 
 def refuse_two_of_a_name(path: Path, names: Sequence[str]) -> None:

@@ -103,6 +103,18 @@ class Side:
     def labels(self) -> NDArray[np.int64] | None:
         return getattr(self.dataset, "targets", None)
 
+    @classmethod
+    def of_clients(
+        cls,
+        names: list[str],
+        sizes: NDArray[np.int64],
+        read: Callable[[int], Iterable[Any]],
+        targets: NDArray[np.int64],
+    ) -> Side:
+        """Return samples that are read one client at a time; the arguments as in ``OfClients``."""
+        groups = np.repeat(np.arange(len(names)), sizes)
+        return cls(names, groups, OfClients(sizes, read, targets))
+
 
 def ascending(names: Sequence[str]) -> list[int]:
     """Return the places of the names in ascending order, by number if all are numbers.

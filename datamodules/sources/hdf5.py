@@ -17,7 +17,6 @@ from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.formats.file_index import Arrays, indexed, texts, texts_of
 from fl_lightning.datamodules.sources.file_data_module import (
     FileDataModule,
-    OfClients,
     Side,
     ascending,
     missing_package,
@@ -250,12 +249,10 @@ class FromHDF5(FileDataModule):
 
     def _side(self, index: Arrays, side: str) -> Side:
         names = texts_of(index[f"{side} clients"])
-        sizes = index[f"{side} sizes"]
         place = texts_of(index[f"{side} place"])
         kind = texts_of(index["names"])
         read = partial(x_of, place, names, kind, int(index["pad"]), self.length)
-        dataset = OfClients(sizes, read, index[f"{side} labels"])
-        return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
+        return Side.of_clients(names, index[f"{side} sizes"], read, index[f"{side} labels"])
 
 
 def h5py() -> Any:

@@ -36,7 +36,6 @@ from fl_lightning.datamodules.formats.stored_rows import (
 )
 from fl_lightning.datamodules.formats.tables import refuse_answers, refuse_blanks, refuse_twice
 from fl_lightning.datamodules.formats.tokens import padded, tokenizer_of
-from fl_lightning.datamodules.partitions.client_names import trimmed
 from fl_lightning.datamodules.partitions.partition import Partition, own_or_grouped
 from fl_lightning.datamodules.sources.file_data_module import FileDataModule, Side, ascending
 from fl_lightning.errors import UserError, suggest
@@ -267,7 +266,7 @@ class FromHuggingFace(FileDataModule):
         names = ["all"]
         if self.client is not None:
             found, codes = self._clients(rows, self.client, name)
-            self._check_names(found, codes, name)
+            refuse_blanks(found, f"Column {self.client!r} of {name}")
             order = ascending(found)
             names = [found[i] for i in order]
             places = np.empty(len(found), np.int64)
@@ -318,19 +317,6 @@ class FromHuggingFace(FileDataModule):
                     "the labels by map(…) before, which stores them."
                 )
 
-    def _check_names(self, found: list[str], codes: NDArray[Any], name: str) -> None:
-        """Refuse clients' names that are empty, or differ only in blanks or forms of letters."""
-        spelled: dict[str, str] = {}
-        for place, one in enumerate(found):
-            first = spelled.setdefault(trimmed(one), one)
-            if first != one or not one.strip():
-                row = int(np.flatnonzero(codes == place)[0])
-                what = f"the name {one!r} in row {row}"
-                why = f", and {first!r} before" if first != one else ", which names no client"
-                raise UserError(
-                    f"Column {self.client!r} of {name} has {what}{why}: write each name in one way."
-                )
-
     def _present(self, rows: Any, column: str, name: str) -> Any:
         """Return a column of pyarrow; a missing value is an error."""
         import pyarrow
@@ -362,8 +348,8 @@ class FromHuggingFace(FileDataModule):
         fractions = pyarrow.types.is_floating(values.type)
         numbers = (whole or fractions) and self.classes is None
         if self.classes is None:
-            form = "numbers with fractions" if fractions else "whole numbers" if whole else "texts"
-            self._check_same_form("labels with names" if own else form, name)
+            forms = {"labels with names": own, "whole numbers": whole, "fractions": fractions}
+            self._check_same_form(next((one for one in forms if forms[one]), "texts"), name)
         if own:
             codes = np.asarray(values.to_numpy(), np.int64)
             self._check_known(codes, self.y, name)

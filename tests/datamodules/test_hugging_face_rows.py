@@ -182,8 +182,8 @@ def test_test_rows_lie_client_by_client() -> None:
         ({"x": ["a", "a"]}, r"data\.x names 'a' twice"),
         ({"x": []}, r"data\.x is empty"),
         ({"y": "who"}, r"Column 'who' .* has one name in two ways: 'p' and 'p '"),
-        ({"client": "who"}, r"Column 'who' .* has the name 'p ' in row 1, and 'p' before"),
-        ({"client": "blank"}, r"Column 'blank' .* has the name '' in row 1, which names no client"),
+        ({"client": "who"}, r"Column 'who' .* has one name in two ways: 'p' and 'p '"),
+        ({"client": "blank"}, r"Column 'blank' .* has a name without letters"),
         ({"partition": ByValue(column="who")}, r"Column 'who' .*'p', which is not a number"),
     ],
 )
@@ -202,7 +202,7 @@ def test_columns_that_do_not_fit_are_refused(
         ({"x": [[1.0]], "y": [1]}, "Row 0 of the split 'test' has 1 values .*first row has 2"),
         (
             {"x": [[1.0, 2.0]], "y": [0.5]},
-            r"'y' has whole numbers in .* with fractions in the split 'test'",
+            r"'y' has whole numbers in .* fractions in the split 'test'",
         ),
     ],
 )
@@ -255,5 +255,5 @@ def test_two_forms_of_an_accented_letter_are_one_name(column: str) -> None:
     columns: dict[str, Any] = {"x": [0.0, 1.0], "y": ["a", "b"], "who": ["a", "b"]}
     columns[column] = ["caf\u00e9", "cafe\u0301"]
     data = FromHuggingFace(datasets.Dataset.from_dict(columns), "x", "y", "who")
-    with pytest.raises(UserError, match=r"(one name in two ways|write each name in one way)"):
+    with pytest.raises(UserError, match=r"one name in two ways"):
         data.setup()
