@@ -148,9 +148,10 @@ def test_dates_are_no_categories_unless_the_column_is_named(ending: str, tmp_pat
 
 
 def test_decimals_of_parquet_are_numbers(tmp_path: Path) -> None:
-    columns = {"d": [Decimal("1.25"), Decimal("2.50")], "y": [0, 1]}
+    columns = {"d": [Decimal("1.10"), Decimal("2.50")], "y": [0, 1]}
     pytest.importorskip("pyarrow.parquet").write_table(arrow.table(columns), tmp_path / "t.pq")
-    assert x_of(tmp_path / "t.pq", "y") == [[1.25], [2.5]]
+    assert np.allclose(x_of(tmp_path / "t.pq", "y"), [[1.1], [2.5]])
+    assert x_of(tmp_path / "t.pq", "y", encode={"d": "codes"}) == [[0], [1]]
 
 
 @pytest.mark.parametrize("column", ["size", "weight", "colour"])
