@@ -48,6 +48,12 @@ from fl_lightning.sampling import generator
 
 # If a target has more distinct whole numbers than this, a note says that they count as classes.
 MANY_CLASSES = 50
+CONTRADICTIONS = (
+    ("client", "partition", "whose each row is"),
+    ("above", "classes", "what the classes are"),
+    ("above", "regression", "whether the target is a class"),
+    ("classes", "regression", "whether the target is a class"),
+)
 
 
 class FromTable(FederatedDataModule):
@@ -126,14 +132,14 @@ class FromTable(FederatedDataModule):
         if isinstance(path, Mapping):
             client = client or "client"
         target, client, features = as_names(target, client, features)
-        refuse_both(client, partition, classes, regression, above)
+        given = {"client": client, "partition": partition, "above": above}
+        refuse_both({**given, "classes": classes, "regression": regression}, CONTRADICTIONS)
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
-            partition = ByGroup()
-            num_clients = None
+            partition, num_clients = ByGroup(), None
         if isinstance(test, (int, float)):
             check("data.test", test, Annotated[float, Above(0), Below(1)])
         elif isinstance(test, Mapping):

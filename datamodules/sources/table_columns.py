@@ -244,26 +244,14 @@ def check_rule(test: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_both(
-    client: Any, partition: Any, classes: Any, regression: bool, above: float | None
-) -> None:
-    """Refuse options that contradict each other."""
-    if above is not None and (classes is not None or regression):
-        other = "data.regression=True" if regression else f"data.classes={list(classes)!r}"
-        raise UserError(
-            f"data.above={above:g} makes two classes of the target, 0 and 1, and {other} says "
-            "otherwise: give one of the two."
-        )
-    if client is not None and partition is not None:
-        raise UserError(
-            f"data.client={client!r} says whose each row is, and data.partition splits the rows "
-            "anew: give one of the two."
-        )
-    if classes is not None and regression:
-        raise UserError(
-            f"data.classes={list(classes)!r} names the target's classes, and data.regression=True "
-            "says that it is a number: give one of the two."
-        )
+def refuse_both(given: Mapping[str, Any], pairs: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse pairs of options that contradict each other; the third says what they decide."""
+    for one, other, what in pairs:
+        if given[one] not in (None, False) and given[other] not in (None, False):
+            raise UserError(
+                f"data.{one}={given[one]!r} and data.{other}={given[other]!r} both say {what}: "
+                "give one of the two."
+            )
 
 
 def as_names(

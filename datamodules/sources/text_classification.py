@@ -140,14 +140,6 @@ class TextClassification(FederatedDataModule):
             self.test_set = samples(self.test, *self._read(self.test))
         self.vocabulary = tokenizer.size
 
-    def card(self) -> dict[str, str]:
-        facts = super().card()
-        if self.group is not None and 0 < len(self.client_names) <= 10:
-            facts[f"clients by {self.group}"] = ", ".join(
-                f"{i} {name}" for i, name in enumerate(self.client_names)
-            )
-        return facts
-
     # ---- files
 
     def _read(

@@ -164,8 +164,8 @@ def test_test_rows_come_from_a_file_or_are_held_out(tmp_path: Path) -> None:
         (None, {"test": {"share": 0.3}}, ["give a share, a file, or {'share'"]),
         (None, {"separator": ";"}, ["'outcome'"]),
         (None, {"regression": True}, ["'well' in column 'outcome'", "data.regression"]),
-        (None, {"above": 1.0, "classes": ["a"]}, ["above=1 makes two classes", "classes=['a']"]),
-        (None, {"above": 1.0, "regression": True}, ["above=1 makes two classes", "regression=T"]),
+        (None, {"above": 1.0, "classes": ["a"]}, ["data.above=1.0", "data.classes=['a'] both say"]),
+        (None, {"above": 1.0, "regression": True}, ["data.above=1.0", "data.regression=True both"]),
         (None, {"above": float("nan")}, ["above=nan is not accepted"]),
         (
             None,
