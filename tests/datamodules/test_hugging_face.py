@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -123,24 +122,6 @@ def test_shape_and_classes_are_known_before_a_run(tmp_path: Path) -> None:
     assert FromHuggingFace.classes_of_samples(**rows) == len(set(table()["kind"]))
 
 
-@pytest.mark.parametrize(
-    ("values", "what"),
-    [
-        ([[1], [2]], "holds list.*: one whole number, float or text per row is needed"),
-        ([Decimal(1), Decimal(2)], "holds decimal.*to which cast_column converts it"),
-        (np.array([0, 2**63 + 1], np.uint64), "which is beyond 64 bits with a sign"),
-        ([0, 2**40], "has the label 1099511627776, and classes are numbered from 0"),
-    ],
-)
-def test_labels_that_number_no_classes_are_refused(values: Any, what: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet
-
-    pa.parquet.write_table(pa.table({"x": [1.0, 2.0], "y": values}), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=what):
-        FromHuggingFace(tmp_path / "a.parquet", "x", "y", num_clients=1).setup()
-
-
 def test_rows_that_were_selected_keep_their_labels() -> None:
     data = FromHuggingFace(table().select([5, 0]), "a", "kind", client="writer")
     assert data.num_clients == 2 and list(data.client_names) == ["a", "w10"]
@@ -204,25 +185,6 @@ def test_columns_that_a_file_lacks_have_no_value(tmp_path: Path) -> None:
         FromHuggingFace(tmp_path, "b", "kind", num_clients=1).setup()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ({"x": "c"}, "no column 'c' in the split 'train'; it has a, b"),
-        ({"y": "kinds"}, "no column 'kinds' .*Did you mean 'kind'"),
-        ({"client": "who"}, "no column 'who'"),
-        ({"test": "tests"}, r"data\.test is 'tests', and the data have the splits train"),
-        ({"client": "writer", "partition": DirichletByClass(1)}, "give one of the two"),
-        ({"data": "gone"}, r"data\.data is 'gone', and there is no such file"),
-        ({"data": 7}, "is of type int"),
-        ({"classes": ["cat"]}, "has 'dog' in row 0, which is not one of the classes cat"),
-    ],
-)
-def test_what_is_not_there_is_refused(arguments: dict[str, Any], what: str) -> None:
-    given: dict[str, Any] = {"data": table(), "x": "a", "y": "kind", "num_clients": 1}
-    with pytest.raises(UserError, match=what):
-        FromHuggingFace(**{**given, **arguments}).setup()
-
-
 def test_damaged_rows_are_refused_by_row(tmp_path: Path) -> None:
     rows = {"a": [1.0, None], "kind": ["x", None], "who": ["p", "q"]}
     made = datasets.Dataset.from_dict(rows)
@@ -276,13 +238,6 @@ def test_what_the_files_lack_is_said_first(arguments: dict[str, Any], tmp_path: 
     given = {"data": str(tmp_path / "a.parquet"), "x": "x", "y": "y", **arguments}
     with pytest.raises(UserError, match=r"no column 5|data\.train is of type list"):
         FromHuggingFace.shape_of_samples(**given)
-
-
-@pytest.mark.parametrize("length", [0, -3])
-def test_a_text_has_at_least_one_token(length: int) -> None:
-    """A negative length was cut for ever."""
-    with pytest.raises(UserError, match="length"):
-        FromHuggingFace(table(), "a", "kind", length=length)
 
 
 def test_palette_pictures_become_colours(tmp_path: Path) -> None:

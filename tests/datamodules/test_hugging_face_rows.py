@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fl_lightning import UserError
-from fl_lightning.datamodules import ByValue, FromHuggingFace
+from fl_lightning.datamodules import IID, ByValue, FromHuggingFace
 
 datasets = pytest.importorskip(
     "datasets", reason="datasets, of the extra huggingface, is not installed"
@@ -132,20 +132,6 @@ def test_files_are_looked_through_once(tmp_path: Path) -> None:
         FromHuggingFace(path, "x", "y", num_clients=1).setup()
 
 
-def test_several_columns_hold_one_number_each(tmp_path: Path) -> None:
-    columns = {"a": [1.0, 2.0], "vector": [[1.0], [2.0]], "name": ["p", "q"], "y": [0, 1]}
-    path = written(tmp_path / "a.parquet", columns)
-    for other in ("vector", "name"):
-        with pytest.raises(UserError, match=f"the column '{other}' .*leave it out"):
-            FromHuggingFace(path, ["a", other], "y", num_clients=1).setup()
-
-
-def test_a_target_that_is_not_finite_is_refused(tmp_path: Path) -> None:
-    path = written(tmp_path / "a.parquet", {"x": [1.0, 2.0], "y": [0.5, float("inf")]})
-    with pytest.raises(UserError, match=r"Row 1 .*inf in the column 'y'"):
-        FromHuggingFace(path, "x", "y", num_clients=1).setup()
-
-
 @pytest.mark.parametrize("name", ["TRAIN.PARQUET", "rows.pq"])
 def test_endings_of_parquet_files(name: str, tmp_path: Path) -> None:
     written(tmp_path / name, {"x": [1.0, 2.0], "y": [0, 1]})
@@ -174,26 +160,59 @@ def test_test_rows_lie_client_by_client() -> None:
     assert [data.client_test_indices(i).tolist() for i in (0, 1)] == [[2, 3], [4, 5]]
 
 
+COLUMNS: dict[str, Any] = {
+    "a": [1.0, 2.0],
+    "y": [0, 1],
+    "who": ["p", "p "],
+    "blank": ["p", ""],
+    "form": ["caf\u00e9", "cafe\u0301"],
+    "kind": ["dog", "cat"],
+    "vector": [[1.0], [2.0]],
+    "infinite": [0.5, float("inf")],
+    "beyond": np.array([0, 2**63 + 1], np.uint64),
+    "far": [0, 2**40],
+    "decimal": [Decimal(1), Decimal(2)],
+}
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
+        ({"x": "c"}, "no column 'c' in the split 'train'; it has a, y"),
         ({"x": ["a", "y"]}, r"data\.x has 'y', which is data\.y='y'"),
         ({"x": "who", "client": "who"}, r"data\.x has 'who', which is data\.client"),
         ({"x": ["a", "a"]}, r"data\.x names 'a' twice"),
         ({"x": []}, r"data\.x is empty"),
+        ({"x": ["a", "vector"]}, "the column 'vector' .*leave it out"),
+        ({"x": ["a", "kind"]}, "the column 'kind' .*leave it out"),
+        ({"length": 0}, "length=0"),
+        ({"y": "kinds"}, "no column 'kinds' .*Did you mean 'kind'"),
         ({"y": "who"}, r"Column 'who' .* has one name in two ways: 'p' and 'p '"),
+        ({"y": "form"}, "Column 'form' .* has one name in two ways"),
+        ({"y": "vector"}, "holds list.*: one whole number, float or text per row is needed"),
+        ({"y": "decimal"}, "holds decimal.*to which cast_column converts it"),
+        ({"y": "beyond"}, "which is beyond 64 bits with a sign"),
+        ({"y": "far"}, "has the label 1099511627776, and classes are numbered from 0"),
+        ({"y": "infinite"}, "Row 1 .*inf in the column 'infinite'"),
+        ({"y": "kind", "classes": ["cat"]}, "has 'dog' in row 0, which is not one of the cl"),
+        ({"client": "nobody"}, "no column 'nobody'"),
         ({"client": "who"}, r"Column 'who' .* has one name in two ways: 'p' and 'p '"),
-        ({"client": "blank"}, r"Column 'blank' .* has a name without letters"),
-        ({"partition": ByValue(column="who")}, r"Column 'who' .*'p', which is not a number"),
+        ({"client": "form"}, "Column 'form' .* has one name in two ways"),
+        ({"client": "blank"}, "Column 'blank' .* has a name without letters"),
+        ({"client": "y", "partition": IID()}, "give one of the two"),
+        ({"partition": ByValue(column="who")}, "Column 'who' .*'p', which is not a number"),
+        ({"test": "tests"}, r"data\.test is 'tests', and the data have the splits train"),
+        ({"data": "gone"}, r"data\.data is 'gone', and there is no such file"),
+        ({"data": 7}, "is of type int"),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(
     given: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
-    columns = {"a": [1.0, 2.0], "y": [0, 1], "who": ["p", "p "], "blank": ["p", ""]}
-    arguments = {"x": "a", "y": "y", "num_clients": 1, **given}
+    path = written(tmp_path / "a.parquet", COLUMNS)
+    arguments: dict[str, Any] = {"data": path, "x": "a", "y": "y", "num_clients": 1, **given}
     with pytest.raises(UserError, match=words):
-        FromHuggingFace(written(tmp_path / "a.parquet", columns), **arguments).setup()
+        FromHuggingFace(**arguments).setup()
 
 
 @pytest.mark.parametrize(
@@ -247,13 +266,4 @@ def test_labels_that_are_texts_on_one_side_are_refused(train: Any, test: Any) ->
     sides = [datasets.Dataset.from_dict({"x": [0.0, 1.0], "y": y}) for y in (train, test)]
     data = FromHuggingFace(sides[0], "x", "y", test=sides[1], num_clients=1)
     with pytest.raises(UserError, match=r"'y' has (texts|whole numbers) in the training rows and "):
-        data.setup()
-
-
-@pytest.mark.parametrize("column", ["y", "who"])
-def test_two_forms_of_an_accented_letter_are_one_name(column: str) -> None:
-    columns: dict[str, Any] = {"x": [0.0, 1.0], "y": ["a", "b"], "who": ["a", "b"]}
-    columns[column] = ["caf\u00e9", "cafe\u0301"]
-    data = FromHuggingFace(datasets.Dataset.from_dict(columns), "x", "y", "who")
-    with pytest.raises(UserError, match=r"one name in two ways"):
         data.setup()
