@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from fl_lightning.accepted import declared, words_of
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.lab.cli.compose import options_of
 
 FIT = """\
 usage: fl-lightning fit [RUN] [-c CONFIG ...] [--OPTION VALUE ...]
@@ -135,16 +136,13 @@ def asked(command: str, summary: str, argv: Sequence[str]) -> str | None:
     Raises:
         UserError: ``--data.help CLASS`` does not name a class of data, and so on.
     """
-    for place, argument in enumerate(argv):
-        option, equals, value = argument.partition("=")
-        following = [value] if equals else [text for text in argv[place + 1 : place + 2]]
+    for option, value in options_of(argv):
         if option in ("-h", "--help"):
             short = _short(command, summary)
-            return f"{short}\n\n{_everything(command)}" if following == ["all"] else short
+            return f"{short}\n\n{_everything(command)}" if value == "all" else short
         key = option.removeprefix("--").removesuffix(".help")
         if option == f"--{key}.help" and key in (*_FIXED, *_BASES):
-            names = [name for name in following if not name.startswith("-")]
-            return _of_option(key, names[0] if names else None)
+            return _of_option(key, value)
     return None
 
 
@@ -189,7 +187,7 @@ def _choices(key: str) -> dict[str, type]:
     # The following lines import torch, which the short help should not wait for.
     import torch
 
-    from fl_lightning.lab.cli.method_options import names_of_ours
+    from fl_lightning.lab.cli.classes import names_of_ours
 
     bases = tuple(map(_imported, _BASES.get(key, ())))
     named = {name: _imported(path) for name, path in names_of_ours().items()}
@@ -233,7 +231,7 @@ def _of_class(cls: type, key: str) -> str:
     # jsonargparse requires this package, and importing it is slow.
     from docstring_parser import parse
 
-    from fl_lightning.lab.cli.parsing_errors import parameters
+    from fl_lightning.lab.cli.classes import parameters
 
     # The arguments of Lightning's Trainer are described in the docstring of `__init__`.
     text = cls.__doc__ or getattr(vars(cls).get("__init__"), "__doc__", None)

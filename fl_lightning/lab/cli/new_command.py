@@ -180,7 +180,7 @@ def _check(name: str, module: str, title: str, folder: Path) -> None:
     if find_spec(module) is not None:
         raise refuse(f"Python has a module {module} here already. Give another name")
     # This import is slow, and a typing error should be reported before it.
-    from fl_lightning.lab.cli.method_options import names_of_ours
+    from fl_lightning.lab.cli.classes import names_of_ours
 
     if title in names_of_ours():
         raise refuse(
