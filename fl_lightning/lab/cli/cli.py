@@ -243,8 +243,15 @@ class CommandCLI(LightningCLI):
         parser.settings = deepcopy(config)
         own = [*OF_COMMAND, *(OF_EXPORT if self.command == "export" else ())]
         parser.options = [*TOP_LEVEL, *own]
-        self.config = parser.parse_object(config)
+        try:
+            self.config = parser.parse_object(config)
+        except ValueError as error:
+            # Of some values, such as the path of a module, jsonargparse raises this.
+            if isinstance(error, UserError):
+                raise
+            parser.error(str(error), error)
         if self.prepared.print_config:
+            _name_enums(self.config)
             parser.parse_args([self.prepared.print_config], namespace=self.config)
         _refuse_without_effect(self.config.data, self.prepared.options)
         seed = self.config.seed_everything
