@@ -77,10 +77,11 @@ def class_of(node: Any) -> Any:
     path = node.get("class_path") if isinstance(node, dict) else node
     module, _, name = str(path).rpartition(".")
     try:
-        return getattr(importlib.import_module(module), name)
+        found = getattr(importlib.import_module(module), name)
     except Exception:
         # The user's own module may raise anything.
         return None
+    return found if callable(found) else None
 
 
 def named(node: Any, base: type = object) -> Any:
@@ -95,7 +96,7 @@ def named(node: Any, base: type = object) -> Any:
 def parameters(made: Any) -> list[str]:
     """Return the names of what ``made(...)`` accepts, through ``**kwargs`` to its base classes."""
     if not isinstance(made, type):
-        return list(inspect.signature(made).parameters)
+        return [parameter.name for parameter in _signature(made)]
     names: list[str] = []
     for _, accepted in _inits(made):
         names += [p.name for p in accepted if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
@@ -109,7 +110,15 @@ def _inits(cls: type) -> Iterator[tuple[Any, list[inspect.Parameter]]]:
     for base in cls.__mro__:
         if "__init__" in vars(base):
             init = vars(base)["__init__"]
-            yield init, list(inspect.signature(init).parameters.values())[1:]
+            yield init, _signature(init)[1:]
+
+
+def _signature(function: Any) -> list[inspect.Parameter]:
+    """Return the parameters of a function, or none if Python does not know them."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return []
 
 
 def needed(made: Any) -> list[str]:
@@ -127,7 +136,7 @@ def hint_of(made: Any, name: str) -> Any:
     """Return the type of an argument, or None if it has none that can be read."""
     functions = [init for init, _ in _inits(made)] if isinstance(made, type) else [made]
     for function in functions:
-        if name not in (*inspect.signature(function).parameters, "return"):
+        if name not in ("return", *(parameter.name for parameter in _signature(function))):
             continue
         try:
             return typing.get_type_hints(function, include_extras=True).get(name)

@@ -17,12 +17,10 @@ import fl_lightning.datamodules
 import fl_lightning.machine.federated_strategy
 import fl_lightning.models
 import fl_lightning.schedules
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError, check_on_disk
 from fl_lightning.lab.cli.classes import class_of, method_class
 from fl_lightning.lab.cli.compose import (
-    TOP_LEVEL,
     Command,
     Option,
     as_list,
@@ -31,6 +29,7 @@ from fl_lightning.lab.cli.compose import (
     parse_yaml,
     plain_yaml,
 )
+from fl_lightning.lab.cli.drop_in import MethodCLI
 from fl_lightning.lab.cli.learner_config import learner_config
 from fl_lightning.lab.cli.network_sizes import fit_network_to_data
 from fl_lightning.lab.cli.options import apply_options
@@ -50,7 +49,7 @@ from fl_lightning.lab.cli.same_settings import UNREADABLE, check_same_settings
 from fl_lightning.lab.cli.signals import GracefulStop
 from fl_lightning.lab.cli.trackers import check_goes_on, check_installed, completed, trackers
 from fl_lightning.lab.cli.wrong_settings import explained, not_found, why_not_built
-from fl_lightning.machine.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
+from fl_lightning.machine.lightning import DDPStrategy, LightningArgumentParser, pl
 from fl_lightning.metrics import check_mode
 from fl_lightning.module import FederatedModule
 from fl_lightning.storage.atomic_files import named
@@ -61,9 +60,18 @@ _TRAINER_DEFAULTS = {
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
-# Options that are no settings of a run, and those that only `export` has.
-OF_COMMAND = ("weights_only",)
-OF_EXPORT = ("client", "pretrained", "merged")
+# Options beside LightningCLI's own, and those that only `export` has.
+_OPTIONS: dict[str, Any] = {
+    "ckpt_path": str | None,
+    "weights_only": bool | None,
+    "monitor": str | None,
+    "monitor_mode": str | None,
+}
+_OF_EXPORT: dict[str, Any] = {
+    "client": int | str | None,
+    "pretrained": str | None,
+    "merged": bool | None,
+}
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
 
 
@@ -139,7 +147,7 @@ class Parser(LightningArgumentParser):
         raise UserError(explained(message, self.settings, self.options)) from ex
 
 
-class CommandCLI(LightningCLI):
+class CommandCLI(MethodCLI):
     """One command: it parses, and builds ``datamodule``, ``model`` and ``trainer``.
 
     ``commands`` runs it.
@@ -178,13 +186,6 @@ class CommandCLI(LightningCLI):
             save_config_callback=None,
             trainer_defaults=_TRAINER_DEFAULTS,
             parser_class=Parser,
-            parser_kwargs={
-                "prog": f"fl-lightning {command}",
-                "description": (
-                    "Options over those of the configs. Packaged configs: fl-lightning configs."
-                ),
-                "allow_abbrev": False,
-            },
             args=[],
             run=False,
             auto_configure_optimizers=False,
@@ -200,35 +201,11 @@ class CommandCLI(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         if self.command == "partition":
             return
-        options: dict[str, tuple[Any, str]] = {
-            "ckpt_path": (
-                str | None,
-                "Checkpoint to start from. last: go on where the run's folder stopped, or start "
-                "it.",
-            ),
-            "weights_only": (
-                bool | None,
-                "false: read objects in the checkpoint too, which can run any code: for files you "
-                "trust.",
-            ),
-            "client": (int | str | None, "Whose personal model to export: number, or name."),
-            "pretrained": (str | None, "Folder to write as peft and transformers read it."),
-            "merged": (bool | None, "With --pretrained: add the adapters to the weights."),
-            "monitor": (str | None, "Metric of best.ckpt (default: val/acc)."),
-            "monitor_mode": (
-                str | None,
-                "Which way is better in --monitor, where neither its name nor a torchmetrics "
-                "metric tells.",
-            ),
-        }
-        methods = (
-            "Callbacks that make the method. --method.beta 0.1 sets an argument of the one that "
-            "has it."
-        )
-        parser.add_argument("--method", type=list[FederatedCallback], default=[], help=methods)
-        for name, (kind, text) in options.items():
-            if name not in OF_EXPORT or self.command == "export":
-                parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+        assert isinstance(parser, Parser)
+        options = _OPTIONS | (_OF_EXPORT if self.command == "export" else {})
+        for name, kind in options.items():
+            parser.add_argument(f"--{name}", type=kind, default=None)
+        parser.options = ["seed_everything", "trainer", "model", "data", "method", *options]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, Parser)
@@ -241,8 +218,6 @@ class CommandCLI(LightningCLI):
                 config["seed_everything"] = seed
         # The parser changes what it is given.
         parser.settings = deepcopy(config)
-        own = [*OF_COMMAND, *(OF_EXPORT if self.command == "export" else ())]
-        parser.options = [*TOP_LEVEL, *own]
         try:
             self.config = parser.parse_object(config)
         except ValueError as error:
@@ -435,7 +410,7 @@ class CommandCLI(LightningCLI):
 
     def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:
         """Return the callbacks of the method, the user and the run, in the order of their hooks."""
-        callbacks = [*self.added, *self.config_init.method, *as_list(settings["callbacks"])]
+        callbacks = [*self.added, *self.callbacks_with_method(settings["callbacks"])]
         names = {type(callback).__name__ for callback in callbacks}
         for name in _STANDING:
             wanted = writes and name not in self.without

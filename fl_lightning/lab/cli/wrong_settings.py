@@ -252,7 +252,7 @@ def _no_class(name: str, base: type, path: str) -> str:
         return f"{path}: there is no class {name!r}.{hint}{accepted if offered else ''}"
     try:
         module = importlib.import_module(name.rpartition(".")[0])
-        reason = f"the module has no {class_name(name)}"
+        reason = f"the module has no class {class_name(name)}"
         hint = suggest(class_name(name), vars(module)) or hint
     except Exception as error:
         # The user's own module may raise anything.
