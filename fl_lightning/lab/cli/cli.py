@@ -138,7 +138,7 @@ class Parser(LightningArgumentParser):
 
     # What is parsed, and its keys; set for the parser of the whole command.
     settings: dict[str, Any] | None = None
-    options: Sequence[str] = ()
+    options: list[str]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
         # A parser for a nested class has no settings; the outer parser words the message.
@@ -199,13 +199,14 @@ class CommandCLI(MethodCLI):
             super().add_core_arguments_to_parser(parser)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, Parser)
+        parser.options = ["seed_everything", "data"]
         if self.command == "partition":
             return
-        assert isinstance(parser, Parser)
         options = _OPTIONS | (_OF_EXPORT if self.command == "export" else {})
         for name, kind in options.items():
             parser.add_argument(f"--{name}", type=kind, default=None)
-        parser.options = ["seed_everything", "trainer", "model", "data", "method", *options]
+        parser.options += ["trainer", "model", "method", *options]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, Parser)

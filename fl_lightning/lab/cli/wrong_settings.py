@@ -109,6 +109,8 @@ def _settings(config: Mapping[str, Any], options: Iterable[str]) -> Iterator[Set
     """Yield each argument of a config, and each name in it that is wrong."""
     names = list(options)
     for section, made in _ARGUMENTS.items():
+        if section not in names:
+            continue
         names += [f"{section}.{name}" for name in parameters(made)]
     for key, node in config.items():
         if key not in names:
