@@ -97,6 +97,7 @@ LEFT_OUT = [
     "tests/cli/test_errors.py::test_config_that_nobody_should_write",
     "tests/cli/test_errors.py::test_option",
     "tests/cli/test_errors.py::test_the_defaults_of_lightning_s_timer",
+    "tests/cli/test_fuzz.py",
     "tests/cli/test_going_on.py",
     "tests/cli/test_learner_config.py",
     "tests/cli/test_one_run_a_folder.py",
