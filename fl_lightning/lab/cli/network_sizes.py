@@ -130,6 +130,9 @@ def _complete(
     shape = facts.shape or ((28, 28) if cls is MLP else _PUBLISHED_SHAPE)
     of_data = {"num_classes": [*known, _PUBLISHED_CLASSES][0], **_of_shape(shape)}
     gaps = [name for name, number in numbers.items() if number is None]
+    # A network that predicts tokens has as many outputs as tokens, unless classes are known.
+    if not known and getattr(cls, "takes_tokens", False) and not checked:
+        gaps = [name for name in gaps if name != "num_classes"]
     numbers |= {name: of_data[name] for name in gaps}
     if sizes is not None and "inputs" in numbers:
         arguments["sizes"] = [numbers["inputs"], *sizes[1:-1], numbers["num_classes"]]
