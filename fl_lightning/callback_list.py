@@ -19,11 +19,10 @@ from fl_lightning.callback import (
     Refusal,
     RunBinding,
     RunFacts,
-    takes_no_gradient,
 )
 from fl_lightning.checks.notes import refuse_optimizer
 from fl_lightning.errors import UserError, WrongKind, suggest
-from fl_lightning.introspection import hook_source
+from fl_lightning.introspection.hook_arguments import MAY_TAKE, misfit, takes
 from fl_lightning.round import partial_training
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.schedules import arguments
@@ -132,6 +131,7 @@ class CallbackList:
                 self._owned_by[hook] = owners[0]
                 if hook == "transmit":
                     self._sends = owners[0].sends
+        self._takes = self._values_taken()
         self.declared: dict[str, Declaration] = {}
         self._declare()
         for callback in self.callbacks:
@@ -139,6 +139,15 @@ class CallbackList:
         partial_training.check_companions(self.callbacks)
         if layout is not None:
             self.lay_out(layout)
+
+    def _values_taken(self) -> dict[Callable[..., Any], str]:
+        """Return the methods' hooks with one more parameter, each with the value that it takes."""
+        found = {}
+        for hook, value in MAY_TAKE.items():
+            owner = self._owners.get(hook)
+            calls = self._hooks.get(hook, [] if owner is None else [owner])
+            found.update({call: value for call in calls if takes(call, value)})
+        return found
 
     def _declare(self) -> None:
         for callback in self.callbacks:
@@ -195,10 +204,11 @@ class CallbackList:
         """
         names = {hook: type(owner).__name__ for hook, owner in self._owned_by.items()}
         direction = names.get("precondition", "")
-        refuse_optimizer(run, direction, names.get("step_rate", ""))
+        rate = names.get("step_rate", "")
+        refuse_optimizer(run, direction, rate)
         companions = tuple(type(callback).__name__ for callback in self.callbacks)
-        run = replace(run, companions=companions, direction_owner=direction)
-        texts = self._note_step_rates()
+        run = replace(run, companions=companions, direction_owner=direction, rate_owner=rate)
+        texts = []
         for callback in self.callbacks:
             for note in callback.notes:
                 text = note.about(callback, run)
@@ -208,20 +218,6 @@ class CallbackList:
                     texts.append(text)
             if why := partial_training.why_not_with(callback, run):
                 raise UserError(f"method: {type(callback).__name__} {why}. Leave that option out.")
-        return texts
-
-    def _note_step_rates(self) -> list[str]:
-        """Note which methods take their own steps at the round's rate, if rates change in it."""
-        if "step_rate" not in self._owners:
-            return []
-        texts = []
-        for callback in self.callbacks:
-            reads = [callback.reads_of_clients(hook, "lr") for hook in IN_STEPS]
-            if any(reads):
-                texts.append(
-                    f"{type(callback).__name__} takes steps of its own at the round's learning "
-                    f"rate, which {self.name_of_owner('step_rate')} does not change."
-                )
         return texts
 
     def on_gradient(self, hooks: Sequence[str]) -> list[Callable[..., Any]]:
@@ -259,7 +255,7 @@ class CallbackList:
             UserError: the hook changed a vector of the run in place, or a state of the server in a
                 hook of clients.
         """
-        subject._caller = type(getattr(hook, "__self__", hook)).__name__
+        subject._hook = hook
         # Hooks get the run's own vectors, because copies would cost as much as a step.
         lent = subject._lent
         versions = [tensor._version for _, tensor in lent]
@@ -281,7 +277,15 @@ class CallbackList:
     def run(self, hook: str, argument: Any) -> None:
         """Call a hook that returns nothing, on every callback that has it."""
         for call in self._hooks[hook]:
-            checked_nothing(call, self.call(call, argument))
+            checked_nothing(call, self.call(call, argument, *self.asked(call, argument)))
+
+    def asked(self, hook: Callable[..., Any], subject: Any) -> tuple[Any, ...]:
+        """Return the value that a method's hook takes by one more parameter, if it has that."""
+        value = self._takes.get(hook)
+        if value is None:
+            return ()
+        subject._hook = hook
+        return (getattr(subject, value),)
 
     def end_round(self, server: Any, finished: bool) -> None:
         """Call ``on_round_end`` of all callbacks.
@@ -382,7 +386,7 @@ class CallbackList:
     @property
     def gathering(self) -> list[str]:
         """Return the names of callbacks that take all updates of a round together."""
-        return [type(c).__name__ for c in self.callbacks if c.gathers]
+        return [type(c).__name__ for c in self.callbacks if c.asks_for("updates")]
 
     @property
     def measuring(self) -> set[str]:
@@ -401,7 +405,7 @@ class CallbackList:
     @property
     def reads_loss(self) -> bool:
         """Return whether a callback reads the mean loss of a client's local steps."""
-        return any(c.reads_loss for c in self.callbacks)
+        return any(c.asks_for("loss") for c in self.callbacks)
 
     @property
     def start_from_w0(self) -> bool:
@@ -473,13 +477,17 @@ def refuse_other_arguments(callback: FederatedCallback) -> None:
     """Refuse a hook that does not take the arguments with which it is called."""
     for name in filter(callback.has, (*SHARED, *OWNED)):
         hook = getattr(callback, name)
-        like = getattr(FederatedCallback, name)
-        wrong = hook_source.misfit(hook, like)
-        if wrong and not (name == "perturbation" and takes_no_gradient(hook)):
-            expected = ", ".join(inspect.signature(like).parameters)
+        expected = list(inspect.signature(getattr(FederatedCallback, name)).parameters)
+        more = MAY_TAKE.get(name)
+        longer = [*expected, more] if more else expected
+        given = longer if more and takes(hook, more) else expected
+        if wrong := misfit(hook, given[1:]):
+            calls = f"{name}({', '.join(expected)})"
+            if more:
+                calls += f" or {name}({', '.join(longer)})"
             raise UserError(
-                f"method: {type(callback).__name__} defines {wrong}, but the run calls "
-                f"{name}({expected}). Give the hook these arguments, in this order."
+                f"method: {type(callback).__name__} defines {name}({wrong}), but the run calls "
+                f"{calls}. Give the hook these arguments, in this order."
             )
 
 

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fl_lightning.callback import takes_no_gradient
 from fl_lightning.callback_list import (
     AFTER_CLIPPING,
     BEFORE_CLIPPING,
@@ -24,6 +23,7 @@ from fl_lightning.client.client_optimizer import ClientOptimizer
 from fl_lightning.client.forward_hooks import copied
 from fl_lightning.client.gradient_accumulation import batches_in, by_step
 from fl_lightning.client.step_hooks import StepHooks
+from fl_lightning.introspection.hook_arguments import takes
 from fl_lightning.learner.taps import versions
 from fl_lightning.machine.random_state import RandomState
 from fl_lightning.round.client_group import ClientGroup
@@ -163,7 +163,7 @@ class LocalStep:
         self.perturb = methods.owner("perturbation")
         self.blind = methods.blind
         # A blind perturbation of an older version takes None as its gradient.
-        self.takes_gradient = self.perturb is not None and not takes_no_gradient(self.perturb)
+        self.takes_gradient = self.perturb is not None and takes(self.perturb, "gradient")
         # `on_loss_gradient` changes only the loss gradient; `on_local_gradient` adds to the result.
         self.changes = methods.on_gradient(BEFORE_CLIPPING)
         self.directions = methods.on_gradient(AFTER_CLIPPING)

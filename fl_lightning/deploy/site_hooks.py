@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from functools import partial
-from itertools import product
 from typing import Any
 
 from torch import nn
@@ -108,14 +107,6 @@ def _stays(learner: Any, name: str) -> bool:
     if name in {*learner._modules, *learner._parameters, *learner._buffers}:
         return False
     return not of_framework(learner, name)
-
-
-def reads_of_clients(attribute: str, callbacks: Collection[Any]) -> bool:
-    """Return whether a hook that sites run reads this attribute of its clients."""
-    return any(
-        callback.reads_of_clients(hook, attribute)
-        for callback, hook in product(callbacks, AT_SITES)
-    )
 
 
 def _check(callback: FederatedCallback) -> None:

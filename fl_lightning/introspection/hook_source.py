@@ -6,7 +6,7 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from itertools import pairwise
@@ -27,20 +27,6 @@ def of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
     for node, own in _attributes(callback, hook):
         if _name(node) == own and isinstance(node.ctx, ast.Load):
             yield node.attr
-
-
-def of_others(callback: object, hook: Callable[..., Any]) -> Collection[str]:
-    """Return the attributes that a hook reads of its arguments and of other names, not of ``self``.
-
-    Methods that it calls count, too. If there is no source, they are all names that the hook itself
-    uses.
-    """
-    if not inspect.isfunction(getattr(hook, "__func__", hook)):
-        return ()
-    if not _parsed(hook)[1]:
-        names: tuple[str, ...] = inspect.unwrap(getattr(hook, "__func__", hook)).__code__.co_names
-        return names
-    return {node.attr for node, own in _attributes(callback, hook) if _name(node) not in ("", own)}
 
 
 def set_of_self(callback: object, hook: Callable[..., Any]) -> Iterator[str]:
@@ -139,31 +125,6 @@ def _stored(function: Any) -> Iterator[str]:
         loaded = before.argval if isinstance(before.argval, tuple) else (before.argval,)
         if this.opname == "STORE_ATTR" and (exchanged or loaded[-1:] == own):
             yield this.argval
-
-
-def misfit(hook: Callable[..., Any], like: Callable[..., Any]) -> str:
-    """Return how a bound hook cannot be called as ``like(self, …)`` is; empty if it can.
-
-    >>> class Own:
-    ...     def on_end(self, gradient, clients): ...
-    >>> def on_end(self, clients, gradient): ...
-    >>> misfit(Own().on_end, on_end)
-    'on_end(self, gradient, clients)'
-    """
-    expected = list(inspect.signature(like).parameters)[1:]
-    try:
-        signature = inspect.signature(hook)
-    except (TypeError, ValueError):  # for example a function that is written in C
-        return ""
-    names = list(signature.parameters)
-    try:
-        signature.bind(*expected)
-        if names == expected or set(names) != set(expected):
-            return ""
-    except TypeError:
-        pass
-    taken = [str(p.replace(annotation=p.empty)) for p in signature.parameters.values()]
-    return f"{like.__name__}({', '.join(['self', *taken])})"
 
 
 def _name(node: ast.Attribute) -> str:
