@@ -148,6 +148,8 @@ class RunBinding:
 
 
 Role = Literal["method", "measurement", "system"]
+# Called with a callback and the name of an attribute that it assigns in a hook.
+Assigned = Callable[["FederatedCallback", str], None]
 # Class attributes of an older version → the advice to replace them, and the attribute that each now
 # sets.
 OLD_NAMES: dict[str, tuple[str, tuple[str, Any] | None]] = {
@@ -276,11 +278,13 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     _declared: dict[str, Declaration]
     _bound_transaction: Staging | None
     _bound_run: RunBinding | None
+    _bound_assigned: Assigned | None
 
     def __new__(cls, /, *args: object, **kwargs: object) -> Self:
         # A subclass may assign attributes before it calls `super().__init__()`, or never call it.
         self: Self = super().__new__(cls, *args, **kwargs)
-        self.__dict__.update(_declared={}, _bound_transaction=None, _bound_run=None)
+        bound = dict.fromkeys(("_bound_transaction", "_bound_run", "_bound_assigned"))
+        self.__dict__.update(_declared={}, **bound)
         return self
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -323,12 +327,7 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         return self.has("perturbation") and not takes(self.perturbation, "gradient")
 
     def asks_for(self, value: str) -> bool:
-        """Return whether it asks for a value that costs something: ``"loss"``, ``"updates"`` or
-        ``"evaluated"``.
-
-        It does so by a hook's parameter, or by a class attribute. For the updates, the hook
-        ``on_updates`` says it, too.
-        """
+        """Return whether it asks for ``"loss"``, ``"updates"`` or ``"evaluated"``."""
         return asks_for(self, value)
 
     def declare(self, name: str, declaration: Declaration) -> None:
@@ -366,6 +365,9 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
                 f"self.declare({name!r}, …) in __init__ if it depends on arguments."
             )
         else:
+            declared = isinstance(getattr(type(self), name, None), Declaration)
+            if self._bound_assigned is not None and not declared:
+                self._bound_assigned(self, name)
             super().__setattr__(name, value)
 
     def declarations(self) -> dict[str, Declaration]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Assigned,
     Declaration,
     FederatedCallback,
     Layout,
@@ -22,7 +23,7 @@ from fl_lightning.callback import (
 )
 from fl_lightning.checks.notes import refuse_optimizer
 from fl_lightning.errors import UserError, WrongKind, suggest
-from fl_lightning.introspection.hook_arguments import MAY_TAKE, misfit, takes
+from fl_lightning.introspection.hook_arguments import MAY_TAKE, refuse_other_arguments, takes
 from fl_lightning.round import partial_training
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.schedules import arguments
@@ -90,6 +91,7 @@ class CallbackList:
         # If set, it calls hooks for this object: ``(hook, subject, *more)``.
         self.watch: Callable[..., Any] | None = None
         self._transaction: RoundTransaction | None = None
+        self.tell(None)
         names = [type(c).__name__ for c in self.callbacks]
         for name in names:
             if names.count(name) > 1:
@@ -100,7 +102,7 @@ class CallbackList:
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
-            refuse_other_arguments(callback)
+            refuse_other_arguments(callback, FederatedCallback, (*SHARED, *OWNED))
             refuse_inference_mode(callback)
         # Callbacks that change updates for the clients come before those that work at the server.
         # Callbacks that keep coordinates at rest come after all that move them.
@@ -230,7 +232,7 @@ class CallbackList:
     def bind_run(self, binding: RunBinding) -> None:
         """From now on let callbacks draw by the run's seed and read its data."""
         for callback in self.callbacks:
-            callback._bound_run = binding
+            vars(callback)["_bound_run"] = binding
 
     def bind(self, transaction: RoundTransaction) -> None:
         """From now on let declared state read and write this round's transaction."""
@@ -238,7 +240,25 @@ class CallbackList:
         transaction.measuring = self.measuring
         self.bind_run(RunBinding(transaction.round.seed, transaction.round.steps_of))
         for callback in self.callbacks:
-            callback._bound_transaction = transaction
+            vars(callback)["_bound_transaction"] = transaction
+
+    def tell(self, assigned: Assigned | None) -> None:
+        """From now on, call ``assigned`` when a callback assigns an attribute of its own that it
+        does not declare; None: call nothing.
+        """
+        self._assigned = assigned
+        for callback in self.callbacks:
+            vars(callback)["_bound_assigned"] = assigned
+
+    @contextmanager
+    def telling(self, assigned: Assigned | None) -> Iterator[None]:
+        """As :meth:`tell`, but only within this context; None: as before."""
+        before = self._assigned
+        self.tell(before if assigned is None else assigned)
+        try:
+            yield
+        finally:
+            self.tell(before)
 
     def __getitem__(self, hook: str) -> list[Callable[..., Any]]:
         return self._hooks[hook]
@@ -470,24 +490,6 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
             raise UserError(
                 f"method: {type(callback).__name__}.{name} is not a hook, so it would never be "
                 f"called.{near}"
-            )
-
-
-def refuse_other_arguments(callback: FederatedCallback) -> None:
-    """Refuse a hook that does not take the arguments with which it is called."""
-    for name in filter(callback.has, (*SHARED, *OWNED)):
-        hook = getattr(callback, name)
-        expected = list(inspect.signature(getattr(FederatedCallback, name)).parameters)
-        more = MAY_TAKE.get(name)
-        longer = [*expected, more] if more else expected
-        given = longer if more and takes(hook, more) else expected
-        if wrong := misfit(hook, given[1:]):
-            calls = f"{name}({', '.join(expected)})"
-            if more:
-                calls += f" or {name}({', '.join(longer)})"
-            raise UserError(
-                f"method: {type(callback).__name__} defines {name}({wrong}), but the run calls "
-                f"{calls}. Give the hook these arguments, in this order."
             )
 
 

@@ -209,7 +209,7 @@ def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(tmp_path: Path) ->
     run.fit(module := federated(), blobs())
     run.save_checkpoint(path := tmp_path / "one.ckpt")
     assert not any("self.m" in note for note in module.notes)
-    with pytest.warns(UserWarning, match=r"Momentum sets self\.m in on_server_update, "):
+    with pytest.warns(UserWarning, match=r"Momentum sets self\.m in a hook, "):
         trainer(2, [Momentum()]).fit(federated(), blobs(), ckpt_path=path)
 
 

@@ -17,7 +17,7 @@ from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
 from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.site_data import Told
-from fl_lightning.deploy.site_hooks import check_hooks, check_learner
+from fl_lightning.deploy.site_hooks import check_learner, refuse_unsent
 from fl_lightning.deploy.sites_engine import Sites
 from fl_lightning.deploy.transport import Transport
 from fl_lightning.errors import UserError
@@ -120,6 +120,8 @@ class AtServer(pl.Callback):
             vars(trainer.datamodule)["plot_partition"] = None
         loop.engine = sites
         loop.rows_elsewhere = True
+        loop.assigned_at_server = refuse_unsent
+        loop.methods.tell(refuse_unsent)  # for Lightning's hooks, too
         if loop.parts is not None and bool(loop.parts.kept.any()):
             pl_module.note(
                 "partial averaging over sites: the clients' copies of parts stay at their sites. "
@@ -188,7 +190,6 @@ def refuse_methods(callbacks: list[Any]) -> None:
     Raises:
         UserError: naming one.
     """
-    check_hooks(callbacks)
     for callback in callbacks:
         if what := getattr(callback, "not_over_sites", ""):
             raise UserError(

@@ -259,7 +259,8 @@ class Site(FederatedLoop):
                 round_messages.packed_client(answer, home, round, code, declared)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
-        self.engine.train(round, leaves, collect, lambda: None)
+        with self.methods.telling(self.assigned_by_clients):
+            self.engine.train(round, leaves, collect, lambda: None)
         for name in contributions.changed:
             answer.numbers["changed/" + name] = 1
         self.rows.stage(t, transaction.rows_to_commit(self.methods.declared), finished)

@@ -7,7 +7,7 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -62,15 +62,20 @@ OF_ROUNDS = (
 )
 
 
-def check_hooks(callbacks: Collection[Any]) -> None:
-    """Refuse methods if their clients' hooks read values that only the server knows.
+def refuse_unsent(callback: object, name: str) -> None:
+    """Refuse an attribute that a method assigns at the server, if sites run hooks of the method,
+    too.
 
     Raises:
-        UserError: it names the method, the attribute and both hooks.
+        UserError: it names the method and the attribute.
     """
-    for callback in callbacks:
-        if isinstance(callback, FederatedCallback):
-            _check(callback)
+    if isinstance(callback, FederatedCallback) and any(map(callback.has, AT_SITES)):
+        raise UserError(
+            f"method: {type(callback).__name__} sets self.{name} in a hook that only the server "
+            f"runs, and sites, which run its other hooks, would not see it. Declare it with {name} "
+            "= ServerState(sent=True), or ServerState() if only hooks of the server read it; or "
+            "simulate with `fl-lightning fit`."
+        )
 
 
 def check_learner(learner: nn.Module, note: Callable[[str], None]) -> None:
@@ -107,31 +112,3 @@ def _stays(learner: Any, name: str) -> bool:
     if name in {*learner._modules, *learner._parameters, *learner._buffers}:
         return False
     return not of_framework(learner, name)
-
-
-def _check(callback: FederatedCallback) -> None:
-    name = type(callback).__name__
-    declared = callback.declarations()
-    read: dict[str, str] = {}
-    for hook in filter(callback.has, AT_SITES):
-        for attribute in hook_source.of_self(callback, getattr(callback, hook)):
-            read.setdefault(attribute, hook)
-    for attribute, hook in read.items():
-        state = declared.get(attribute)
-        if state is not None and state.at_server and not state.goes_down:
-            raise UserError(
-                f"method: {name} reads its server state {attribute} in {hook}, which sites run, "
-                f"and the state is not sent to them. Declare it with {attribute} = "
-                "ServerState(sent=True), or simulate with `fl-lightning fit`."
-            )
-    for setter in filter(callback.has, (*AT_SERVER, *OF_ROUNDS)):
-        # Lightning's hooks get no server, which would let them set a state.
-        elsewhere = f", set it in on_round_start in place of {setter}" * (setter in OF_ROUNDS)
-        for attribute in hook_source.assigned(getattr(callback, setter)):
-            if attribute in read and attribute not in declared:
-                raise UserError(
-                    f"method: {name} sets self.{attribute} in {setter}, which only the server "
-                    f"runs, and reads it in {read[attribute]}, which sites run. Declare it with "
-                    f"{attribute} = ServerState(sent=True){elsewhere}, or simulate with "
-                    "`fl-lightning fit`."
-                )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 from fl_lightning.errors import UserError
@@ -63,6 +63,30 @@ def unasked(callback: Any, value: str, hook: Callable[..., Any]) -> UserError:
         f"method: {name} reads {subject}.{value} in {called}, but the run has it only for methods "
         f"that ask for it, because it costs memory, time or messages. Write {line}."
     )
+
+
+def refuse_other_arguments(callback: Any, base: type, names: Iterable[str]) -> None:
+    """Refuse a hook that does not take the arguments with which it is called.
+
+    ``base`` has these hooks with their arguments.
+
+    Raises:
+        UserError: it shows the arguments of both.
+    """
+    for name in filter(callback.has, names):
+        hook = getattr(callback, name)
+        expected = list(inspect.signature(getattr(base, name)).parameters)
+        more = MAY_TAKE.get(name)
+        longer = [*expected, more] if more else expected
+        given = longer if more and takes(hook, more) else expected
+        if wrong := misfit(hook, given[1:]):
+            calls = f"{name}({', '.join(expected)})"
+            if more:
+                calls += f" or {name}({', '.join(longer)})"
+            raise UserError(
+                f"method: {type(callback).__name__} defines {name}({wrong}), but the run calls "
+                f"{calls}. Give the hook these arguments, in this order."
+            )
 
 
 def misfit(hook: Callable[..., Any], given: list[str]) -> str:
