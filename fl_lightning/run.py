@@ -32,8 +32,8 @@ from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.evaluation.validated_model import averaging_notes
 from fl_lightning.learner import weights
-from fl_lightning.learner.hooks import moved_on_by
-from fl_lightning.learner.modules import modes
+from fl_lightning.learner.attributes import Attributes
+from fl_lightning.learner.modules import modes, overrides
 from fl_lightning.loop import FederatedLoop, Participants
 from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import is_foreign, rank_zero_warn
@@ -97,6 +97,8 @@ class FederatedRun:
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
         self.evaluate: Evaluate | None = None  # behind clients.evaluate
+        self._watches_learner = False  # in the first round of a resumed run
+        self._learner_before: Attributes | None = None
         self.cores = 1  # number of cores that this process may use
         # Training modes of the module and its parts, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -294,7 +296,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = self._fitting(held).restore(rows, self.model, trainer.ckpt_path)
-            self._note_learner()
+            self._watches_learner = not overrides(self.model.learner, "on_save_checkpoint")
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
@@ -336,13 +338,25 @@ class FederatedRun:
         checkpoint.check_optimizer(self._optimizer_states, server, then, self.note)
         checkpoint.check_states(self.state.server, self.methods.declared, self.model.w)
 
-    def _note_learner(self) -> None:
-        """Note an attribute of the learner that changes between rounds, and was not saved."""
-        if own := moved_on_by(self.model.learner):
+    def watch_learner(self) -> None:
+        """Remember the learner's attributes before the first round of a resumed run."""
+        if self._watches_learner:
+            self._learner_before = Attributes(self.model.learner)
+            self._watches_learner = False
+
+    def note_learner(self) -> None:
+        """Note which attributes the learner changed in that round, and no checkpoint holds."""
+        if self._learner_before is None:
+            return
+        learner = self.model.learner
+        changed = self._learner_before.changed_by_learner(learner)
+        self._learner_before = None
+        if changed:
             self.note(
-                f"{own}, which no checkpoint holds, so this resumed run began with its first value "
-                "again. Save it in on_save_checkpoint and on_load_checkpoint, make it a buffer "
-                "(register_buffer), or compute it from self.current_epoch"
+                f"{type(learner).__name__} changes {', '.join(changed)} from round to round, which "
+                "no checkpoint holds, so this resumed run began with its first value again. If a "
+                "later round reads it, save it in on_save_checkpoint and on_load_checkpoint, make "
+                "it a buffer (register_buffer), or compute it from self.current_epoch"
             )
 
     def _keep_initial_model(self) -> None:

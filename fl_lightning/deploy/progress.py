@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from fl_lightning.deploy.transport import Number
 from fl_lightning.errors import UserError
-from fl_lightning.learner.attributes import Attributes, of_library
+from fl_lightning.learner.attributes import Attributes, of_framework
 from fl_lightning.learner.modules import keeps_frozen
-from fl_lightning.machine.lightning import pl
 
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
 BOOL = ":bool"  # suffix of the name of an attribute that is True or False
 FOREVER = -1  # for max_epochs=None
 ABSENT = object()  # in place of the value of an attribute that a module itself does not have
-OF_MODULES = frozenset({*vars(pl.LightningModule()), *vars(nn.Module())})
 FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
 
@@ -194,11 +192,6 @@ class SiteProgress:
             setattr(module, name, value)
         elif name in vars(module):
             delattr(module, name)
-
-
-def of_framework(module: nn.Module, name: str) -> bool:
-    """Return whether Lightning or PyTorch keeps this attribute in its modules."""
-    return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
 
 def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:

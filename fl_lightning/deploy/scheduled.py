@@ -13,10 +13,9 @@ from typing import Any
 
 from torch import nn
 
-from fl_lightning.deploy.progress import of_framework
 from fl_lightning.deploy.site_hooks import AT_SITES, OF_ROUNDS
 from fl_lightning.introspection import hook_source
-from fl_lightning.learner.attributes import of_library
+from fl_lightning.learner.attributes import of_framework, of_library
 from fl_lightning.learner.modules import lightning_base, lightning_modules
 
 # Hooks of the learner that the server runs between the steps of two rounds.

@@ -14,9 +14,9 @@ from typing import Any
 from torch import nn
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.deploy.progress import of_framework
 from fl_lightning.errors import UserError
 from fl_lightning.introspection import hook_source
+from fl_lightning.learner.attributes import of_framework
 from fl_lightning.learner.modules import lightning_modules, overrides
 
 AT_SITES = (
