@@ -17,7 +17,7 @@ def refuse_shared(callback: object, name: str) -> None:
     raise UserError(
         f"method: {type(callback).__name__} sets self.{name} while clients train. All clients "
         "share it, so what they find there would depend on their order. Declare it (Scratch, "
-        "ClientState, Upload), use clients.log, or give engine='sequential'."
+        "ClientState, Upload), use clients.log, or give engine='sequential' or workers=1."
     )
 
 
