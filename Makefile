@@ -8,7 +8,7 @@ PUBLIC ?= .venv-public
 TORCH ?= default
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-rest test-all test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults soak gpu-check results papers papers-quick release
+.PHONY: help demo test test-rest test-all test-studies test-flower test-flower-all test-trackers test-lightning test-oldest public check format docs gallery faults soak gpu-check results papers papers-quick release
 
 help:  ## these lines
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 10
@@ -66,7 +66,10 @@ test: .venv/installed-test  ## the fast tier of the tests, minutes (tests/tiers.
 test-rest: .venv/installed-test  ## the tests that `make test` leaves out
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) -m whole
 
-test-all: .venv/installed-test  ## every test, half an hour
+test-studies: .venv/installed-test  ## the studies: their settings, and their results by other calculations
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE) studies/tests
+
+test-all: .venv/installed-test  ## every test of the library, half an hour
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SIDE_BY_SIDE)
 
 # of an extra that `test` lacks: what it needs in other versions lies here, in front of .venv's packages

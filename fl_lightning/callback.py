@@ -6,7 +6,6 @@ Shapes: ``D`` trainable parameters as one vector, ``n`` clients trained together
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -29,9 +28,16 @@ from fl_lightning.accepted import (
     UnitInterval,
     check,
 )
-from fl_lightning.checks.notes import CLASS_LABELS, UNIFORM_OPTIMUM, Note, Refusal, RunFacts
+from fl_lightning.checks.notes import (
+    CLASS_LABELS,
+    ROUND_RATE,
+    UNIFORM_OPTIMUM,
+    Note,
+    Refusal,
+    RunFacts,
+)
 from fl_lightning.errors import UserError, suggest
-from fl_lightning.introspection import hook_source as reading
+from fl_lightning.introspection.hook_arguments import asks_for, may_take, takes
 from fl_lightning.introspection.init_args import Given
 from fl_lightning.introspection.papers import Paper
 from fl_lightning.learner.layout import Layout
@@ -73,6 +79,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CLASS_LABELS",
+    "ROUND_RATE",
     "UNIFORM_OPTIMUM",
     "Above",
     "AtLeast",
@@ -140,12 +147,8 @@ class RunBinding:
 
 
 Role = Literal["method", "measurement", "system"]
-
-
-def takes_no_gradient(perturbation: Callable[..., Tensor]) -> bool:
-    """Return whether the hook is defined as ``perturbation(self, clients)``."""
-    parameters = list(inspect.signature(perturbation).parameters.values())
-    return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
+# Called with a callback and the name of an attribute that it assigns in a hook.
+Assigned = Callable[["FederatedCallback", str], None]
 
 
 class FederatedCallback(Given, PartialTraining, pl.Callback):
@@ -237,6 +240,16 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     notes: ClassVar[tuple[Note, ...]] = ()
     """Warnings about a run before it begins."""
 
+    gathers: ClassVar[bool] = False
+    """Whether it reads ``server.updates`` elsewhere than in hooks that have the parameter
+    ``updates``, and than in ``on_updates``."""
+
+    reads_loss: ClassVar[bool] = False
+    """Whether it reads ``clients.loss`` in an ``on_local_end`` without the parameter ``loss``."""
+
+    reads_evaluated: ClassVar[bool] = False
+    """Whether it reads ``clients.evaluated``, which sites are sent only then."""
+
     @property
     def draws_from(self) -> int | Literal["secret"] | None:
         """Return the source of participation's draws and of :meth:`Server.private_generator`.
@@ -249,11 +262,13 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     _declared: dict[str, Declaration]
     _bound_transaction: Staging | None
     _bound_run: RunBinding | None
+    _bound_assigned: Assigned | None
 
     def __new__(cls, /, *args: object, **kwargs: object) -> Self:
         # A subclass may assign attributes before it calls `super().__init__()`, or never call it.
         self: Self = super().__new__(cls, *args, **kwargs)
-        self.__dict__.update(_declared={}, _bound_transaction=None, _bound_run=None)
+        bound = dict.fromkeys(("_bound_transaction", "_bound_run", "_bound_assigned"))
+        self.__dict__.update(_declared={}, **bound)
         return self
 
     @classmethod
@@ -262,19 +277,6 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         simulates.
         """
         return cls.role == "method"
-
-    @property
-    def gathers(self) -> bool:
-        """Return whether it takes all updates in one place."""
-        reading = ("aggregate", "on_server_update")
-        return self.has("on_updates") or any(
-            self.reads_of_clients(hook, "updates") for hook in reading
-        )
-
-    @property
-    def reads_loss(self) -> bool:
-        """Return whether it reads ``clients.loss``."""
-        return self.reads_of_clients("on_local_end", "loss")
 
     @property
     def personal_of_all(self) -> bool:
@@ -293,11 +295,11 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     @property
     def blind(self) -> bool:
         """Return whether its ``perturbation`` takes no gradient."""
-        return self.has("perturbation") and takes_no_gradient(self.perturbation)
+        return self.has("perturbation") and not takes(self.perturbation, "gradient")
 
-    def reads_of_clients(self, hook: str, attribute: str) -> bool:
-        """Return whether a hook's source reads an attribute of its clients, or of its server."""
-        return self.has(hook) and attribute in reading.of_others(self, getattr(self, hook))
+    def asks_for(self, value: str) -> bool:
+        """Return whether it asks for ``"loss"``, ``"updates"`` or ``"evaluated"``."""
+        return asks_for(self, value)
 
     def declare(self, name: str, declaration: Declaration) -> None:
         """Declare state in ``__init__``, if it depends on arguments."""
@@ -334,6 +336,9 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
                 f"self.declare({name!r}, …) in __init__ if it depends on arguments."
             )
         else:
+            declared = isinstance(getattr(type(self), name, None), Declaration)
+            if self._bound_assigned is not None and not declared:
+                self._bound_assigned(self, name)
             super().__setattr__(name, value)
 
     def declarations(self) -> dict[str, Declaration]:
@@ -460,13 +465,13 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
         """
         raise NotImplementedError  # called only on a callback that overrides it
 
-    def perturbation(self, clients: Clients, gradient: Any) -> Tensor:
-        """One owner. Return e ``(n, D)``; the loss gradient is taken again at x + e.
+    @may_take("gradient")
+    def perturbation(self, clients: Clients) -> Tensor:
+        """One owner. Return e ``(n, D)``; the step's loss gradient is taken at x + e.
 
-        The gradient at x + e uses the same batch and random numbers. You may change and return
-        ``gradient`` ``(n, D)``. The memory of ``gradient`` is reused, so copy values that you need
-        later. If you define ``perturbation(self, clients)``, the step computes only the gradient at
-        x + e.
+        If you define ``perturbation(self, clients, gradient)``, the gradient ``(n, D)`` at x is
+        taken before, with the same batch and random numbers. You may change and return
+        ``gradient``. Its memory is reused, so copy values that you need later.
         """
         raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
@@ -505,8 +510,13 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     def on_local_step_end(self, clients: Clients) -> None:
         """Called after the client optimizer's step."""
 
+    @may_take("loss")
     def on_local_end(self, clients: Clients) -> None:
-        """Called after the last step: ``clients.x`` holds x_{i,K}, read-only."""
+        """Called after the last step: ``clients.x`` holds x_{i,K}, read-only.
+
+        If you define ``on_local_end(self, clients, loss)``, the run keeps the mean loss of the
+        clients' local steps ``(n, 1)``, which is also ``clients.loss``.
+        """
 
     def transmit(self, clients: Clients, update: Tensor) -> Tensor:
         """One owner. Return the message ``(n, D)`` that clients send instead of x_{i,K} - w."""
@@ -532,15 +542,22 @@ class FederatedCallback(Given, PartialTraining, pl.Callback):
     def on_updates(self, server: Server) -> None:
         """Change or assign ``server.updates`` ``(n, D)``, which the mean uses, too."""
 
+    @may_take("updates")
     def aggregate(self, server: Server) -> Tensor:
         """One owner. Return the aggregated update ``(D,)``, which replaces the weighted mean.
 
-        ``server.updates`` ``(n, D)`` has each participant's update, ascending by client.
+        If you define ``aggregate(self, server, updates)``, the run gathers each participant's
+        update ``(n, D)``, ascending by client, which is also ``server.updates``.
         """
         raise NotImplementedError  # a run calls only the one callback that overrides this hook
 
+    @may_take("updates")
     def on_server_update(self, server: Server) -> None:
-        """Add to the aggregated ``server.update`` ``(D,)``; then the server optimizer steps."""
+        """Add to the aggregated ``server.update`` ``(D,)``; then the server optimizer steps.
+
+        If you define ``on_server_update(self, server, updates)``, the run gathers the updates, as
+        for :meth:`aggregate`.
+        """
 
     def evaluated(self, server: Server) -> Tensor:
         """One owner. Return the model ``(D,)`` that is evaluated and exported after the round.

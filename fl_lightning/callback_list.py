@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import inspect
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from numbers import Integral
 from typing import Any, Literal
@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 from fl_lightning.callback import (
+    Assigned,
     Declaration,
     FederatedCallback,
     Layout,
     Refusal,
     RunBinding,
     RunFacts,
-    takes_no_gradient,
 )
 from fl_lightning.checks.notes import refuse_optimizer
 from fl_lightning.errors import UserError, WrongKind, suggest
-from fl_lightning.introspection import hook_source
+from fl_lightning.introspection.hook_arguments import MAY_TAKE, refuse_other_arguments, takes
 from fl_lightning.round import partial_training
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.schedules import arguments
@@ -91,6 +91,7 @@ class CallbackList:
         # If set, it calls hooks for this object: ``(hook, subject, *more)``.
         self.watch: Callable[..., Any] | None = None
         self._transaction: RoundTransaction | None = None
+        self.tell(None)
         names = [type(c).__name__ for c in self.callbacks]
         for name in names:
             if names.count(name) > 1:
@@ -101,7 +102,7 @@ class CallbackList:
                 )
         for callback in self.callbacks:
             refuse_misspelt_hooks(callback)
-            refuse_other_arguments(callback)
+            refuse_other_arguments(callback, FederatedCallback, (*SHARED, *OWNED))
             refuse_inference_mode(callback)
         # Callbacks that change updates for the clients come before those that work at the server.
         # Callbacks that keep coordinates at rest come after all that move them.
@@ -132,6 +133,7 @@ class CallbackList:
                 self._owned_by[hook] = owners[0]
                 if hook == "transmit":
                     self._sends = owners[0].sends
+        self._takes = self._values_taken()
         self.declared: dict[str, Declaration] = {}
         self._declare()
         for callback in self.callbacks:
@@ -139,6 +141,15 @@ class CallbackList:
         partial_training.check_companions(self.callbacks)
         if layout is not None:
             self.lay_out(layout)
+
+    def _values_taken(self) -> dict[Callable[..., Any], str]:
+        """Return the methods' hooks with one more parameter, each with the value that it takes."""
+        found = {}
+        for hook, value in MAY_TAKE.items():
+            owner = self._owners.get(hook)
+            calls = self._hooks.get(hook, [] if owner is None else [owner])
+            found.update({call: value for call in calls if takes(call, value)})
+        return found
 
     def _declare(self) -> None:
         for callback in self.callbacks:
@@ -195,10 +206,11 @@ class CallbackList:
         """
         names = {hook: type(owner).__name__ for hook, owner in self._owned_by.items()}
         direction = names.get("precondition", "")
-        refuse_optimizer(run, direction, names.get("step_rate", ""))
+        rate = names.get("step_rate", "")
+        refuse_optimizer(run, direction, rate)
         companions = tuple(type(callback).__name__ for callback in self.callbacks)
-        run = replace(run, companions=companions, direction_owner=direction)
-        texts = self._note_step_rates()
+        run = replace(run, companions=companions, direction_owner=direction, rate_owner=rate)
+        texts = []
         for callback in self.callbacks:
             for note in callback.notes:
                 text = note.about(callback, run)
@@ -208,20 +220,6 @@ class CallbackList:
                     texts.append(text)
             if why := partial_training.why_not_with(callback, run):
                 raise UserError(f"method: {type(callback).__name__} {why}. Leave that option out.")
-        return texts
-
-    def _note_step_rates(self) -> list[str]:
-        """Note which methods take their own steps at the round's rate, if rates change in it."""
-        if "step_rate" not in self._owners:
-            return []
-        texts = []
-        for callback in self.callbacks:
-            reads = [callback.reads_of_clients(hook, "lr") for hook in IN_STEPS]
-            if any(reads):
-                texts.append(
-                    f"{type(callback).__name__} takes steps of its own at the round's learning "
-                    f"rate, which {self.name_of_owner('step_rate')} does not change."
-                )
         return texts
 
     def on_gradient(self, hooks: Sequence[str]) -> list[Callable[..., Any]]:
@@ -234,7 +232,7 @@ class CallbackList:
     def bind_run(self, binding: RunBinding) -> None:
         """From now on let callbacks draw by the run's seed and read its data."""
         for callback in self.callbacks:
-            callback._bound_run = binding
+            vars(callback)["_bound_run"] = binding
 
     def bind(self, transaction: RoundTransaction) -> None:
         """From now on let declared state read and write this round's transaction."""
@@ -242,7 +240,25 @@ class CallbackList:
         transaction.measuring = self.measuring
         self.bind_run(RunBinding(transaction.round.seed, transaction.round.steps_of))
         for callback in self.callbacks:
-            callback._bound_transaction = transaction
+            vars(callback)["_bound_transaction"] = transaction
+
+    def tell(self, assigned: Assigned | None) -> None:
+        """From now on, call ``assigned`` when a callback assigns an attribute of its own that it
+        does not declare; None: call nothing.
+        """
+        self._assigned = assigned
+        for callback in self.callbacks:
+            vars(callback)["_bound_assigned"] = assigned
+
+    @contextmanager
+    def telling(self, assigned: Assigned | None) -> Iterator[None]:
+        """As :meth:`tell`, but only within this context; None: as before."""
+        before = self._assigned
+        self.tell(before if assigned is None else assigned)
+        try:
+            yield
+        finally:
+            self.tell(before)
 
     def __getitem__(self, hook: str) -> list[Callable[..., Any]]:
         return self._hooks[hook]
@@ -259,7 +275,7 @@ class CallbackList:
             UserError: the hook changed a vector of the run in place, or a state of the server in a
                 hook of clients.
         """
-        subject._caller = type(getattr(hook, "__self__", hook)).__name__
+        subject._hook = hook
         # Hooks get the run's own vectors, because copies would cost as much as a step.
         lent = subject._lent
         versions = [tensor._version for _, tensor in lent]
@@ -281,7 +297,15 @@ class CallbackList:
     def run(self, hook: str, argument: Any) -> None:
         """Call a hook that returns nothing, on every callback that has it."""
         for call in self._hooks[hook]:
-            checked_nothing(call, self.call(call, argument))
+            checked_nothing(call, self.call(call, argument, *self.asked(call, argument)))
+
+    def asked(self, hook: Callable[..., Any], subject: Any) -> tuple[Any, ...]:
+        """Return the value that a method's hook takes by one more parameter, if it has that."""
+        value = self._takes.get(hook)
+        if value is None:
+            return ()
+        subject._hook = hook
+        return (getattr(subject, value),)
 
     def end_round(self, server: Any, finished: bool) -> None:
         """Call ``on_round_end`` of all callbacks.
@@ -382,7 +406,7 @@ class CallbackList:
     @property
     def gathering(self) -> list[str]:
         """Return the names of callbacks that take all updates of a round together."""
-        return [type(c).__name__ for c in self.callbacks if c.gathers]
+        return [type(c).__name__ for c in self.callbacks if c.asks_for("updates")]
 
     @property
     def measuring(self) -> set[str]:
@@ -400,7 +424,7 @@ class CallbackList:
     @property
     def reads_loss(self) -> bool:
         """Return whether a callback reads the mean loss of a client's local steps."""
-        return any(c.reads_loss for c in self.callbacks)
+        return any(c.asks_for("loss") for c in self.callbacks)
 
     @property
     def start_from_w0(self) -> bool:
@@ -465,20 +489,6 @@ def refuse_misspelt_hooks(callback: FederatedCallback) -> None:
             raise UserError(
                 f"method: {type(callback).__name__}.{name} is not a hook, so it would never be "
                 f"called.{near}"
-            )
-
-
-def refuse_other_arguments(callback: FederatedCallback) -> None:
-    """Refuse a hook that does not take the arguments with which it is called."""
-    for name in filter(callback.has, (*SHARED, *OWNED)):
-        hook = getattr(callback, name)
-        like = getattr(FederatedCallback, name)
-        wrong = hook_source.misfit(hook, like)
-        if wrong and not (name == "perturbation" and takes_no_gradient(hook)):
-            expected = ", ".join(inspect.signature(like).parameters)
-            raise UserError(
-                f"method: {type(callback).__name__} defines {wrong}, but the run calls "
-                f"{name}({expected}). Give the hook these arguments, in this order."
             )
 
 

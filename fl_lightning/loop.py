@@ -16,6 +16,7 @@ from fl_lightning.aggregation.over_processes import share_of, visiting_order
 from fl_lightning.aggregation.round_metrics import RoundMetrics
 from fl_lightning.aggregation.server_update import ServerStep, diverged_text
 from fl_lightning.aggregation.update_accumulator import UpdateAccumulator
+from fl_lightning.callback import Assigned
 from fl_lightning.callback_list import CallbackList, checked_choice, checked_rows
 from fl_lightning.engines.engine import Engine
 from fl_lightning.errors import Diverged
@@ -56,6 +57,8 @@ class FederatedLoop:
         loss: the latest round's mean over clients of their steps' losses; None if no callback reads
             it.
         rows_elsewhere: whether clients' rows stay with the clients, at sites.
+        assigned_at_server, assigned_by_clients: called when a method assigns an attribute that it
+            does not declare, in a hook of the server or while clients train; None: it may.
         disputed: names of metrics about which the latest round's sites do not agree.
     """
 
@@ -79,6 +82,8 @@ class FederatedLoop:
     latest: tuple[int, tuple[int, ...]] = (-1, ())
     loss: float | None = None
     rows_elsewhere: bool = False
+    assigned_at_server: Assigned | None = None
+    assigned_by_clients: Assigned | None = None
     disputed: Collection[str] = ()
     logged_metrics: Sequence[Metric] = ()
 
@@ -90,7 +95,7 @@ class FederatedLoop:
         # staged in the transaction. So an exception needs no undo.
         transaction = self.begin(t)
         round = transaction.round
-        with transaction.server_hooks():
+        with transaction.server_hooks(), self.methods.telling(self.assigned_at_server):
             before = Server(round, transaction)
             self.methods.run("on_round_start", before)
             transaction.broadcast = self.broadcast(before)
@@ -102,7 +107,7 @@ class FederatedLoop:
         # The optimizer changes w and its own state in place, so both are copied before.
         server.w_before, undo = self.server_step.snapshot(self.model)
         try:
-            with transaction.server_hooks():
+            with transaction.server_hooks(), self.methods.telling(self.assigned_at_server):
                 self.update(transaction, server)
                 self.step(transaction, server)
                 self.evaluate(transaction, server)
@@ -295,7 +300,7 @@ class FederatedLoop:
         leaves = [(leaf, clients[leaf]) for leaf in visiting_order(len(clients))]
         transaction.make_server_states(self.methods.declared)
         for trained, group in self.by_version(round, transaction, leaves):
-            with transaction.clients_at(trained.t):
+            with transaction.clients_at(trained.t), self.methods.telling(self.assigned_by_clients):
                 self.engine.train(trained, group, contributions, one_more)
         sums, diverged = contributions.total()
         self.buffers.name_kept(contributions.changed, self.note)

@@ -416,6 +416,7 @@ class FederatedModule(LearnerHooks):
 
     def on_train_epoch_start(self) -> None:
         # Lightning would count this round without running it, so run it as the last one.
+        self.run.watch_learner()
         self._last_round = bool(self.trainer.should_stop)
         self.trainer.should_stop = False
         seed_round(self.run_seed, self.current_epoch)
@@ -440,6 +441,7 @@ class FederatedModule(LearnerHooks):
         alike.check_model(self.current_epoch)
         self.trainer.should_stop = alike.stops
         self.learner.on_train_epoch_end()
+        self.run.note_learner()
         self.run.monitored = dict(self.trainer.callback_metrics)
         self.run.show_server_rates(self.current_epoch + 1)
         # Lightning resets the metrics that steps logged, so that a later validation or test starts

@@ -15,16 +15,16 @@ from fl_lightning.aggregation import all_updates, server_update
 from fl_lightning.aggregation.round_metrics import RoundMetrics
 from fl_lightning.aggregation.server_update import ServerStep
 from fl_lightning.callback import FederatedCallback, RunBinding, RunFacts
-from fl_lightning.callback_list import OWNED, SHARED, CallbackList
+from fl_lightning.callback_list import CallbackList
 from fl_lightning.checkpoint import CheckpointFolder, Identity, SavedRun
-from fl_lightning.checks import refusals
+from fl_lightning.checks import assignments, refusals
 from fl_lightning.client import run_optimizers
 from fl_lightning.client.gradient_accumulation import accumulation_notes
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.client.run_optimizers import RunOptimizers
 from fl_lightning.engines.choice import choose
 from fl_lightning.engines.engine import Engine
-from fl_lightning.engines.engine_context import engine_context_of, in_full_precision, undeclared
+from fl_lightning.engines.engine_context import EngineContext, engine_context_of, in_full_precision
 from fl_lightning.engines.engine_plan import EnginePlan
 from fl_lightning.engines.registry import NOT_CAPTURED
 from fl_lightning.errors import UserError
@@ -32,9 +32,8 @@ from fl_lightning.evaluation.evaluator import Evaluator
 from fl_lightning.evaluation.in_round import ClientEvaluation
 from fl_lightning.evaluation.validated_model import averaging_notes
 from fl_lightning.learner import weights
-from fl_lightning.learner.buffers import BufferPolicy
-from fl_lightning.learner.hooks import moved_on_by
-from fl_lightning.learner.modules import modes
+from fl_lightning.learner.attributes import Attributes
+from fl_lightning.learner.modules import modes, overrides
 from fl_lightning.loop import FederatedLoop, Participants
 from fl_lightning.machine.escaping import plain
 from fl_lightning.machine.lightning import is_foreign, rank_zero_warn
@@ -98,6 +97,8 @@ class FederatedRun:
         self.loop: FederatedLoop | None = None
         self.reporter: Reporter | None = None
         self.evaluate: Evaluate | None = None  # behind clients.evaluate
+        self._watches_learner = False  # in the first round of a resumed run
+        self._learner_before: Attributes | None = None
         self.cores = 1  # number of cores that this process may use
         # Training modes of the module and its parts, which validation changes.
         self._modes: list[tuple[nn.Module, bool]] = []
@@ -295,7 +296,7 @@ class FederatedRun:
             if self.settings.strict_resume:
                 self.identity(trainer).check_same(held)
             self.state = self._fitting(held).restore(rows, self.model, trainer.ckpt_path)
-            self._note_undeclared()
+            self._watches_learner = not overrides(self.model.learner, "on_save_checkpoint")
         self.monitored = {} if held is None else held.monitored
         self.state.base = BaseWeights.of(
             self.methods.callbacks, self.model.layout, self.model.learner
@@ -337,23 +338,25 @@ class FederatedRun:
         checkpoint.check_optimizer(self._optimizer_states, server, then, self.note)
         checkpoint.check_states(self.state.server, self.methods.declared, self.model.w)
 
-    def _note_undeclared(self) -> None:
-        """Note an attribute that the learner or a method changes from round to round, and that
-        was not saved.
-        """
-        if own := moved_on_by(self.model.learner):
+    def watch_learner(self) -> None:
+        """Remember the learner's attributes before the first round of a resumed run."""
+        if self._watches_learner:
+            self._learner_before = Attributes(self.model.learner)
+            self._watches_learner = False
+
+    def note_learner(self) -> None:
+        """Note which attributes the learner changed in that round, and no checkpoint holds."""
+        if self._learner_before is None:
+            return
+        learner = self.model.learner
+        changed = self._learner_before.changed_by_learner(learner)
+        self._learner_before = None
+        if changed:
             self.note(
-                f"{own}, which no checkpoint holds, so this resumed run began with its first value "
-                "again. Save it in on_save_checkpoint and on_load_checkpoint, make it a buffer "
-                "(register_buffer), or compute it from self.current_epoch"
-            )
-        hooks = {*SHARED, *OWNED} - {"on_layout"}  # which each fit calls before its rounds
-        if lost := undeclared(self.methods, hooks, has=True):
-            self.note(
-                f"{lost}, and does not declare it, so the checkpoint does not hold it. If its "
-                "value counts in a later round, this resumed run differs from one that was never "
-                "interrupted. Declare it as a ServerState (or ClientState); fl-lightning check "
-                "finds whether it counts"
+                f"{type(learner).__name__} changes {', '.join(changed)} from round to round, which "
+                "no checkpoint holds, so this resumed run began with its first value again. If a "
+                "later round reads it, save it in on_save_checkpoint and on_load_checkpoint, make "
+                "it a buffer (register_buffer), or compute it from self.current_epoch"
             )
 
     def _keep_initial_model(self) -> None:
@@ -387,7 +390,10 @@ class FederatedRun:
         plan = systems.plan(cohort, self.settings, self.methods, model.w)
         systems.check_models(plan, self.state.rounds, self.state.versions)
         self._note_settings(trainer, cohort, rates)
-        policy = self._choose_engine(trainer, cohort)
+        context = self._choose_engine(trainer, cohort)
+        noted = None
+        if self.resumed_from is not None:
+            noted = assignments.noting(self.methods.callbacks, self.note)
         assert self.engine is not None
         given = self.methods.parts(model.layout)
         parts = Parts(given, model.layout.size, model.w.device) if given else None
@@ -408,10 +414,12 @@ class FederatedRun:
             report=reporter.log,
             progress=reporter.client_ended,
             note=self.note,
-            buffers=policy,
+            buffers=context.policy,
             device_plan=plan,
             rank=trainer.global_rank,
             world_size=trainer.world_size,
+            assigned_at_server=noted,
+            assigned_by_clients=noted if context.in_order else assignments.refuse_shared,
         )
         self._identity = self.identity(trainer)
         self._has_begun()
@@ -466,8 +474,8 @@ class FederatedRun:
         if names:
             self.note(all_updates.memory(" and ".join(names), cohort.most, self.model.w))
 
-    def _choose_engine(self, trainer: Any, cohort: Cohort) -> BufferPolicy:
-        """Choose and set engine and plan; return how the learner's buffers are treated."""
+    def _choose_engine(self, trainer: Any, cohort: Cohort) -> EngineContext:
+        """Choose and set engine and plan; return what they depend on."""
         settings = self.settings
         work = LocalTraining(
             cohort.data,
@@ -498,7 +506,7 @@ class FederatedRun:
                 f"engine='{self.plan.engine}' continues a run that '{earlier.engine}' began: the "
                 "results agree up to rounding, but not in every bit"
             )
-        return context.policy
+        return context
 
     def identity(self, trainer: Any) -> Identity:
         """Return the settings that have to be the same when this run is resumed."""

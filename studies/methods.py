@@ -29,8 +29,8 @@ from fl_lightning import FederatedCallback, InMemoryDataModule, UserError
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.introspection.init_args import made as object_of
 from fl_lightning.lab.cli.cite_command import cited, references
+from fl_lightning.lab.cli.classes import full_paths, method_class
 from fl_lightning.lab.cli.compose import as_list, packaged, parse_yaml, read
-from fl_lightning.lab.cli.method_options import full_paths, method_class
 from fl_lightning.lab.contracts.federation import LowRank, fit, quiet
 from fl_lightning.machine.lightning import pl
 from fl_lightning.systems import Buffered, Devices

@@ -209,7 +209,7 @@ def test_a_resumed_run_says_what_its_checkpoint_does_not_hold(tmp_path: Path) ->
     run.fit(module := federated(), blobs())
     run.save_checkpoint(path := tmp_path / "one.ckpt")
     assert not any("self.m" in note for note in module.notes)
-    with pytest.warns(UserWarning, match=r"Momentum sets self\.m in on_server_update, "):
+    with pytest.warns(UserWarning, match=r"Momentum sets self\.m in a hook, "):
         trainer(2, [Momentum()]).fit(federated(), blobs(), ckpt_path=path)
 
 
@@ -239,7 +239,7 @@ class Saved(Cooling):
 
 
 def test_a_resumed_run_says_what_of_its_learner_no_checkpoint_holds(tmp_path: Path) -> None:
-    for learner in (Cooling, Saved):
+    for learner in (Cooling, Saved, Lit):
         run = trainer(1)
         run.fit(module := federated(learner()), blobs())
         assert not any("temperature" in note for note in module.notes)
@@ -247,7 +247,7 @@ def test_a_resumed_run_says_what_of_its_learner_no_checkpoint_holds(tmp_path: Pa
         trainer(2).fit(resumed := federated(learner()), blobs(), ckpt_path=path)
         said = [note for note in resumed.notes if "which no checkpoint holds" in note]
         assert len(said) == (learner is Cooling)
-        assert not said or "Cooling changes self.temperature in on_train_epoch_end" in said[0]
+        assert not said or "Cooling changes temperature, " in said[0]
 
 
 def test_a_second_fit_goes_on_with_the_same_trainer_and_starts_afresh_with_another() -> None:

@@ -66,8 +66,8 @@ class CorrectedFactor(FederatedCallback):
         # correction belongs to the A of the next model.
         return server.update
 
-    def on_server_update(self, server: Server) -> None:
-        if len(server.updates) < 2 or self.penalty == math.inf:
+    def on_server_update(self, server: Server, updates: Tensor) -> None:
+        if len(updates) < 2 or self.penalty == math.inf:
             return
         model = (server.w + server.update).double()
         correction = torch.zeros_like(server.update)

@@ -164,10 +164,10 @@ class PaddedRanks(FederatedCallback):
         self.rank[clients] = present
         clients.sent(low_rank.mask(clients.layout, present).sum(1))
 
-    def _aggregate(self, server: Server) -> Tensor:
+    def _aggregate(self, server: Server, updates: Tensor) -> Tensor:
         # The mean of the clients' updates, which is right for all parameters except adapters.
         update = server.update.clone()
-        if not len(server.updates):
+        if not len(updates):
             return update
         ranks = self._of_client.at(server)
         if self._masked:

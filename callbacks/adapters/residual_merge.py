@@ -56,8 +56,8 @@ class ResidualMerge(FederatedCallback):
         super().__init__()
         self.rank = rank
 
-    def aggregate(self, server: Server) -> Tensor:
-        n = len(server.updates)
+    def aggregate(self, server: Server, updates: Tensor) -> Tensor:
+        n = len(updates)
         if n < 2 or self.rank == 0:
             return server.update
         for adapter in server.layout.adapters:

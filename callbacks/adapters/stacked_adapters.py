@@ -105,10 +105,10 @@ class StackedAdapters(FederatedCallback):
         for row, client in zip(clients.x, clients.client_ids, strict=True):
             self._draw(row, clients.layout, self._keyed("flora client", clients.round, client))
 
-    def aggregate(self, server: Server) -> Tensor:
+    def aggregate(self, server: Server, updates: Tensor) -> Tensor:
         # The mean of the clients' updates, which is right for all parameters except adapters.
         update = server.update.clone()
-        if not len(server.updates):
+        if not len(updates):
             return update
         received = low_rank.Received(server, self._of_client.at(server))
         new = self._begun(server.w, server.layout, server.round + 1)

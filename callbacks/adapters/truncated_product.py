@@ -65,10 +65,10 @@ class TruncatedProduct(FederatedCallback):
     def _mask(self, clients: Clients) -> Tensor:
         return low_rank.mask(clients.layout, self._of_client.of(clients))
 
-    def aggregate(self, server: Server) -> Tensor:
+    def aggregate(self, server: Server, updates: Tensor) -> Tensor:
         # The mean of the clients' updates, which is right for all parameters except adapters.
         update = server.update.clone()
-        if not len(server.updates):
+        if not len(updates):
             return update
         received = low_rank.Received(server, self._of_client.at(server))
         for adapter in server.layout.adapters:

@@ -29,21 +29,21 @@ from fl_lightning.callback import (
 def unbounded(method: RelaxedInitialization, run: RunFacts) -> bool:
     """Return whether a constant drift is amplified without bound."""
     beta = vars(method)["beta"]
-    grows = method.aggregate_ == "models" and method.offset != "centred" and run.n < run.m
+    grows = method.average == "models" and method.offset != "centred" and run.n < run.m
     return grows and not isinstance(beta, Schedule) and beta >= run.n / (run.m - run.n)
 
 
 class RelaxedInitialization(FederatedCallback):
     """x_{i,0} = w^t + β (w^t - x_{i,K} of the client's latest round).
 
-    Before a client's first round its latest x_{i,K} is w^0. With ``aggregate="models"`` and β ≥ 0 a
+    Before a client's first round its latest x_{i,K} is w^0. With ``average="models"`` and β ≥ 0 a
     constant drift is amplified without bound if and only if β ≥ n/(m - n); a warning says so.
     Sent: nothing more; with ``"updates"`` x_{i,K} - x_{i,0} in place of x_{i,K}. Kept: the latest
     x_{i,K}, by each client.
 
     Args:
         beta: β; 0 is FedAvg; it may be negative.
-        aggregate: what the server averages. ``"models"``: x_{i,K}, as in the paper; ``"updates"``:
+        average: what the server averages. ``"models"``: x_{i,K}, as in the paper; ``"updates"``:
             x_{i,K} - x_{i,0}, as in the authors' simulator.
         offset: ``"own"``: the rule above. Two control arms each take a part of this offset:
             ``"mean"`` takes β (w - l), the same for all clients, and ``"centred"`` takes β (l -
@@ -53,7 +53,7 @@ class RelaxedInitialization(FederatedCallback):
             and are refused.
 
     Raises:
-        UserError: aggregate or offset is not accepted, or beta is neither a finite number nor a
+        UserError: average or offset is not accepted, or beta is neither a finite number nor a
             schedule.
 
     Example:
@@ -76,17 +76,13 @@ class RelaxedInitialization(FederatedCallback):
     paper = Paper("sun2023fedinit")
     tolerates_staleness = True
     neutral = {"beta": 0.0}
-    sends = "displacement"  # what transmit sends, with aggregate="updates"
+    sends = "displacement"  # what transmit sends, with average="updates"
     beta = Coefficient()
     last = ClientState(initial="initial_model", synchronised=False)
-    # Defaults. An instance has these attributes only if they differ, and a resumed run must have
-    # the same values.
-    aggregate_ = "models"  # `aggregate` is a hook
-    offset = "own"
     notes = (
         Note(
             "beta={beta:g} with {n} of {m} clients per round amplifies a constant drift without "
-            "bound. Give beta below n/(m - n) = {bound:.3g}, or aggregate='updates'.",
+            "bound. Give beta below n/(m - n) = {bound:.3g}, or average='updates'.",
             when=unbounded,
             bound=lambda method, run: run.n / (run.m - run.n),
         ),
@@ -95,16 +91,16 @@ class RelaxedInitialization(FederatedCallback):
     def __init__(
         self,
         beta: float | Schedule = 0.1,
-        aggregate: Literal["models", "updates"] = "models",
+        average: Literal["models", "updates"] = "models",
         offset: Literal["own", "mean", "centred"] = "own",
     ) -> None:
         super().__init__()
         self.beta = beta
-        if aggregate == "updates":
-            self.aggregate_ = aggregate
+        self.average = average
+        self.offset = offset
+        if average == "updates":
             self.use("transmit", self.displacement)
         if offset != "own":
-            self.offset = offset
             self._keep_the_mean()
 
     def on_local_start(self, clients: Clients) -> None:
@@ -125,7 +121,7 @@ class RelaxedInitialization(FederatedCallback):
             self.last_mean += self.moved_on.sum() / server.num_clients
 
     def displacement(self, clients: Clients, update: Tensor) -> Tensor:
-        """The message of a client with ``aggregate="updates"``."""
+        """The message of a client with ``average="updates"``."""
         return clients.x - clients.origin
 
     def _keep_the_mean(self) -> None:

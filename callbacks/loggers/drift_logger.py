@@ -30,6 +30,7 @@ class DriftLogger(FederatedCallback):
     """
 
     role = "measurement"
+    reads_evaluated = True
     direction = Upload(sent=False, dtype=torch.float64)
     length = Upload(sent=False, shape=(), dtype=torch.float64)
     moving = Upload(sent=False, shape=(), dtype=torch.float64)

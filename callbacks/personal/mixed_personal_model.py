@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fl_lightning.callback import (
+    ROUND_RATE,
     Clients,
     ClientState,
     FederatedCallback,
@@ -49,6 +50,7 @@ class MixedPersonalModel(FederatedCallback):
     title = "APFL"
     paper = Paper("deng2020apfl")
     neutral = {}
+    notes = (ROUND_RATE,)
     v = ClientState(initial="initial_model", synchronised=False)
     slope = Scratch(shape=())  # η⟨v - x, g⟩ of the last step
 

@@ -14,6 +14,7 @@ from torch.nn.functional import pad, softmax
 
 from fl_lightning.callback import (
     CLASS_LABELS,
+    ROUND_RATE,
     Clients,
     ClientState,
     Coefficient,
@@ -61,7 +62,7 @@ class PersonalHead(FederatedCallback):
     moves_start = False
     neutral = {"gamma": 0.0}
     taps = {"logits": "last", "features": "last:in"}
-    notes = (CLASS_LABELS,)
+    notes = (CLASS_LABELS, ROUND_RATE)
     gamma = Coefficient(least=0)
     P = ClientState(synchronised=False)
     # The gradient of P, and 0 at the other coordinates; and the samples of which it is the mean.

@@ -11,6 +11,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fl_lightning.callback import (
+    ROUND_RATE,
     Clients,
     ClientState,
     Coefficient,
@@ -55,6 +56,7 @@ class ProximalPersonalModel(FederatedCallback):
     title = "Ditto"
     paper = Paper("li2021ditto")
     neutral = {}
+    notes = (ROUND_RATE,)
     strength = Coefficient(least=0)
     v = ClientState(initial="initial_model", synchronised=False)
 

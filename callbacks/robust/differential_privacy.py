@@ -276,7 +276,7 @@ class DifferentialPrivacy(FederatedCallback):
                     "keep one of the methods."
                 )
             leak = ""
-            if other.gathers and other.order >= 0:
+            if other.asks_for("updates") and other.order >= 0:
                 leak = "it sees all updates"
             if any(upload.goes_up(()) for upload in uploads):
                 leak = "its clients send more than their update"
@@ -291,7 +291,7 @@ class DifferentialPrivacy(FederatedCallback):
             if uploads or getattr(other, "of_samples", False):
                 measuring.append(name)
             # An attacker does not clip, so the update that it substitutes is clipped afterwards.
-            if other.order < 0 and other.gathers:
+            if other.order < 0 and other.asks_for("updates"):
                 self.use("on_updates", self.clip_again)
         if measuring:
             self.outside = (

@@ -146,8 +146,8 @@ class RobustAggregation(FederatedCallback):
         """Return how many clients a round needs per attacker, in addition to 3."""
         return NEEDED.get(self.rule, 2)
 
-    def aggregate(self, server: Server) -> Tensor:
-        u = server.updates.double()
+    def aggregate(self, server: Server, updates: Tensor) -> Tensor:
+        u = updates.double()
         # Coordinates that are not averaged must not count in the distances.
         u = u if server.averaged is None else u * server.averaged
         # Fewer clients may have finished than took part, or the draw may have chosen few.

@@ -72,6 +72,6 @@ class PowerOfChoice(FederatedCallback):
         # A stable order: among equal losses, the clients drawn first come first, on every device.
         return drawn[losses.argsort(descending=True, stable=True)[:n]]
 
-    def on_local_end(self, clients: Clients) -> None:
-        finite = clients.loss.isfinite()
-        self.last[clients] = torch.where(finite, clients.loss, -torch.inf)[:, 0]
+    def on_local_end(self, clients: Clients, loss: Tensor) -> None:
+        finite = loss.isfinite()
+        self.last[clients] = torch.where(finite, loss, -torch.inf)[:, 0]

@@ -68,8 +68,8 @@ class FairAggregation(FederatedCallback):
         known = self.loss[clients].isfinite()[:, None]
         clients.x = torch.where(known, clients.x, torch.nan)
 
-    def aggregate(self, server: Server) -> Tensor:
-        u = server.updates.double()
+    def aggregate(self, server: Server, updates: Tensor) -> Tensor:
+        u = updates.double()
         loss = torch.cat([rows for _, rows in self.loss.staged(server)]).to(u)
         # Use η in float64, as the clients' steps do.
         rate = server.client_lr.double()

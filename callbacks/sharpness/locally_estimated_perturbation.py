@@ -94,7 +94,7 @@ class LocallyEstimatedPerturbation(FederatedCallback):
         back = (old - clients.w).expand_as(clients.x)
         self.e[clients] = back * (self.radius / clients.norm(back)).nan_to_num(posinf=0.0)
 
-    def perturbation(self, clients: Clients) -> Tensor:  # type: ignore[override]
+    def perturbation(self, clients: Clients) -> Tensor:
         return self.e[clients]
 
     def on_local_end(self, clients: Clients) -> None:

@@ -104,7 +104,7 @@ class MomentumGuidedPerturbation(FederatedCallback):
         odds = self.mixing / (1 - self.mixing)
         self.guide[clients] = self.delta + odds * (self.c - self.c_i[clients])
 
-    def perturbation(self, clients: Clients) -> Tensor:  # type: ignore[override]
+    def perturbation(self, clients: Clients) -> Tensor:
         away = clients.w + clients.step * self.guide[clients] - clients.x
         e: Tensor = away * (self.radius / clients.norm(away)).nan_to_num(posinf=0.0)
         return e

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fl_lightning.errors import UserError
 
@@ -20,13 +21,9 @@ def is_list(kind: Any) -> bool:
 
 def leaf_of(kind: Any) -> Any:
     """Return the type of a column's values, within lists and extension types."""
-    while True:
-        if is_list(kind):
-            kind = kind.value_type
-        elif hasattr(kind, "storage_type"):
-            kind = kind.storage_type
-        else:
-            return kind
+    while is_list(kind) or hasattr(kind, "storage_type"):
+        kind = kind.value_type if is_list(kind) else kind.storage_type
+    return kind
 
 
 def is_numbers(kind: Any) -> bool:
@@ -42,109 +39,75 @@ def is_text(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind))
 
 
-def is_other(kind: Any, plain: bool) -> bool:
-    """Return whether a type is known to be neither numbers nor texts nor pictures.
-
-    Args:
-        plain: whether the values are numbers or texts. Pictures are bytes in a struct.
-    """
-    import pyarrow.types as types
-
-    if plain and (types.is_struct(kind) or types.is_binary(kind) or types.is_large_binary(kind)):
-        return True
-    return bool(types.is_decimal(kind) or types.is_temporal(kind) or types.is_null(kind))
-
-
 def check_numbers(
-    pieces: Iterable[tuple[int, Any]],
-    column: str,
-    name: str,
-    like: list[tuple[int, str]],
+    pieces: Iterable[tuple[int, Any]], column: str, name: str, like: list[int]
 ) -> None:
     """Refuse a column whose rows are not all finite numbers in lists of the same lengths.
 
     Args:
         pieces: arrays of the column, each with the number of its first row.
         name: the rows' name in an error.
-        like: for each depth of lists their length in the first row, and this row's name; empty
-            before the first rows.
+        like: for each depth of lists their length in the first row; empty before the first rows.
 
     Raises:
         UserError: with the row.
     """
     for first, piece in pieces:
         values = piece
-        # Number of values in a row.
-        each = 1
+        rows = first + np.arange(len(piece))
         depth = 0
         while True:
             values = getattr(values, "storage", values)
-            _refuse_missing(values, first, each, column, name)
+            gone = values.is_null().to_numpy(zero_copy_only=False)
+            _refuse(gone, rows, column, name, "no value", "fill it in, or leave the row out")
             if not is_list(values.type):
                 break
-            values, each = _opened(values, first, each, depth, like, column, name)
+            values, rows = _opened(values, rows, depth, like, column, name)
             depth += 1
-        if str(values.type) == "uint64":
-            _refuse_beyond(values, first, each, column, name)
-        if values.type in _fractions():
-            numbers = np.asarray(values.to_numpy(zero_copy_only=False), np.float64)
-            wrong = np.flatnonzero(~(np.abs(numbers) <= LARGEST))
-            if len(wrong):
-                raise UserError(
-                    f"Row {first + int(wrong[0]) // each} of {name} has {numbers[wrong[0]]} in the "
-                    f"column {column!r}, which is not a finite number in single precision: mend "
-                    "the row, or leave it out."
-                )
+        _refuse_beyond(values, rows, column, name)
 
 
-def _refuse_beyond(values: Any, first: int, each: int, column: str, name: str) -> None:
-    """Refuse whole numbers that int64 does not hold."""
-    wrong = np.flatnonzero(values.to_numpy(zero_copy_only=False) > np.iinfo(np.int64).max)
-    if len(wrong):
-        raise UserError(
-            f"Row {first + int(wrong[0]) // each} of {name} has {values[int(wrong[0])]} in the "
-            f"column {column!r}, which is beyond 64 bits with a sign: cast the column to fractions."
-        )
-
-
-def _fractions() -> tuple[Any, ...]:
-    import pyarrow
-
-    return pyarrow.float16(), pyarrow.float32(), pyarrow.float64()
-
-
-def _refuse_missing(values: Any, first: int, each: int, column: str, name: str) -> None:
-    if values.null_count:
-        place = int(np.flatnonzero(values.is_null().to_numpy(zero_copy_only=False))[0])
-        raise UserError(
-            f"Row {first + place // each} of {name} has no value in the column {column!r}: fill "
-            "it in, or leave the row out."
-        )
+def _refuse_beyond(values: Any, rows: NDArray[np.int64], column: str, name: str) -> None:
+    """Refuse numbers that float32 or int64 does not hold."""
+    if not is_numbers(values.type):
+        return
+    numbers = values.to_numpy(zero_copy_only=False)
+    wrong = np.zeros(len(numbers), bool)
+    if numbers.dtype.kind == "f":
+        wrong = ~(np.abs(numbers.astype(np.float64)) <= LARGEST)
+    elif numbers.dtype == np.uint64:
+        wrong = numbers > np.iinfo(np.int64).max
+    has = str(numbers[wrong][:1].tolist())[1:-1]
+    remedy = "x are finite numbers in single precision, or 64 bits with a sign; mend the row"
+    _refuse(wrong, rows, column, name, has, remedy)
 
 
 def _opened(
-    values: Any,
-    first: int,
-    each: int,
-    depth: int,
-    like: list[tuple[int, str]],
-    column: str,
-    name: str,
-) -> tuple[Any, int]:
-    """Return the values within lists, and how many of them a row has."""
+    values: Any, rows: NDArray[np.int64], depth: int, like: list[int], column: str, name: str
+) -> tuple[Any, NDArray[np.int64]]:
+    """Return the values within lists, and the row of each."""
     import pyarrow.compute as compute
 
-    lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False)
-    if depth == len(like):
-        if not len(lengths):
-            return values.flatten(), each
-        like.append((int(lengths[0]), f"row {first} of {name}"))
-    (length, row) = like[depth]
-    other = np.flatnonzero(lengths != length)
-    if len(other):
-        raise UserError(
-            f"Row {first + int(other[0]) // each} of {name} has {lengths[other[0]]} values in the "
-            f"column {column!r}, and {row} has {length}: x needs one shape. Fill the rows up, or "
-            "cut them."
-        )
-    return values.flatten(), max(1, each * length)
+    lengths = compute.list_value_length(values).to_numpy(zero_copy_only=False).astype(np.int64)
+    if depth == len(like) and len(lengths):
+        like.append(int(lengths[0]))
+    if len(lengths):
+        other = lengths != like[depth]
+        has = f"{lengths[other][:1]} values".replace("[", "").replace("]", "")
+        remedy = f"the first row has {like[depth]}, and x needs one shape: fill it up, or cut it"
+        _refuse(other, rows, column, name, has, remedy)
+    return values.flatten(), np.repeat(rows, lengths)
+
+
+def _refuse(
+    wrong: NDArray[np.bool_],
+    rows: NDArray[np.int64],
+    column: str,
+    name: str,
+    has: str,
+    remedy: str,
+) -> None:
+    """Refuse the row of the first value that is wrong."""
+    if wrong.any():
+        row = rows[int(wrong.argmax())]
+        raise UserError(f"Row {row} of {name} has {has} in the column {column!r}: {remedy}.")

@@ -31,21 +31,6 @@ def located(option: str, given: Any) -> Path | Any:
     return given if is_frame(given) else Path(given).expanduser()
 
 
-def columns_of_frame(frame: Any) -> list[tuple[str, list[Any]]]:
-    """Return each column's name and values, in order; a missing value is None."""
-    columns = []
-    for place, name in enumerate(frame.columns):
-        # Select by position, because two columns of a pandas frame may have one name.
-        column = frame.iloc[:, place] if hasattr(frame, "iloc") else frame[name]
-        values = column.to_list()
-        if hasattr(column, "isna"):
-            # Comparing pandas' NA gives neither True nor False.
-            gone = column.isna()
-            values = [None if lost else value for value, lost in zip(values, gone, strict=True)]
-        columns.append((str(name), values))
-    return columns
-
-
 def as_tensor(values: Any, what: str) -> Tensor:
     """Return tensors, arrays or frames as a tensor; fractions of a frame become float32.
 

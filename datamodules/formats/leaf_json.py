@@ -12,7 +12,9 @@ from typing import Any
 from fl_lightning.errors import UserError
 
 DECODER = json.JSONDecoder()
-BLANK = re.compile(r"[ \t\r\n]*")
+USER_DATA = re.compile(r'"user_data"\s*:\s*\{\s*')
+COLON = re.compile(r"\s*:?\s*")
+COMMA = re.compile(r"\s*,?\s*")
 
 
 @dataclass
@@ -33,119 +35,79 @@ class User:
         )
 
 
-class _Text:
-    """A JSON text that is read object by object, so that the places of objects are known."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        raw = file.read_bytes()
-        try:
-            self.text = raw.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise UserError(
-                f"The file {str(file)!r} is not UTF-8 text: byte {error.start} cannot be read. "
-                "Save it as UTF-8."
-            ) from None
-        self._plain = len(raw) == len(self.text)
-        self._at = (0, 0)
-
-    def byte(self, place: int) -> int:
-        """Return the byte at which a character begins; places have to ascend from call to call."""
-        if self._plain:
-            return place
-        (character, byte) = self._at if self._at[0] <= place else (0, 0)
-        byte += len(self.text[character:place].encode())
-        self._at = (place, byte)
-        return byte
-
-    def wrong(self, place: int, what: str) -> UserError:
-        return UserError(
-            f"The file {str(self.file)!r} is broken at byte {self.byte(place)}: {what}. The file "
-            "may be cut off; copy it again, or make it again with LEAF's scripts."
-        )
-
-    def past(self, place: int) -> int:
-        """Return the next place that is not blank."""
-        blank = BLANK.match(self.text, place)
-        assert blank is not None
-        return blank.end()
-
-    def value(self, place: int) -> tuple[Any, int]:
-        try:
-            return DECODER.raw_decode(self.text, place)
-        except json.JSONDecodeError as error:
-            raise self.wrong(error.pos, error.msg) from None
-        except RecursionError:
-            raise self.wrong(place, "it is nested too deeply") from None
-
-    def members(self, place: int) -> Iterator[tuple[str, int]]:
-        """Yield keys of the object at ``place``, each with the place of its value.
-
-        The caller sends back the place after the value.
-        """
-        place = self._expect("{", place)
-        if self.text[place : place + 1] == "}":
-            self.end = place + 1
-            return
-        while True:
-            key, place = self.value(place)
-            if not isinstance(key, str):
-                raise self.wrong(place, "a key has to be a text")
-            start = self._expect(":", self.past(place))
-            yield key, start
-            place = self.past(self.end)
-            if self.text[place : place + 1] == "}":
-                self.end = place + 1
-                return
-            place = self._expect(",", place)
-
-    def _expect(self, sign: str, place: int) -> int:
-        place = self.past(place)
-        if self.text[place : place + 1] != sign:
-            raise self.wrong(place, f"{sign!r} is expected")
-        return self.past(place + 1)
-
-
 def users_of(file: Path, notes: list[str]) -> Iterator[User]:
     """Return the users of a file, in its order; odd but harmless findings are added to ``notes``.
 
     Raises:
         UserError: the file is broken, lists users without data, or has none.
     """
-    text = _Text(file)
-    listed: list[Any] | None = None
-    numbers: list[Any] = []
-    found: dict[str, int] = {}
-    has_data = False
-    for key, start in text.members(0):
-        if key == "user_data":
-            has_data = True
-            for name, place in text.members(start):
-                value, text.end = text.value(place)
-                fits = isinstance(value, dict)
-                x, y = (value.get("x"), value.get("y")) if fits else (None, None)
-                if not isinstance(x, list) or not isinstance(y, list):
-                    raise text.wrong(place, f"user {name!r} needs the lists x and y")
-                found[name] = len(x)
-                yield User(file, name, x, y, text.byte(place), text.byte(text.end))
-            continue
-        value, text.end = text.value(start)
-        if key == "users":
-            listed = value
-        if key == "num_samples":
-            numbers = value
-    if text.past(text.end) != len(text.text):
-        raise text.wrong(text.past(text.end), "nothing is expected after the object")
-    if not has_data:
+    try:
+        text = file.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The file {str(file)!r} is not UTF-8 text: byte {error.start} cannot be read. "
+            "Save it as UTF-8."
+        ) from None
+    begin = USER_DATA.search(text)
+    if begin is None:
         raise UserError(
             f"The file {str(file)!r} has no key user_data: LEAF's files have users, num_samples "
             "and user_data."
         )
+    found: dict[str, int] = {}
+    place = begin.end()
+    stop = stop_byte = 0
+    while text[place : place + 1] != "}":
+        name, end = _decoded(file, text, place)
+        start = _past(COLON, text, end)
+        start_byte = stop_byte + len(text[stop:start].encode())
+        value, stop = _decoded(file, text, start)
+        stop_byte = start_byte + len(text[start:stop].encode())
+        x, y = (value.get("x"), value.get("y")) if isinstance(value, dict) else (None, None)
+        user = User(file, str(name), x or [], y or [], start_byte, stop_byte)
+        if not isinstance(x, list) or not isinstance(y, list):
+            raise user.wrong("needs the lists x and y")
+        found[user.name] = len(x)
+        yield user
+        place = _past(COMMA, text, stop)
+    # Everything but the users' data, in whose place are blanks.
+    rest = text[: begin.end()] + " " * (place - begin.end()) + text[place:]
+    others, end = _decoded(file, rest, len(text) - len(text.lstrip()))
+    if text[end:].strip():
+        raise _broken(file, text, end, "nothing is expected here")
+    _check_listed(file, others.get("users"), others.get("num_samples", []), found, notes)
+
+
+def _past(sign: re.Pattern[str], text: str, place: int) -> int:
+    found = sign.match(text, place)
+    return place if found is None else found.end()
+
+
+def _decoded(file: Path, text: str, place: int) -> tuple[Any, int]:
+    """Return the value at a place, and where it ends."""
+    try:
+        return DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        raise _broken(file, text, error.pos, error.msg) from None
+    except RecursionError:
+        raise _broken(file, text, place, "it is nested too deeply") from None
+
+
+def _broken(file: Path, text: str, place: int, what: str) -> UserError:
+    return UserError(
+        f"The file {str(file)!r} is broken at byte {len(text[:place].encode())}: {what}. The file "
+        "may be cut off; copy it again, or make it again with LEAF's scripts."
+    )
+
+
+def _check_listed(
+    file: Path, listed: Any, numbers: Any, found: dict[str, int], notes: list[str]
+) -> None:
+    """Refuse users without data; note users that are not listed, and wrong numbers."""
     if not isinstance(listed, list | None) or not isinstance(numbers, list):
         raise UserError(
             f"The file {str(file)!r} has users or num_samples that are not lists. Mend the file, "
-            "or "
-            "make it again with LEAF's scripts."
+            "or make it again with LEAF's scripts."
         )
     for name in listed or []:
         if not isinstance(name, str) or name not in found:

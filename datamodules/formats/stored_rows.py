@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.formats.parquet_rows import ParquetRows
 from fl_lightning.datamodules.sources.file_data_module import missing_package
 from fl_lightning.errors import UserError
 
@@ -20,7 +19,7 @@ OF_SPLIT = re.compile(rf"({'|'.join(SPLITS)})(?![A-Za-z])", re.IGNORECASE)
 
 # Rows that are checked at a time.
 PIECE = 10_000
-ARROW = (".arrow",)
+ARROW = ".arrow"
 PARQUET = (".parquet", ".pq")
 # Files that save_to_disk writes besides the rows.
 STATE = ("dataset_info.json", "dataset_dict.json", "state.json")
@@ -70,9 +69,6 @@ def same(made: Any, stored: Any) -> bool:
 
 def pieces_of(rows: Any, column: str) -> Iterator[tuple[int, Any]]:
     """Yield a column in parts, each with the number of its first row."""
-    if isinstance(rows, ParquetRows):
-        yield from rows.pieces(column)
-        return
     stored = rows.select_columns([column]).with_format("arrow")
     for first in range(0, len(rows), PIECE):
         for chunk in stored[first : first + PIECE].column(column).chunks:
@@ -80,25 +76,8 @@ def pieces_of(rows: Any, column: str) -> Iterator[tuple[int, Any]]:
             first += len(chunk)
 
 
-def numbers_of(decimals: Any, column: str, name: str) -> Any:
-    """Return a pyarrow column of decimals as whole numbers, if their type has no fractions, else
-    as float64.
-    """
-    import pyarrow
-
-    try:
-        return decimals.cast(pyarrow.float64() if decimals.type.scale else pyarrow.int64())
-    except pyarrow.ArrowInvalid:
-        raise UserError(
-            f"Column {column!r} of {name} holds {decimals.type}, with numbers beyond 64 bits with "
-            "a sign: number the classes from 0."
-        ) from None
-
-
 def column_of(rows: Any, column: str) -> Any:
     """Return a column of all rows as a pyarrow array; other columns are not read."""
-    if isinstance(rows, ParquetRows):
-        return rows.column(column)
     return rows.select_columns([column]).with_format("arrow")[:].column(column)
 
 
@@ -106,11 +85,6 @@ def distinct(values: Any) -> tuple[list[str], NDArray[np.int64]]:
     """Return the distinct values of a pyarrow column as texts, and the place of each row's
     value.
     """
-    import pyarrow
-
-    if pyarrow.types.is_decimal(values.type):
-        # pyarrow cannot tell their distinct values.
-        values = values.cast(pyarrow.string())
     encoded = values.dictionary_encode().unify_dictionaries().combine_chunks()
     found = [str(value) for value in encoded.dictionary.to_pylist()]
     return found, np.asarray(encoded.indices.to_numpy(), np.int64)
@@ -125,12 +99,9 @@ def package() -> Any:
 
 
 def files_of_rows(path: Path) -> list[Path]:
-    files = sorted(path.rglob("*"))
-    return [one for one in files if ends(one, ARROW)] + [one for one in files if ends(one, PARQUET)]
-
-
-def ends(file: Path, endings: tuple[str, ...]) -> bool:
-    return file.suffix.lower() in endings
+    """Return the Parquet and Arrow files in a folder, or the file."""
+    files = [path] if path.is_file() else sorted(path.rglob("*"))
+    return [one for one in files if one.suffix.lower() in (ARROW, *PARQUET)]
 
 
 def splits_of(data: Any, option: str = "data") -> dict[str, Any]:
@@ -157,10 +128,8 @@ def splits_of(data: Any, option: str = "data") -> dict[str, Any]:
 def opened(path: Path, option: str = "data") -> Any:
     """A folder of save_to_disk, or Parquet or Arrow files by split."""
     datasets = package()
-    files = [path] if path.is_file() else sorted(path.iterdir())
-    if path.is_dir():
-        files = [file for file in files if ends(file, (*ARROW, *PARQUET))]
     saved = path.is_dir() and any((path / name).exists() for name in STATE)
+    files = [one for one in files_of_rows(path) if one.parent in (path, path.parent)]
     if not saved and not files:
         folders = sorted(one.name for one in path.iterdir() if one.is_dir())
         raise UserError(
@@ -168,32 +137,34 @@ def opened(path: Path, option: str = "data") -> Any:
             f"its folders are {', '.join(folders)[:200] or 'none'}. Give a folder that "
             "save_to_disk wrote, or one that holds such files."
         )
+    parts: dict[str, list[Path]] = {}
+    for file in files:
+        of = OF_SPLIT.match(file.name)
+        split = of.group().lower() if of else "train"
+        parts.setdefault(split, []).append(file)
     try:
         if saved:
             return datasets.load_from_disk(str(path))
-        parts: dict[str, list[Path]] = {}
-        for file in files:
-            of = OF_SPLIT.match(file.name)
-            split = of.group().lower() if of else "train"
-            parts.setdefault(split, []).append(file)
         return {split: rows_of(datasets, own) for split, own in parts.items()}
     except UserError:
         raise
     except Exception as error:  # the library and pyarrow raise many kinds of errors
+        cause = error.__cause__ or error
         raise UserError(
-            f"data.{option} is {str(path)!r}, which cannot be read ({type(error).__name__}: "
-            f"{str(error)[:160]}): copy it again."
+            f"data.{option} is {str(path)!r}, which cannot be read ({type(cause).__name__}: "
+            f"{str(cause)[:160]}): copy it again."
         ) from None
 
 
 def rows_of(datasets: Any, files: list[Path]) -> Any:
-    """Return the rows of files, without a copy in memory or in the library's cache."""
-    arrow = [file for file in files if ends(file, ARROW)]
-    if not arrow:
-        return ParquetRows(files, datasets)
-    if len(arrow) < len(files):
-        raise UserError(
-            f"{str(files[0].parent)!r} has Parquet and Arrow files of one split: keep one kind, or "
-            "begin their names with their splits (train-, test-)."
-        )
-    return datasets.concatenate_datasets([datasets.Dataset.from_file(str(one)) for one in files])
+    """Return the rows of files; the library keeps those of Parquet files in its cache."""
+    names = list(map(str, files))
+    kinds = {file.suffix.lower() == ARROW for file in files}
+    if kinds == {True}:
+        return datasets.concatenate_datasets([datasets.Dataset.from_file(one) for one in names])
+    if kinds == {False}:
+        return datasets.Dataset.from_parquet(names)
+    raise UserError(
+        f"{str(files[0].parent)!r} has Parquet and Arrow files of one split: keep one kind, or "
+        "begin their names with their splits (train-, test-)."
+    )

@@ -103,6 +103,18 @@ class Side:
     def labels(self) -> NDArray[np.int64] | None:
         return getattr(self.dataset, "targets", None)
 
+    @classmethod
+    def of_clients(
+        cls,
+        names: list[str],
+        sizes: NDArray[np.int64],
+        read: Callable[[int], Iterable[Any]],
+        targets: NDArray[np.int64],
+    ) -> Side:
+        """Return samples that are read one client at a time; the arguments as in ``OfClients``."""
+        groups = np.repeat(np.arange(len(names)), sizes)
+        return cls(names, groups, OfClients(sizes, read, targets))
+
 
 def ascending(names: Sequence[str]) -> list[int]:
     """Return the places of the names in ascending order, by number if all are numbers.
@@ -175,14 +187,7 @@ class FileDataModule(FederatedDataModule):
         count, too. None if y are numbers to predict, or no labels of classes.
         """
         names, sides = cls._first_read(arguments)
-        if names:
-            return len(names)
-        found = [side.labels for side in sides if side.labels is not None and len(side.labels)]
-        if not found:
-            return None
-        # The run refuses labels that are not numbers of classes.
-        labels = classes_in(np.concatenate(found))
-        return None if labels is None else int(labels.max()) + 1
+        return classes_of(names, [side.labels for side in sides])
 
     @classmethod
     def _first_read(cls, arguments: Mapping[str, Any]) -> tuple[Sequence[str], list[Side]]:
@@ -287,13 +292,8 @@ class FileDataModule(FederatedDataModule):
     @property
     def num_classes(self) -> int | None:
         self._ready()
-        if self.class_names:
-            return len(self.class_names)
-        found = []
-        for samples in (self.train_set, self.test_set):
-            if samples is not None and samples.labels is not None and len(samples.labels):
-                found.append(int(samples.labels.max()) + 1)
-        return max(found, default=None)
+        sides = (self.train_set, self.test_set)
+        return classes_of(self.class_names, [None if one is None else one.labels for one in sides])
 
     def card(self) -> dict[str, str]:
         facts = super().card()
@@ -307,6 +307,17 @@ class FileDataModule(FederatedDataModule):
             facts["data files"] = f"{len(sizes)}, {total:,} bytes"
             facts["files hash"] = hashlib.sha256(repr(sizes).encode()).hexdigest()[:16]
         return facts
+
+
+def classes_of(names: Sequence[str], labels: Sequence[Any]) -> int | None:
+    """Return the number of classes: of their names, or else of the labels of all sides; None:
+    they are no classes, which the run refuses or predicts as numbers.
+    """
+    if names:
+        return len(names)
+    found = [own for own in labels if own is not None and len(own)]
+    classes = classes_in(np.concatenate(found)) if found else None
+    return None if classes is None else int(classes.max()) + 1
 
 
 def by_client(side: Side) -> Side:

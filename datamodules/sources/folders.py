@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
@@ -36,30 +37,29 @@ IN_MEMORY = 2**30
 DIGITS = list(map(str, range(10)))
 
 
+Sample = tuple[Any, int]  # a file or pixels, and the class
+
+
 @dataclass
 class Domain:
-    """One domain's samples: files or pixels, and their classes."""
+    """One domain's samples."""
 
     name: str
-    x: list[Any] = field(default_factory=list)
-    y: list[int] = field(default_factory=list)
-    test_x: list[Any] = field(default_factory=list)
-    test_y: list[int] = field(default_factory=list)
+    train: list[Sample]
+    test: list[Sample] = field(default_factory=list)
 
     def keep(self, labels: Sequence[int]) -> None:
         """Leave out other labels, and number these by their places."""
-        for x, y in ((self.x, self.y), (self.test_x, self.test_y)):
-            kept = [i for i, label in enumerate(y) if label in labels]
-            x[:] = [x[i] for i in kept]
-            y[:] = [labels.index(y[i]) for i in kept]
+        for samples in (self.train, self.test):
+            samples[:] = [(x, labels.index(y)) for x, y in samples if y in labels]
 
 
 class PictureSet(Dataset[Any]):
     """Pictures from files, or from pixels in memory, as ``(x, y)``."""
 
-    def __init__(self, x: Sequence[Any], y: Sequence[int], pictures: Pictures) -> None:
-        self.x = list(x)
-        self.targets = np.asarray(y, np.int64)
+    def __init__(self, samples: Sequence[Sample], pictures: Pictures) -> None:
+        self.x = [x for x, _ in samples]
+        self.targets = np.array([y for _, y in samples], np.int64)
         self.pictures = pictures
         self.kept: list[Any] | None = None
         self._first: tuple[Any, Any] | None = None
@@ -218,7 +218,10 @@ class FromFolders(FileDataModule):
             self.tell(f"{str(self.path)!r} is read as layout={layout}")
         if layout == "digits5":
             found = digits5(self.path, self.domains)
-            domains = [Domain(name, *sides) for name, sides in found.items()]
+            domains = [
+                Domain(name, list(zip(x, y, strict=True)), list(zip(test_x, test_y, strict=True)))
+                for name, (x, y, test_x, test_y) in found.items()
+            ]
             self.class_names = self._chosen(DIGITS, self.classes, "classes")
             for domain in domains:
                 domain.keep([DIGITS.index(name) for name in self.class_names])
@@ -263,25 +266,12 @@ class FromFolders(FileDataModule):
                 "no folders of classes: path/<domain>/<class>/<file> is expected."
             )
         made = []
-        others: list[Path] = []
         for domain in domains:
-            one = Domain(domain)
+            samples: list[Sample] = []
             for label, name in enumerate(self.class_names):
-                files, left = pictures_of(self.path / domain / name)
-                others += left
-                one.x += files
-                one.y += [label] * len(files)
-            pairs = sorted(zip(one.x, one.y, strict=True), key=lambda pair: pair[0].as_posix())
-            one.x = [file for file, _ in pairs]
-            one.y = [label for _, label in pairs]
-            made.append(one)
-        if others:
-            count = "1 file is" if len(others) == 1 else f"{len(others)} files are"
-            self.tell(
-                f"{count} not read, because the name is not a picture's: "
-                f"{', '.join(str(file.relative_to(self.path)) for file in others[:3])}"
-                f"{', …' * (len(others) > 3)}"
-            )
+                samples += [(file, label) for file in pictures_of(self.path / domain / name)]
+            samples.sort(key=lambda sample: sample[0].as_posix())
+            made.append(Domain(domain, samples))
         return made
 
     def _lists(self) -> list[Domain]:
@@ -295,18 +285,17 @@ class FromFolders(FileDataModule):
         there = [file.name.removesuffix("_train.txt") for file in folder.glob("*_train.txt")]
         made = []
         for domain in self._chosen(there, self.domains, "domains"):
-            one = Domain(domain)
-            one.x, one.y = listed(self.path, folder / f"{domain}_train.txt")
+            one = Domain(domain, listed(self.path, folder / f"{domain}_train.txt"))
             if (folder / f"{domain}_test.txt").is_file():
-                one.test_x, one.test_y = listed(self.path, folder / f"{domain}_test.txt")
-            if both := len(set(one.x) & set(one.test_x)):
+                one.test = listed(self.path, folder / f"{domain}_test.txt")
+            if both := len({file for file, _ in one.train} & {file for file, _ in one.test}):
                 self.tell(
                     f"{both} pictures of the domain {domain!r} are in its training list and in its "
                     "test list: its test accuracy is too high"
                 )
             made.append(one)
         check_labels_agree(made)
-        labels = sorted(set().union(*(one.y + one.test_y for one in made)))
+        labels = sorted(set().union(*map(labels_of, made)))
         if self.classes is not None and labels and labels[-1] >= len(self.classes):
             raise UserError(
                 f"data.classes has {len(self.classes)} names, and the lists have the label "
@@ -314,7 +303,7 @@ class FromFolders(FileDataModule):
             )
         names: dict[int, str] = {}
         for one in made:
-            for file, label in zip(one.x, one.y, strict=True):
+            for file, label in one.train:
                 names.setdefault(label, file.parent.name)
         # A label without a sample has no folder that could name it.
         whole = range(labels[-1] + 1 if labels else 0)
@@ -327,9 +316,9 @@ class FromFolders(FileDataModule):
         """Refuse a class that a domain lacks, and names in leave_out that are not domains."""
         self._chosen([domain.name for domain in domains], self.leave_out, "leave_out")
         every = set(range(len(self.class_names)))
-        there = set().union(*({*domain.y, *domain.test_y} for domain in domains))
+        there = set().union(*map(labels_of, domains))
         for domain in domains:
-            lacks = sorted(every - {*domain.y, *domain.test_y})
+            lacks = sorted(every - labels_of(domain))
             if not lacks:
                 continue
             names = ", ".join(str(self.class_names[label]) for label in lacks[:SHOWN])
@@ -346,25 +335,20 @@ class FromFolders(FileDataModule):
     def _limit(self, domain: Domain) -> None:
         if self.limit is not None:
             (training, tests) = self.limit
-            domain.x = domain.x[:training]
-            domain.y = domain.y[:training]
-            domain.test_x = domain.test_x[:tests]
-            domain.test_y = domain.test_y[:tests]
+            domain.train = domain.train[:training]
+            domain.test = domain.test[:tests]
 
     def _hold_out(self, number: int, domain: Domain) -> None:
         """Test on a share of a domain's samples, of each class alike."""
-        n = len(domain.x)
+        n = len(domain.train)
         h = int(Decimal(str(self.test)) * n + Decimal("0.5"))
-        labels = np.array(domain.y, np.int64)
+        labels = np.array([y for _, y in domain.train], np.int64)
         order = generator(0, "files to test on", number).permutation(n)
         if not h:
             self.tell(f"data.test={self.test:g} holds out none of the {n} files of {domain.name!r}")
-        held = np.sort(stratified(order, labels[order], h)) if h else np.zeros(0, np.int64)
-        left = np.setdiff1d(np.arange(n), held)
-        domain.test_x += [domain.x[i] for i in held]
-        domain.test_y += labels[held].tolist()
-        domain.x = [domain.x[i] for i in left]
-        domain.y = labels[left].tolist()
+        held = set(stratified(order, labels[order], h).tolist()) if h else set()
+        domain.test += [domain.train[i] for i in sorted(held)]
+        domain.train = [domain.train[i] for i in range(n) if i not in held]
 
     def _sides(self, domains: list[Domain]) -> tuple[Side, Side | None, Side | None]:
         training = [(i, d) for i, d in enumerate(domains) if d.name not in self.leave_out]
@@ -377,36 +361,23 @@ class FromFolders(FileDataModule):
             groups.append(self._dealt(number, domain) + len(names))
             names += [domain.name] if k == 1 else [f"{domain.name}/{j}" for j in range(k)]
         self.client_domains = [name.rpartition("/")[0] if k > 1 else name for name in names]
-        self._own = [(d.name, d.test_x, d.test_y) for _, d in training if d.test_x]
-        x: list[Any] = []
-        y: list[int] = []
-        for _, domain in training:
-            x += domain.x
-            y += domain.y
-        return Side(names, np.concatenate(groups), self._set(x, y)), self._global(domains), None
+        self._own = {domain.name: domain.test for _, domain in training if domain.test}
+        samples = list(chain.from_iterable(domain.train for _, domain in training))
+        return Side(names, np.concatenate(groups), self._set(samples)), self._global(domains), None
 
     def _global(self, domains: list[Domain]) -> Side | None:
         """Set the global test set: from all domains, or from those that are left out."""
-        x: list[Any] = []
-        y: list[int] = []
-        groups: list[int] = []
-        left = [d for d in domains if d.name in self.leave_out]
-        for number, domain in enumerate(left or domains):
-            if left:
-                x += domain.x
-                y += domain.y
-                groups += [number] * len(domain.x)
-            x += domain.test_x
-            y += domain.test_y
-            groups += [number] * len(domain.test_x)
-        if not x:
+        left = [domain for domain in domains if domain.name in self.leave_out]
+        parts = [one.train + one.test for one in left] or [one.test for one in domains]
+        samples = list(chain.from_iterable(parts))
+        if not samples:
             return None
-        names = [d.name for d in left or domains]
-        return Side(names, np.array(groups, np.int64), self._set(x, y))
+        groups = np.repeat(np.arange(len(parts)), list(map(len, parts)))
+        return Side([domain.name for domain in left or domains], groups, self._set(samples))
 
     def _dealt(self, number: int, domain: Domain) -> NDArray[np.int64]:
         """Return the client of each of a domain's training samples, from 0."""
-        n = len(domain.x)
+        n = len(domain.train)
         clients = np.zeros(n, np.int64)
         if self.clients_per_domain > 1:
             order = generator(self.run_seed, "domain", number).permutation(n)
@@ -414,9 +385,9 @@ class FromFolders(FileDataModule):
                 clients[part] = k
         return clients
 
-    def _set(self, x: list[Any], y: list[int]) -> PictureSet:
-        made = PictureSet(x, y, self.pictures)
-        self._files += [file for file in x if isinstance(file, Path)]
+    def _set(self, samples: list[Sample]) -> PictureSet:
+        made = PictureSet(samples, self.pictures)
+        self._files += [file for file in made.x if isinstance(file, Path)]
         keep = self.in_memory
         if keep is None and len(made):
             keep = made.pixels(0).nbytes * len(made) <= IN_MEMORY
@@ -439,17 +410,13 @@ class FromFolders(FileDataModule):
         if not self._own:
             return
         assert self.train_set is not None
-        x: list[Any] = []
-        y: list[int] = []
-        places: dict[str, Any] = {}
-        for domain, files, labels in self._own:
-            places[domain] = np.arange(len(x), len(x) + len(files))
-            x += files
-            y += labels
+        tests = list(chain.from_iterable(self._own.values()))
         # Unless domains are left out, these samples are the global test set.
-        samples = self._samples(self._set(x, y)) if self.leave_out else self.test_set
-        own = [places.get(domain, []) for domain in self._domains_of_all()]
+        samples = self._samples(self._set(tests)) if self.leave_out else self.test_set
         assert samples is not None
+        ends = np.cumsum(list(map(len, self._own.values())))
+        places = dict(zip(self._own, np.split(np.arange(len(tests)), ends[:-1]), strict=True))
+        own: list[Any] = [places.get(domain, []) for domain in self._domains_of_all()]
         self.own_tests = OwnTests(samples, own, len(self.train_set))
 
     def _domains_of_all(self) -> list[str]:
@@ -473,24 +440,24 @@ def folders_of(path: Path) -> list[str]:
     return sorted(one.name for one in path.iterdir() if one.is_dir() and one.name[0] != ".")
 
 
-def pictures_of(folder: Path) -> tuple[list[Path], list[Path]]:
-    """Return a folder's pictures, and its other files."""
-    if not folder.is_dir():
-        return [], []
+def labels_of(domain: Domain) -> set[int]:
+    return {label for _, label in domain.train + domain.test}
+
+
+def pictures_of(folder: Path) -> list[Path]:
     # A link to a picture that is not there is refused when it is read.
-    files = [one for one in folder.iterdir() if not one.is_dir() and one.name[0] != "."]
-    found = [one for one in files if one.suffix.lower() in ENDINGS]
-    return found, sorted(set(files) - set(found))
+    files = folder.iterdir() if folder.is_dir() else []
+    files = [one for one in files if not one.is_dir() and one.name[0] != "."]
+    return [one for one in files if one.suffix.lower() in ENDINGS]
 
 
-def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
-    """Return files and labels of a list.
+def listed(path: Path, file: Path) -> list[Sample]:
+    """Return the samples of a list.
 
     Raises:
         UserError: a line has no label, or names a file that does not exist; the error has the line.
     """
-    files: list[Path] = []
-    labels: list[int] = []
+    samples: list[Sample] = []
     try:
         text = file.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -519,9 +486,8 @@ def listed(path: Path, file: Path) -> tuple[list[Path], list[int]]:
                 f"The list {str(file)!r} names {name!r} in line {number}, which is not in "
                 f"{str(path)!r}: give the folder to which the names are relative as data.path."
             )
-        files.append(where)
-        labels.append(int(label))
-    return files, labels
+        samples.append((where, int(label)))
+    return samples
 
 
 def check_labels_agree(domains: Sequence[Domain]) -> None:
@@ -535,8 +501,8 @@ def check_labels_agree(domains: Sequence[Domain]) -> None:
     """
     first: dict[str, tuple[int, str]] = {}
     for domain in domains:
-        for x, y in ((domain.x, domain.y), (domain.test_x, domain.test_y)):
-            pairs = {(file.parent.name, label) for file, label in zip(x, y, strict=True)}
+        for samples in (domain.train, domain.test):
+            pairs = {(file.parent.name, label) for file, label in samples}
             if not len(pairs) == len({name for name, _ in pairs}) == len({y for _, y in pairs}):
                 continue
             for name, label in sorted(pairs):

@@ -17,7 +17,6 @@ from fl_lightning.accepted import PositiveInt
 from fl_lightning.datamodules.formats.file_index import Arrays, indexed, texts, texts_of
 from fl_lightning.datamodules.sources.file_data_module import (
     FileDataModule,
-    OfClients,
     Side,
     ascending,
     missing_package,
@@ -34,8 +33,6 @@ NAMES = {
     "snippets": ("snippets", ""),
     "tokens": ("inputs", "targets"),
 }
-# Kinds of texts without labels (y is -1).
-UNLABELLED = ("snippets", "tokens")
 # TFF numbers Shakespeare's characters in this order, starting at 1.
 CHARACTERS = (
     "dhlptx@DHLPTX $(,048cgkoswCGKOSW[_#'/37;?bfjnrvzBFJNRVZ\"&*.26:\naeimquyAEIMQUY]!%)-159\r"
@@ -156,16 +153,9 @@ class FromHDF5(FileDataModule):
         names = [names[i] for i in ascending(names)]
         if not names and not like:
             raise UserError(f"The file {str(path)!r} has no clients in its group {group!r}.")
-        labels: list[NDArray[np.int64]] = []
-        for name in names:
-            own = _labels_like_first(clients.id, name, like)
-            labels.append(self._checked(clients, name, path, like) if own is None else own)
+        labels = [self._checked(clients, name, path, like) for name in names]
         sizes = np.array([len(own) for own in labels], np.int64)
         every = np.concatenate([*labels, np.zeros(0, np.int64)])
-        negative = np.flatnonzero(every < 0)
-        if len(negative) and like["names"][2] not in UNLABELLED:
-            client = int(np.searchsorted(np.cumsum(sizes), negative[0], side="right"))
-            self._checked(clients, names[client], path, like)
         return {
             f"{side} clients": texts(names),
             f"{side} sizes": sizes,
@@ -221,7 +211,6 @@ class FromHDF5(FileDataModule):
                 "(height, width, channels), with 1 to 4 channels: store the channels last."
             )
         first = like.setdefault("type", rows.dtype)
-        like.setdefault("stored", rows.id.get_type())
         # Bytes may be pictures, which are scaled.
         if first.kind != rows.dtype.kind or (first == np.uint8) != (rows.dtype == np.uint8):
             raise UserError(
@@ -236,7 +225,12 @@ class FromHDF5(FileDataModule):
         wrong = no_class(labels)
         if wrong is not None:
             raise UserError(f"{where}: {needed}, and row {wrong} has {labels[wrong]}.")
-        _check_finite(np.asarray(rows[()]), where, x)
+        beyond = not_finite(np.asarray(rows[()]))
+        if beyond is not None:
+            raise UserError(
+                f"{where}: sample {beyond} of {x!r} has a number that is not finite in single "
+                "precision. Mend the sample, or leave it out."
+            )
         return labels.astype(np.int64)
 
     def _names(self, client: Any, where: str) -> tuple[str, str, str]:
@@ -255,46 +249,10 @@ class FromHDF5(FileDataModule):
 
     def _side(self, index: Arrays, side: str) -> Side:
         names = texts_of(index[f"{side} clients"])
-        sizes = index[f"{side} sizes"]
         place = texts_of(index[f"{side} place"])
         kind = texts_of(index["names"])
         read = partial(x_of, place, names, kind, int(index["pad"]), self.length)
-        dataset = OfClients(sizes, read, index[f"{side} labels"])
-        return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
-
-
-def _labels_like_first(clients: Any, name: str, like: dict[str, Any]) -> NDArray[np.int64] | None:
-    """Return a client's labels if its datasets are like the first client's; None: they have to be
-    checked.
-
-    The check calls HDF5's own functions, because h5py's objects take three times as long, and files
-    have millions of clients.
-    """
-    if "shape" not in like:
-        return None
-    from h5py import h5d, h5s
-
-    (x, y, kind) = like["names"]
-    try:
-        rows = h5d.open(clients, f"{name}/{x}".encode())
-        (count, *shape) = rows.shape
-        labels = h5d.open(clients, f"{name}/{y}".encode())
-        if tuple(shape) != like["shape"] or labels.shape != (count,):
-            return None
-        if "stored" in like and not rows.get_type().equal(like["stored"]):
-            return None
-        if kind in UNLABELLED:
-            return np.full(count, -1, np.int64)
-        if like["type"].kind == "f":
-            values = np.empty(rows.shape, like["type"])
-            rows.read(h5s.ALL, h5s.ALL, values)
-            if not_finite(values) is not None:
-                return None
-        own = np.empty(count, labels.dtype)
-        labels.read(h5s.ALL, h5s.ALL, own)
-    except Exception:  # h5py raises many kinds of errors, and the check names the place
-        return None
-    return own.astype(np.int64) if own.dtype.kind in "iu" else None
+        return Side.of_clients(names, index[f"{side} sizes"], read, index[f"{side} labels"])
 
 
 def h5py() -> Any:
@@ -364,15 +322,6 @@ def x_of(
     else:
         rows = tensor(np.asarray(own[x][()]), what)
     return rows
-
-
-def _check_finite(values: NDArray[Any], where: str, x: str) -> None:
-    wrong = not_finite(values)
-    if wrong is not None:
-        raise UserError(
-            f"{where}: sample {wrong} of {x!r} has a number that is not finite in "
-            "single precision. Mend the sample, or leave it out."
-        )
 
 
 def tensor(rows: NDArray[Any], kind: str) -> Tensor:

@@ -18,7 +18,6 @@ from fl_lightning.datamodules.formats.arrow_columns import (
     check_numbers,
     is_list,
     is_numbers,
-    is_other,
     is_text,
     leaf_of,
 )
@@ -28,7 +27,6 @@ from fl_lightning.datamodules.formats.stored_rows import (
     column_of,
     distinct,
     files_of_rows,
-    numbers_of,
     pieces_of,
     plain,
     row_of,
@@ -38,7 +36,6 @@ from fl_lightning.datamodules.formats.stored_rows import (
 )
 from fl_lightning.datamodules.formats.tables import refuse_answers, refuse_blanks, refuse_twice
 from fl_lightning.datamodules.formats.tokens import padded, tokenizer_of
-from fl_lightning.datamodules.partitions.client_names import trimmed
 from fl_lightning.datamodules.partitions.partition import Partition, own_or_grouped
 from fl_lightning.datamodules.sources.file_data_module import FileDataModule, Side, ascending
 from fl_lightning.errors import UserError, suggest
@@ -201,7 +198,7 @@ class FromHuggingFace(FileDataModule):
 
     def _look(self) -> Arrays:
         """Read the columns x of numbers and texts once, and refuse rows that do not fit."""
-        like: dict[str, list[tuple[int, str]]] = {}
+        like: dict[str, list[int]] = {}
         for rows, name in self._rows:
             for column in [] if transforms(rows) else self._columns():
                 kind = leaf_of(rows.features.arrow_schema.field(column).type)
@@ -218,8 +215,7 @@ class FromHuggingFace(FileDataModule):
         self._form = ""
         found = splits_of(self.data)
         if isinstance(self.data, str | Path):
-            path = Path(self.data).expanduser()
-            self._files = [path] if path.is_file() else files_of_rows(path)
+            self._files = files_of_rows(Path(self.data).expanduser())
         self.tokens = tokenizer_of(self.tokenizer)
         sides: dict[str, Side | None] = {}
         for side, name in self.splits.items():
@@ -231,29 +227,12 @@ class FromHuggingFace(FileDataModule):
                 sides[side] = self._side(self._other(side, name, list(found)), side)
         train = sides["train"]
         assert train is not None
-        for one in ("test", "val"):
-            self._check_same_target(train, sides[one], one)
         return train, sides["test"], sides["val"]
-
-    def _check_same_target(self, train: Side, other: Side | None, name: str) -> None:
-        """Refuse numbers to predict on one side, and classes on the other."""
-        if other is None or train.labels is None or other.labels is None:
-            return
-        kinds = [
-            "numbers with fractions" if labels.dtype.kind == "f" else "classes"
-            for labels in (train.labels, other.labels)
-        ]
-        if kinds[0] != kinds[1]:
-            raise UserError(
-                f"Column {self.y!r} has {kinds[0]} in the training rows and {kinds[1]} in "
-                f"data.{name}: cast it to one type in both (cast_column)."
-            )
 
     def _other(self, side: str, given: Any, splits: list[str]) -> Any:
         """The rows of data that are given in place of a split's name."""
         if isinstance(given, str | Path):
-            path = Path(given).expanduser()
-            files = [path] if path.is_file() else files_of_rows(path)
+            files = files_of_rows(Path(given).expanduser())
             if not files:
                 raise UserError(
                     f"data.{side} is {str(given)!r}, and the data have the splits "
@@ -272,11 +251,6 @@ class FromHuggingFace(FileDataModule):
     def _side(self, rows: Any, split: str) -> Side:
         name = f"the split {split!r}"
         for column in [*self._columns(), self.y, *([self.client] if self.client else [])]:
-            if kind := getattr(rows, "unreadable", {}).get(column):
-                raise UserError(
-                    f"Column {column!r} of {name} holds {kind}, which the library datasets does "
-                    "not read: convert it, or choose another column."
-                )
             if column not in rows.column_names:
                 raise UserError(
                     f"There is no column {column!r} in {name}; it has "
@@ -292,7 +266,7 @@ class FromHuggingFace(FileDataModule):
         names = ["all"]
         if self.client is not None:
             found, codes = self._clients(rows, self.client, name)
-            self._check_names(found, codes, name)
+            refuse_blanks(found, f"Column {self.client!r} of {name}")
             order = ascending(found)
             names = [found[i] for i in order]
             places = np.empty(len(found), np.int64)
@@ -314,18 +288,17 @@ class FromHuggingFace(FileDataModule):
 
     def _check_kinds(self, rows: Any, name: str) -> None:
         """Refuse columns x that hold neither numbers nor texts nor pictures."""
+        several = len(self._columns()) > 1
         for column in self._columns():
             kind = rows.features.arrow_schema.field(column).type
-            if len(self._columns()) > 1 and (is_list(kind) or not is_numbers(kind)):
+            if several and (is_list(kind) or not is_numbers(kind)):
                 raise UserError(
                     f"data.x names {len(self._columns())} columns, which are joined and each need "
                     f"one number per row, but the column {column!r} of {name} holds {kind}: "
                     "leave it out, or give it as the only column."
                 )
-            feature = rows.features[column]
-            plain_values = isinstance(feature, dict) or type(feature).__name__ == "Value"
-            several_texts = is_list(kind) and is_text(leaf_of(kind))
-            if is_other(leaf_of(kind), plain_values) or several_texts:
+            picture = type(rows.features[column]).__name__ == "Image"
+            if not is_numbers(leaf_of(kind)) and not is_text(kind) and not picture:
                 raise UserError(
                     f"Column {column!r} of {name} holds {kind}, and x has to be numbers, texts or "
                     "pictures: convert it, for example by cast_column."
@@ -344,29 +317,16 @@ class FromHuggingFace(FileDataModule):
                     "the labels by map(…) before, which stores them."
                 )
 
-    def _check_names(self, found: list[str], codes: NDArray[Any], name: str) -> None:
-        """Refuse clients' names that are empty, or differ only in blanks or forms of letters."""
-        spelled: dict[str, str] = {}
-        for place, one in enumerate(found):
-            first = spelled.setdefault(trimmed(one), one)
-            if first != one or not one.strip():
-                row = int(np.flatnonzero(codes == place)[0])
-                what = f"the name {one!r} in row {row}"
-                why = f", and {first!r} before" if first != one else ", which names no client"
-                raise UserError(
-                    f"Column {self.client!r} of {name} has {what}{why}: write each name in one way."
-                )
-
     def _present(self, rows: Any, column: str, name: str) -> Any:
         """Return a column of pyarrow; a missing value is an error."""
         import pyarrow
         import pyarrow.compute as compute
 
         values = column_of(rows, column)
-        if pyarrow.types.is_nested(values.type):
+        if pyarrow.types.is_nested(values.type) or pyarrow.types.is_decimal(values.type):
             raise UserError(
-                f"Column {column!r} of {name} holds {values.type}: one number or text per row is "
-                "needed."
+                f"Column {column!r} of {name} holds {values.type}: one whole number, float or text "
+                "per row is needed, to which cast_column converts it."
             )
         fractions = pyarrow.types.is_floating(values.type)
         missing = compute.is_null(values, nan_is_null=fractions)
@@ -384,11 +344,12 @@ class FromHuggingFace(FileDataModule):
 
         values = self._present(rows, self.y, name)
         own = getattr(rows.features[self.y], "names", None)
-        if pyarrow.types.is_decimal(values.type) and self.classes is None:
-            values = numbers_of(values, self.y, name)
-        numbers = pyarrow.types.is_integer(values.type) or pyarrow.types.is_floating(values.type)
-        if not own and self.classes is None:
-            self._check_same_form("numbers" if numbers else "texts", name)
+        whole = pyarrow.types.is_integer(values.type)
+        fractions = pyarrow.types.is_floating(values.type)
+        numbers = (whole or fractions) and self.classes is None
+        if self.classes is None:
+            forms = {"labels with names": own, "whole numbers": whole, "fractions": fractions}
+            self._check_same_form(next((one for one in forms if forms[one]), "texts"), name)
         if own:
             codes = np.asarray(values.to_numpy(), np.int64)
             self._check_known(codes, self.y, name)
@@ -396,8 +357,8 @@ class FromHuggingFace(FileDataModule):
                 self._take_names(list(own), name)
                 return codes
             texts = list(map(str, own))
-        elif numbers and self.classes is None:
-            if pyarrow.types.is_floating(values.type):
+        elif numbers:
+            if fractions:
                 check_numbers([(0, values.combine_chunks())], self.y, name, [])
                 return np.asarray(values.to_numpy(), np.float32)
             codes = np.asarray(values.to_numpy())
@@ -425,7 +386,7 @@ class FromHuggingFace(FileDataModule):
         return of[codes]
 
     def _check_same_form(self, form: str, name: str) -> None:
-        """Refuse texts on one side, and numbers on the other, of which one text 1 is class 0."""
+        """Refuse another form than the training rows have: one text 1 is class 0."""
         self._form = self._form or form
         if self._form != form:
             raise UserError(

@@ -18,6 +18,7 @@ from fl_lightning.accepted import AtLeast
 from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.biases import Bias
 from fl_lightning.datamodules.batches.samples import TensorSamples
+from fl_lightning.datamodules.formats.stored_rows import splits_of
 from fl_lightning.datamodules.formats.tokens import NO_TOKEN, Bytes, Folder, padded, tokenizer_of
 from fl_lightning.datamodules.partitions.partition import ByGroup, Partition, own_or_grouped
 from fl_lightning.datamodules.partitions.split import Split
@@ -109,13 +110,7 @@ class InstructionTuning(FederatedDataModule):
             eval_batch_size=eval_batch_size,
             **arguments,
         )
-        no_pixels("InstructionTuning", augment, biases)
-        if download:
-            raise UserError(
-                "InstructionTuning's download is true, but you have to bring the records yourself: "
-                "put them into "
-                "data.root."
-            )
+        no_pixels("InstructionTuning", augment, biases, download)
         check_template("InstructionTuning", template)
         held_out = (self.val_fraction, self.client_test_fraction, self._test_clients, self._pooled)
         if pack and any(held_out):
@@ -301,26 +296,14 @@ def saved_rows(path: Path) -> list[dict[str, Any]]:
     Raises:
         UserError: it is not such a folder, or the library is not installed.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{str(path)!r} is a folder, which datasets reads ({error}). Install it: pip install "
-            "datasets; or give a file of JSON lines."
-        ) from None
-    try:
-        found = datasets.load_from_disk(str(path))
-    except Exception as error:  # the library and its file formats raise many kinds of errors
-        raise UserError(
-            f"{str(path)!r} is not a folder that save_to_disk wrote ({type(error).__name__}: "
-            f"{' '.join(str(error).split())[:160]}). Give such a folder, or a file of JSON lines."
-        ) from error
-    if isinstance(found, Mapping):
+    found = splits_of(path, "train")
+    if len(found) > 1:
         raise UserError(
             f"{str(path)!r} holds the splits {', '.join(found)}: give one of them, such as "
             f"{path.name}/{next(iter(found))}."
         )
-    return list(found)
+    (rows,) = found.values()
+    return list(rows)
 
 
 def end_of(tokenizer: Bytes | Folder) -> int:

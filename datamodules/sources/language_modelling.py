@@ -62,13 +62,7 @@ class LanguageModelling(FederatedDataModule):
         super().__init__(
             biases=biases, batch_size=batch_size, eval_batch_size=eval_batch_size, **arguments
         )
-        no_pixels("LanguageModelling", augment, biases)
-        if download:
-            raise UserError(
-                "LanguageModelling's download is true, but you have to bring the text yourself: "
-                "put it in "
-                "data.root."
-            )
+        no_pixels("LanguageModelling", augment, biases, download)
         self.path = Path(root) / file
         self.length = length
         self.tokenizer = tokenizer
@@ -101,8 +95,13 @@ class LanguageModelling(FederatedDataModule):
         )
 
 
-def no_pixels(name: str, augment: bool, biases: Sequence[Bias]) -> None:
-    """Refuse options that are only for images."""
+def no_pixels(name: str, augment: bool, biases: Sequence[Bias], download: bool) -> None:
+    """Refuse options that texts do not have."""
     for option, value in (("augment", augment), ("biases", list(biases))):
         if value:
             raise UserError(f"{name}'s {option} is {value}, which is for images: leave it out.")
+    if download:
+        raise UserError(
+            f"{name}'s download is true, but you have to bring the texts yourself: put them into "
+            "data.root."
+        )

@@ -23,7 +23,6 @@ from fl_lightning.datamodules.formats.tokens import padded, tokenizer_of
 from fl_lightning.datamodules.sources.file_data_module import (
     SHOWN,
     FileDataModule,
-    OfClients,
     Side,
     ascending,
 )
@@ -272,11 +271,9 @@ class FromLEAF(FileDataModule):
     def _side(self, index: Arrays, side: str) -> Side:
         names = texts_of(index[f"{side} names"])
         rows = index[f"{side} rows"]
-        sizes = rows[:, 3]
         files = [file for file in self._files if file.parent.name == side]
         read = partial(_x_of, files, rows, self._made)
-        dataset = OfClients(sizes, read, index[f"{side} labels"])
-        return Side(names, np.repeat(np.arange(len(names)), sizes), dataset)
+        return Side.of_clients(names, rows[:, 3], read, index[f"{side} labels"])
 
     def _open(self, kind: str) -> None:
         """Choose how an x becomes a tensor."""

@@ -78,14 +78,13 @@ def loader_facts(loader: Any, name: str) -> LoaderFacts:
             sampler, which is named.
     """
     dataset: Any = getattr(loader, "dataset", None)
-    if isinstance(dataset, IterableDataset):
-        check_map_style(dataset, f"The training loader's dataset of {name}")
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if dataset is None:
         raise UserError(
-            f"The training loader of {name} is a {type(loader).__name__} without a map-style "
-            "dataset, which cannot be split: give a data module whose train_dataloader is one "
-            "DataLoader, or the clients' Datasets to FromDatasets(clients=[…])."
+            f"The training loader of {name} is a {type(loader).__name__} without a dataset, which "
+            "cannot be split: give a data module whose train_dataloader is one DataLoader, or the "
+            "clients' Datasets to FromDatasets(clients=[…])."
         )
+    check_map_style(dataset, f"The training loader's dataset of {name}")
     refuse_own_batches(loader, name)
     sampler = getattr(loader, "sampler", None)
     batches = getattr(loader, "batch_sampler", None)

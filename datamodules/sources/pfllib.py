@@ -20,7 +20,6 @@ from fl_lightning.datamodules.formats.file_index import Arrays, indexed
 from fl_lightning.datamodules.sources.file_data_module import (
     KEPT,
     FileDataModule,
-    OfClients,
     Side,
     no_class,
     not_finite,
@@ -149,11 +148,12 @@ def index_of(sides: dict[str, list[Path]]) -> Arrays:
 
 
 def side_of(files: list[Path], index: Arrays, side: str) -> Side:
-    sizes = index[f"{side} sizes"]
-    dataset = OfClients(sizes, partial(x_of, files), index[f"{side} labels"])
+    names = [file.stem for file in files]
+    read = partial(x_of, files)
+    found = Side.of_clients(names, index[f"{side} sizes"], read, index[f"{side} labels"])
     if len(files) <= KEPT and int(index[f"{side} bytes"]) <= IN_MEMORY:
-        dataset.keep_all()
-    return Side([file.stem for file in files], np.repeat(np.arange(len(files)), sizes), dataset)
+        found.dataset.keep_all()  # type: ignore[attr-defined]
+    return found
 
 
 def x_of(files: list[Path], client: int) -> Tensor:

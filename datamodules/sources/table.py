@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,17 +19,12 @@ from fl_lightning.datamodules.formats.tables import (
     all_but,
     coded,
     codes,
-    columns_of,
-    exactly,
-    is_number,
     labels,
-    nothing_to_learn_from,
+    places_of,
     read_table,
     refuse_answers,
     refuse_twice,
     require,
-    told_apart,
-    whose,
 )
 from fl_lightning.datamodules.loaders import say
 from fl_lightning.datamodules.partitions.client_tests import GroupTests
@@ -38,21 +33,27 @@ from fl_lightning.datamodules.sources.file_data_module import before_the_run
 from fl_lightning.datamodules.sources.table_columns import (
     Encoding,
     Kind,
-    Scale,
     as_names,
     check_rule,
     held_out,
-    joined_tables,
+    read_joined,
     refuse_both,
+    scaled,
     single,
     under,
-    without_missing,
+    without_gaps,
 )
 from fl_lightning.errors import UserError
 from fl_lightning.sampling import generator
 
 # If a target has more distinct whole numbers than this, a note says that they count as classes.
 MANY_CLASSES = 50
+CONTRADICTIONS = (
+    ("client", "partition", "whose each row is"),
+    ("above", "classes", "what the classes are"),
+    ("above", "regression", "whether the target is a class"),
+    ("classes", "regression", "whether the target is a class"),
+)
 
 
 class FromTable(FederatedDataModule):
@@ -63,9 +64,9 @@ class FromTable(FederatedDataModule):
     ``regression``, is a float32 number. Nothing is scaled.
 
     Args:
-        path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet`` (which needs pyarrow), or
-            a frame of pandas or polars. The first line of a CSV names its columns. ``{name: file}``
-            gives a file per client.
+        path: the training data, ``.csv``, ``.csv.gz`` or ``.parquet``, or a frame of pandas or
+            polars; they are read by pandas and pyarrow (the extra ``tables``). The first line of a
+            CSV names its columns. ``{name: file}`` gives a file per client.
         target: the column to predict.
         client: the column that names the clients; each name is one client. Clients are in ascending
             order, and ``client_names`` has their names. None: ``partition`` splits the rows.
@@ -88,11 +89,13 @@ class FromTable(FederatedDataModule):
             refuse texts.
         drop_first: leave out the first one-hot column of each.
         missing: ``"refuse"``, or ``"drop"`` rows that lack a value in a column that is used.
-        missing_marks: texts that mark a missing value, in addition to ``NA`` and similar texts.
+        missing_marks: texts or numbers that mark a missing value, in addition to ``NA`` and the
+            other texts that pandas' ``read_csv`` takes for one.
         columns: names of the columns, for a CSV whose first line has none.
         root: the folder to which paths are relative.
         above: y is 1 if the target exceeds this number, else 0.
-        scale: x is (x − mean) / std, by the training rows of each ``"client"``, or of ``"all"``.
+        scale: x is (x − mean) / std, by the training rows of each ``"client"``, or of ``"all"``;
+            a column that is constant in these rows is only centred.
 
     ``column_names`` and ``class_names`` have the names of x and y in their order, once the table is
     read.
@@ -129,14 +132,14 @@ class FromTable(FederatedDataModule):
         if isinstance(path, Mapping):
             client = client or "client"
         target, client, features = as_names(target, client, features)
-        refuse_both(client, partition, classes, regression, above)
+        given = {"client": client, "partition": partition, "above": above}
+        refuse_both({**given, "classes": classes, "regression": regression}, CONTRADICTIONS)
         refuse_answers(features or (), {"target": target, "client": client})
         refuse_twice("data.features", features or ())
         refuse_twice("data.classes", classes or ())
         # The column gives the number of clients, even if a config such as `base` has one.
         if client is not None:
-            partition = ByGroup()
-            num_clients = None
+            partition, num_clients = ByGroup(), None
         if isinstance(test, (int, float)):
             check("data.test", test, Annotated[float, Above(0), Below(1)])
         elif isinstance(test, Mapping):
@@ -172,36 +175,13 @@ class FromTable(FederatedDataModule):
 
     @classmethod
     def shape_of_samples(cls, **arguments: Any) -> tuple[int, ...] | None:
-        """Return ``(features,)``, from the names of the columns.
-
-        Raises:
-            UserError: a named column does not exist, so the others would be counted wrong.
-        """
+        """Return ``(features,)``."""
         features = arguments.get("features")
-        # Encoded texts may become several columns, and with one file per client there is one more.
-        if arguments.get("encode") is not None or isinstance(arguments.get("path"), Mapping):
-            data = cls._first_read(arguments)
-            return None if data is None else (len(data.column_names),)
-        path = Path(under(arguments.get("root"), str(arguments.get("path")))).expanduser()
-        if arguments.get("columns") is not None and features is None:
-            others = [arguments.get(name) for name in ("target", "client")]
-            return (len([one for one in arguments["columns"] if one not in others]),)
-        if "path" in arguments and arguments.get("columns") is None:
-            if features is not None and not path.is_file():
-                return (len(features),)
-            # A column's name may be a number, which the parser turns into text only later.
-            answers = {
-                name: [str(arguments[name])]
-                for name in ("target", "client")
-                if arguments.get(name) is not None
-            }
-            names = columns_of(path, arguments.get("separator", ","))
-            require(path, names, {**answers, "features": map(str, features or ())})
-            if features is None:
-                features = all_but(path, names, [name for [name] in answers.values()])
-            if not features:
-                raise nothing_to_learn_from(f"The table {str(path)!r}", names)
-        return None if features is None else (len(features),)
+        if features is not None and arguments.get("encode") is None:
+            return (len(features),)
+        # Encoded texts may become several columns.
+        data = cls._first_read(arguments)
+        return None if data is None else (len(data.column_names),)
 
     @classmethod
     def classes_of_samples(cls, **arguments: Any) -> int | None:
@@ -245,20 +225,18 @@ class FromTable(FederatedDataModule):
         features = self.features
         if features is None:
             features = all_but(table.path, table.columns, others)
-        given: dict[str, Iterable[str]] = {
-            "target": [self.target],
-            "client": others[1:],
-            "features": features,
-        }
-        require(table.path, table.columns, given)
+        require(table, {"target": [self.target], "client": others[1:], "features": features})
         if not features:
-            raise nothing_to_learn_from(table.where, others)
+            raise UserError(
+                f"{table.where} has no columns besides {', '.join(map(repr, others))}, so x is "
+                "empty: give it columns of numbers."
+            )
         self.encoding.check(features)
-        table = self._without_missing(table, [*features, *others])
+        table = self._without_gaps(table, [*features, *others])
         y, classes = self._targets(table)
-        self.class_names = list(classes or ())
+        self.class_names = classes or []
         if self.client is not None:
-            self.groups, self.client_names = codes(told_apart(table, self.client))
+            self.groups, self.client_names = codes(table.present(self.client))
         rows = self._rows(y)
         self.encoding.learn(table, features, rows[0], self.tell)
         x = self.encoding.numbers(table, features, self.tell)
@@ -274,47 +252,37 @@ class FromTable(FederatedDataModule):
             self._with_file(table, features, x, y, classes)
             return
         if self.scale is not None:
-            x = self._scaled(x, self._scaled_by(len(y)), rows[0])
+            x = scaled(x, self._scaled_by(len(y)), rows[0], self.tell)
         self._set_rows(single(x, self.column_names, self.tell), y, *rows)
 
     def tell(self, text: str) -> None:
         say(self.trainer, text)
 
+    def _read(self, path: Path | Any, texts: Sequence[str] = ()) -> FileTable:
+        return read_table(path, self.separator, self.columns, self.missing_marks, texts)
+
     def _read_training(self) -> FileTable:
         """Return the training file, or all clients' files, as one table."""
         if not self._per_client:
-            return read_table(self.path, self.separator, self.columns)
+            return self._read(self.path)
         assert self.client is not None
-        tables = {
-            name: read_table(path, self.separator, self.columns)
-            for name, path in self._paths.items()
-        }
-        return joined_tables(tables, self.client)
+        return read_joined(self._paths, self.client, self._read)
 
-    def _without_missing(self, table: FileTable, used: list[str]) -> FileTable:
-        drop = self.missing == "drop"
-        return without_missing(table, used, self.missing_marks, drop, self.tell)
+    def _without_gaps(self, table: FileTable, used: list[str]) -> FileTable:
+        return without_gaps(table, used, self.tell) if self.missing == "drop" else table
 
-    def _targets(self, table: FileTable) -> tuple[NDArray[Any], dict[str, int] | None]:
-        """Return y ``(N,)``, and its classes by value."""
+    def _targets(self, table: FileTable) -> tuple[NDArray[Any], list[str] | None]:
+        """Return y ``(N,)``, and the classes' names."""
         if self.above is not None:
-            table.target_numbers(self.target)  # refuses what is not a number
-            exceeds = [exactly(value) > self.above for value in table.present(self.target)]
-            return np.array(exceeds, np.int64), {"0": 0, "1": 1}
+            exceeds = table.target_numbers(self.target) > self.above
+            return exceeds.astype(np.int64), ["0", "1"]
         if self.regression:
             return table.target_numbers(self.target).astype(np.float32), None
         if self.classes is None:
             y, classes = labels(table, self.target)
-            self._say_of_whole_numbers(classes, len(y))
+            self._say_of_whole_numbers(table, classes or [])
             return y, classes
-        known = {name: place for place, name in enumerate(self.classes)}
-        return coded(table, self.target, known, "data.classes"), known
-
-    def _scaled(
-        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: NDArray[np.int64]
-    ) -> NDArray[np.float64]:
-        whose = self.client_names if self.scale == "client" else ()
-        return Scale(self.column_names, whose, self.tell)(x, groups, trained)
+        return coded(table, self.target, self.classes, "data.classes"), self.classes
 
     def _scaled_by(self, rows: int) -> NDArray[np.int64]:
         """Return the group by whose mean and deviation each row is scaled."""
@@ -323,7 +291,7 @@ class FromTable(FederatedDataModule):
                 "data.scale is 'client', and data.client names no column of clients: give the "
                 "column, or data.scale=all."
             )
-        by_client = self.scale == "client" and self.groups is not None
+        by_client = self.scale == "client"
         return np.asarray(self.groups) if by_client else np.zeros(rows, np.int64)
 
     def _rows(self, y: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -341,27 +309,26 @@ class FromTable(FederatedDataModule):
         features: list[str],
         x: NDArray[Any],
         y: NDArray[Any],
-        classes: dict[str, int] | None,
+        classes: list[str] | None,
     ) -> None:
         """Make this table the training set, and the file ``test`` the test set."""
-        other = read_table(located("test", self.test), self.separator, self.columns)
-        require(other.path, other.columns, {"target": [self.target], "features": features})
+        other = self._read(located("test", self.test), sorted(table.texts()))
+        require(other, {"target": [self.target], "features": features})
         named = self.client is not None and self.client in other.columns
         used = [*features, self.target, *([str(self.client)] if named else [])]
-        other = self._without_missing(other, used)
+        other = self._without_gaps(other, used)
         held = self.encoding.numbers(other, features, self.tell)
         of_tests = None
         if named:
-            assert self.client is not None
-            of_tests = whose(other, self.client, self.client_names)
+            of_tests = places_of(other.present(str(self.client)), self.client_names)
         if self.scale is not None:
             groups = self._scaled_by(len(x))
             tests = np.zeros(len(held), np.int64)
             if self.scale == "client":
                 tests = np.full(len(held), -1) if of_tests is None else of_tests
             whole = np.concatenate([x, held])
-            whole = self._scaled(whole, np.concatenate([groups, tests]), np.arange(len(x)))
-            (x, held) = np.split(whole, [len(x)])
+            of = np.concatenate([groups, tests])
+            (x, held) = np.split(scaled(whole, of, np.arange(len(x)), self.tell), [len(x)])
         rounded = single(np.concatenate([x, held]), self.column_names, self.tell)
         self.train_set = TensorSamples(rounded[: len(x)], y)
         tested = self._targets(other)[0] if self.above is not None else None
@@ -376,15 +343,15 @@ class FromTable(FederatedDataModule):
     def column_values(self, column: str) -> NDArray[np.float64]:
         """Return a column's numbers in the training rows, for ``ByValue``."""
         table, rows = self._table
-        require(table.path, table.columns, {"partition.column": [column]})
+        require(table, {"partition.column": [column]})
         remedy = "convert the column to numbers, or give another data.partition.column"
         found: NDArray[np.float64] = table.numbers([column], remedy)[rows, 0]
         return found
 
-    def _say_of_whole_numbers(self, classes: dict[str, int] | None, rows: int) -> None:
+    def _say_of_whole_numbers(self, table: FileTable, names: list[str]) -> None:
         """Report if classes are whole numbers that look like amounts."""
-        names = list(classes or ())
-        if not names or not all(map(is_number, names)):
+        rows = len(table.frame)
+        if self.target in table.texts():
             return
         if len(names) > MANY_CLASSES or len(names) > max(2, rows / 2):
             self.tell(
@@ -397,9 +364,9 @@ class FromTable(FederatedDataModule):
     def _say_of_nobodys_rows(self, table: FileTable, of_tests: NDArray[np.int64]) -> None:
         """Report how many test rows belong to no client that trains."""
         assert self.client is not None
-        nobodys = np.flatnonzero(of_tests < 0).tolist()
-        if nobodys:
-            names = dict.fromkeys(str(table.columns[self.client][row]) for row in nobodys)
+        nobodys = table.frame[self.client][of_tests < 0]
+        if len(nobodys):
+            names = [str(name) for name in nobodys.unique()]
             self.tell(
                 f"{table.where}: {len(nobodys)} of {len(of_tests)} rows to test on are of no "
                 f"client of the training data (column {self.client!r}: "

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import date, time, timedelta
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fl_lightning.datamodules.formats.tables import (
-    SEVERAL,
-    TRUTHS,
-    FileTable,
-    by_value,
-    compared_as,
-    is_missing,
-    is_number,
-    ordered,
-    truths,
-    word,
-)
-from fl_lightning.datamodules.partitions.client_names import trimmed
+from fl_lightning.datamodules.formats.tables import FileTable, as_numbers, codes, places_of
 from fl_lightning.datamodules.partitions.partition import Indices
 from fl_lightning.errors import UserError, suggest
 
@@ -31,19 +18,26 @@ SMALL = 1e-9
 # A column of texts with more values than this, and than half of the rows, is not made one-hot.
 MANY_COLUMNS = 1000
 Kind = Literal["one-hot", "codes"]
-# Values that are neither numbers nor names.
-TIMES = (date, time, timedelta)
 
 
-def joined_tables(tables: Mapping[str, FileTable], column: str) -> FileTable:
-    """Return several tables as one, with a column of their names.
+def read_joined(
+    paths: Mapping[str, Any], column: str, read: Callable[[Any, Sequence[str]], FileTable]
+) -> FileTable:
+    """Return a table per client as one, with a column of the clients' names.
+
+    Args:
+        read: returns a table; the second argument names columns that hold texts.
 
     Raises:
         UserError: their columns differ, or one has the name of the new one.
     """
-    first, *others = tables.values()
-    for other in others:
-        if list(other.columns) != list(first.columns):
+    import pandas
+    import pyarrow
+
+    tables = [read(path, ()) for path in paths.values()]
+    first = tables[0]
+    for other in tables:
+        if other.columns != first.columns:
             raise UserError(
                 f"{other.where} has the columns {', '.join(other.columns)[:200]}, and "
                 f"{str(first.path)!r} has {', '.join(first.columns)[:200]}: all need the same, in "
@@ -54,59 +48,32 @@ def joined_tables(tables: Mapping[str, FileTable], column: str) -> FileTable:
             f"data.path gives a file per client, and {first.where} has a column {column!r}: name "
             "the clients by this column, data.client, and give one file; or leave data.client out."
         )
-    rows: dict[str, Any] = {name: [] for name in [*first.columns, column]}
-    files: list[Path] = []
-    lines: list[int] = []
-    for name, table in tables.items():
-        for of in first.columns:
-            rows[of] += list(table.columns[of])
-        rows[column] += [name] * len(table.lines)
-        files += table.files
-        lines += table.lines
-    return FileTable(first.path, rows, files, lines)
+    # Texts that look like numbers in one file are texts if another file has others.
+    texts = [table.texts() for table in tables]
+    if any(other != texts[0] for other in texts):
+        together = set().union(*texts)
+        tables = [read(path, sorted(together)) for path in paths.values()]
+    whole = pandas.concat([table.frame for table in tables])
+    names = np.repeat(list(paths), [len(table.frame) for table in tables])
+    whole[column] = pandas.array(names.tolist(), dtype=pandas.ArrowDtype(pyarrow.string()))
+    return replace(first, frame=whole)
 
 
-def without_missing(
-    table: FileTable,
-    used: Iterable[str],
-    marks: Sequence[str],
-    drop: bool,
-    tell: Callable[[str], None],
-) -> FileTable:
-    """Return a table in which ``marks`` are missing values; if ``drop``, without the rows that
-    lack a value.
-    """
-    marked = {_mark(mark) for mark in marks}
-    columns: dict[str, Sequence[Any]] = {}
-    for name, values in table.columns.items():
-        gone = [not isinstance(value, SEVERAL) and _mark(value) in marked for value in values]
-        if any(gone):
-            values = [None if one else value for value, one in zip(values, gone, strict=True)]
-        columns[name] = values
-    read = FileTable(table.path, columns, table.files, table.lines)
-    if not drop:
-        return read
-    count = len(table.lines)
-    kept = np.ones(count, bool)
-    for name in dict.fromkeys(used):
-        kept &= ~np.array([is_missing(value) for value in columns[name]], bool)
-    if kept.all():
-        return read
-    if not kept.any():
-        gaps = {name: sum(map(is_missing, columns[name])) for name in used}
-        most = max(gaps, key=lambda name: gaps[name])
+def without_gaps(table: FileTable, used: Sequence[str], tell: Callable[[str], None]) -> FileTable:
+    """Return a table without the rows that lack a value in a column that is used."""
+    gaps = table.frame[list(dict.fromkeys(used))].isna()
+    lack = gaps.any(axis=1)
+    if not lack.any():
+        return table
+    if lack.all():
+        most = gaps.sum().idxmax()
         raise UserError(
-            f"{table.where}: each of the {count} rows lacks a value, most often in the column "
-            f"{most!r} ({gaps[most]} rows), so data.missing=drop leaves none: leave such columns "
-            "out of data.features, or fill them in."
+            f"{table.where}: each of the {len(gaps)} rows lacks a value, most often in the column "
+            f"{most!r} ({gaps[most].sum()} rows), so data.missing=drop leaves none: leave such "
+            "columns out of data.features, or fill them in."
         )
-    tell(f"{table.where}: {int((~kept).sum())} of {count} rows lack a value, and are left out")
-    return read.only(np.flatnonzero(kept).tolist())
-
-
-def _mark(value: Any) -> Any:
-    """Return what equals for two spellings of one value; 0 is not false here."""
-    return word(value) if word(value) in TRUTHS else by_value(value)
+    tell(f"{table.where}: {lack.sum()} of {len(gaps)} rows lack a value, and are left out")
+    return replace(table, frame=table.frame[~lack])
 
 
 @dataclass
@@ -147,19 +114,11 @@ class Encoding:
     ) -> None:
         """Note the categories of the training rows."""
         for name in features:
-            values = list(truths(table.present(name)))
+            values = table.present(name)
             named = isinstance(self.given, Mapping) and name in self.given
-            numbers = all(is_number(value) or isinstance(value, TIMES) for value in values)
-            texts = isinstance(self.given, str) and not numbers
-            if named or texts:
-                # The first spelling names a category.
-                first: dict[Any, str] = {}
-                trained = [values[row] for row in rows.tolist()]
-                form = compared_as(trained)
-                for value in trained:
-                    first.setdefault(form(value), trimmed(value))
-                self.categories[name] = ordered([*first.values()])
-                self._refuse_names_of_rows(table, name, len(trained))
+            if named or (isinstance(self.given, str) and name in table.texts()):
+                _, self.categories[name] = codes(values.iloc[rows])
+                self._refuse_names_of_rows(table, name, len(rows))
                 if not named:
                     self._tell_of_numbers(table, name, values, tell)
 
@@ -174,14 +133,14 @@ class Encoding:
             )
 
     def _tell_of_numbers(
-        self, table: FileTable, name: str, values: list[Any], tell: Callable[[str], None]
+        self, table: FileTable, name: str, values: Any, tell: Callable[[str], None]
     ) -> None:
         """Report a column that became categories, although most of its values look like numbers."""
-        odd = [row for row, value in enumerate(values) if not is_number(value)]
-        commas = sum(is_number(str(values[row]).replace(",", ".")) for row in odd)
-        if 2 * (len(values) - len(odd) + commas) > len(values):
+        odd = np.flatnonzero(np.isnan(as_numbers(values)))
+        like_numbers = ~np.isnan(as_numbers(values.str.replace(",", ".")))
+        if len(odd) and 2 * like_numbers.sum() > len(values):
             tell(
-                f"{table.has(values[odd[0]], name, odd[0])}, which is not a number, so its "
+                f"{table.has(name, int(odd[0]))}, which is not a number, so its "
                 f"{len(self.categories[name])} values are categories (data.encode): if it holds "
                 "numbers, write them with a point, and give the mark of a missing value as "
                 "data.missing_marks"
@@ -210,83 +169,51 @@ class Encoding:
             if kind is None:
                 parts.append(table.numbers([name]))
                 continue
-            form = compared_as(self.categories[name])
-            places = {form(one): place for place, one in enumerate(self.categories[name])}
-            values = map(form, table.present(name))
-            codes = np.array([places.get(value, len(places)) for value in values])
-            unseen = int((codes == len(places)).sum())
+            count = len(self.categories[name])
+            places = places_of(table.present(name), self.categories[name])
+            places[places < 0] = count
+            unseen = int((places == count).sum())
             if unseen:
                 tell(f"{table.where}: {unseen} values of {name!r} occur in no training row")
             if kind == "codes":
-                parts.append(codes[:, None].astype(np.float64))
+                parts.append(places[:, None].astype(np.float64))
             else:
-                shown = range(1 if self.drop_first else 0, len(places))
-                parts.append((codes[:, None] == np.array(shown)).astype(np.float64))
+                shown = np.arange(1 if self.drop_first else 0, count)
+                parts.append((places[:, None] == shown).astype(np.float64))
         return np.concatenate(parts, axis=1)
 
 
-@dataclass
-class Scale:
-    """Converts x to (x − mean) / (std + 1e-9), by the training rows of each group; std with n − 1.
+def scaled(
+    x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices, tell: Callable[[str], None]
+) -> NDArray[np.float64]:
+    """Return x ``(N, columns)`` as (x − mean) / (std + 1e-9), by the training rows of each group;
+    std with n − 1.
+
+    As in scikit-learn's StandardScaler, a column that is constant in these rows is not divided.
 
     Args:
-        columns: names of the columns of x.
-        whose: names of the groups, for notes; none if there is one group.
+        groups: group of each row ``(N,)``.
+        trained: positions of the training rows.
     """
-
-    columns: Sequence[str]
-    whose: Sequence[str]
-    tell: Callable[[str], None]
-
-    def __call__(
-        self, x: NDArray[np.float64], groups: NDArray[np.int64], trained: Indices
-    ) -> NDArray[np.float64]:
-        """Return x ``(N, columns)``, scaled.
-
-        Args:
-            groups: group of each row ``(N,)``.
-            trained: positions of the training rows.
-        """
-        left = np.zeros(len(x), bool)
-        left[trained] = True
-        found = np.empty_like(x)
-        alone = 0
-        for group in np.unique(groups):
-            rows = groups == group
-            own = x[rows & left]
-            if not len(own):
-                # Rows that belong to no training client are standardised by all training rows.
-                own = x[left]
-            else:
-                alone += len(own) == 1
-                self._tell_of_no_spread(int(group), own, x[rows & ~left])
-            spread = own.std(axis=0, ddof=1) if len(own) > 1 else np.zeros(x.shape[1])
-            found[rows] = (x[rows] - own.mean(axis=0)) / (spread + SMALL)
-        if alone:
-            self.tell(
-                f"data.scale: {alone} of {len(np.unique(groups[trained]))} clients have one "
-                "training row, which becomes 0 in every column: give data.scale=all, or leave "
-                "these clients out"
-            )
-        return found
-
-    def _tell_of_no_spread(
-        self, group: int, own: NDArray[np.float64], others: NDArray[np.float64]
-    ) -> None:
-        """Report columns that are constant in the training rows, but not in the test rows."""
-        for column in np.flatnonzero((own == own[0]).all(axis=0)).tolist():
-            rows = int((others[:, column] != own[0, column]).sum())
-            if not rows:
-                continue
-            of = f"the training rows of client {self.whose[group]!r}" if self.whose else "training"
-            many = f"{rows} test row{'s' * (rows > 1)}"
-            remedy = ", or give data.scale=all" if self.whose else ""
-            self.tell(
-                f"data.scale: the column {self.columns[column]!r} is always "
-                f"{own[0, column]:.12g} in {of}, so its spread is 0, and another value in {many} "
-                f"becomes as large as 1e9 times the difference: leave the column out of "
-                f"data.features{remedy}"
-            )
+    left = np.zeros(len(x), bool)
+    left[trained] = True
+    found = np.empty_like(x)
+    alone = 0
+    for group in np.unique(groups):
+        rows = groups == group
+        own = x[rows & left]
+        alone += len(own) == 1
+        # Rows that belong to no training client are standardised by all training rows.
+        own = own if len(own) else x[left]
+        constant = (own == own[0]).all(axis=0)
+        spread = own.std(axis=0, ddof=1) + SMALL if len(own) > 1 else np.ones(x.shape[1])
+        found[rows] = (x[rows] - own.mean(axis=0)) / np.where(constant, 1, spread)
+    if alone:
+        tell(
+            f"data.scale: {alone} of {len(np.unique(groups[trained]))} clients have one training "
+            "row, which becomes 0 in every column: give data.scale=all, or leave these clients out"
+        )
+    return found
 
 
 def single(
@@ -317,26 +244,14 @@ def check_rule(test: Mapping[str, Any]) -> None:
         )
 
 
-def refuse_both(
-    client: Any, partition: Any, classes: Any, regression: bool, above: float | None
-) -> None:
-    """Refuse options that contradict each other."""
-    if above is not None and (classes is not None or regression):
-        other = "data.regression=True" if regression else f"data.classes={list(classes)!r}"
-        raise UserError(
-            f"data.above={above:g} makes two classes of the target, 0 and 1, and {other} says "
-            "otherwise: give one of the two."
-        )
-    if client is not None and partition is not None:
-        raise UserError(
-            f"data.client={client!r} says whose each row is, and data.partition splits the rows "
-            "anew: give one of the two."
-        )
-    if classes is not None and regression:
-        raise UserError(
-            f"data.classes={list(classes)!r} names the target's classes, and data.regression=True "
-            "says that it is a number: give one of the two."
-        )
+def refuse_both(given: Mapping[str, Any], pairs: Sequence[tuple[str, str, str]]) -> None:
+    """Refuse pairs of options that contradict each other; the third says what they decide."""
+    for one, other, what in pairs:
+        if given[one] not in (None, False) and given[other] not in (None, False):
+            raise UserError(
+                f"data.{one}={given[one]!r} and data.{other}={given[other]!r} both say {what}: "
+                "give one of the two."
+            )
 
 
 def as_names(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ from fl_lightning.datamodules.base import FederatedDataModule
 from fl_lightning.datamodules.batches.biases import Bias
 from fl_lightning.datamodules.batches.samples import TensorSamples
 from fl_lightning.datamodules.formats.tables import (
-    codes,
-    ordered,
     refuse_blanks,
     refuse_twice,
     refuse_two_of_a_name,
@@ -25,20 +22,21 @@ from fl_lightning.datamodules.formats.tables import (
 from fl_lightning.datamodules.formats.tokens import Bytes, Folder, padded, read_text, tokenizer_of
 from fl_lightning.datamodules.partitions.flower_splits import Grouped
 from fl_lightning.datamodules.partitions.partition import ByGroup, Partition, own_or_grouped
+from fl_lightning.datamodules.sources.file_data_module import ascending
 from fl_lightning.datamodules.sources.language_modelling import no_pixels
 from fl_lightning.errors import UserError, suggest
+from fl_lightning.evaluation.instruction_records import read_records
 from fl_lightning.introspection.papers import Paper
 
 # MultiNLI's mark for a text on which the annotators did not agree: such rows are left out, as is
 # usual.
 NO_LABEL = "-"
-URL = "https://cims.nyu.edu/~sbowman/multinli/"
 DELIMITERS = {".csv": ",", ".tsv": "\t"}
 
 
 class TextClassification(FederatedDataModule):
     """Texts with a class each; by default MultiNLI (Williams et al., 2018), with its five genres as
-    clients.
+    clients (multinli_1.0.zip of https://cims.nyu.edu/~sbowman/multinli/).
 
     x ``(length,)`` are tokens, -1 after the end of the text. Files are JSON lines (one object per
     line), or ``.csv`` or ``.tsv`` with a header; each row has the columns below.
@@ -89,12 +87,7 @@ class TextClassification(FederatedDataModule):
             eval_batch_size=eval_batch_size,
             **arguments,
         )
-        no_pixels("TextClassification", augment, biases)
-        if download:
-            raise UserError(
-                "TextClassification's download is true, but texts are put into data.root by "
-                f"hand: MultiNLI is multinli_1.0.zip of {URL}."
-            )
+        no_pixels("TextClassification", augment, biases, download)
         refuse_twice("data.classes", classes or ())
         self.text = [text] if isinstance(text, str) else list(text)
         if not 1 <= len(self.text) <= 2:
@@ -125,13 +118,15 @@ class TextClassification(FederatedDataModule):
         where = f"The file {str(self.root / self.train)!r}"
         if self.classes is None:
             refuse_blanks(sorted(set(labels)), f"{where}, column {self.label!r},")
-            self.classes = ordered(labels)
+            self.classes = in_order(labels)
         self.class_names = [str(name) for name in self.classes]
         if self.group is not None:
             refuse_blanks(sorted(set(groups)), f"{where}, column {self.group!r},")
-            self.groups, names = codes(groups)
+            names = in_order(groups)
+            places = {name: place for place, name in enumerate(names)}
+            self.groups = np.array([places[name] for name in groups], np.int64)
             if isinstance(self.partition, ByGroup | Grouped):
-                self.client_names = [str(name) for name in names]
+                self.client_names = names
 
         def samples(file: str, texts: list[list[str]], labels: list[str]) -> TensorSamples:
             return TensorSamples(
@@ -145,14 +140,6 @@ class TextClassification(FederatedDataModule):
             self.test_set = samples(self.test, *self._read(self.test))
         self.vocabulary = tokenizer.size
 
-    def card(self) -> dict[str, str]:
-        facts = super().card()
-        if self.group is not None and 0 < len(self.client_names) <= 10:
-            facts[f"clients by {self.group}"] = ", ".join(
-                f"{i} {name}" for i, name in enumerate(self.client_names)
-            )
-        return facts
-
     # ---- files
 
     def _read(
@@ -164,26 +151,16 @@ class TextClassification(FederatedDataModule):
         columns = [*self.text, self.label]
         if groups is not None and self.group is not None:
             columns.append(self.group)
-        for number, row in _rows(self.root / file):
-            for column in columns:
-                if column in row and not isinstance(row[column], str | int):
-                    has = "no value" if row[column] is None else repr(row[column])[:80]
+        for number, row in enumerate(_rows(self.root / file), 1):
+            for place, column in enumerate(columns):
+                value = row.get(column)
+                if not isinstance(value, str | int) or (value == "" and place >= len(self.text)):
+                    has = "no value" if value in (None, "") else repr(value)[:80]
                     raise UserError(
                         f"{str(self.root / file)!r}, row {number}, has {has} in the column "
-                        f"{column!r}, which has to be a text or a whole number: convert it, or "
-                        "leave the row out."
-                    )
-                if column not in row:
-                    raise UserError(
-                        f"{str(self.root / file)!r}, row {number}, has no text in the column "
-                        f"{column!r}; it has {', '.join(map(str, row))[:200]}. Name the columns "
-                        "by data.text, data.label and data.group."
-                    )
-            for column in columns[len(self.text) :]:
-                if row[column] == "":
-                    raise UserError(
-                        f"{str(self.root / file)!r}, row {number}, has an empty cell in the column "
-                        f"{column!r}. Give it a value, or leave the row out."
+                        f"{column!r}, which has to be a text or a whole number; its columns are "
+                        f"{', '.join(map(str, row))[:200]}. Name the columns by data.text, "
+                        "data.label and data.group, convert the value, or leave the row out."
                     )
             if row[self.label] == NO_LABEL:
                 continue
@@ -210,60 +187,40 @@ class TextClassification(FederatedDataModule):
         return np.asarray([number[label] for label in labels], np.int64)
 
 
-def _cells(path: Path, text: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a table; in a tab-separated one a quote is a part of the text.
+def in_order(names: Sequence[str]) -> list[str]:
+    """Return the distinct names, ascending; by number if all are whole numbers."""
+    distinct = sorted(set(names))
+    return [distinct[place] for place in ascending(distinct)]
+
+
+def _rows(path: Path) -> Sequence[dict[str, Any]]:
+    """Return the rows of JSON lines or of a table; in a tab-separated one a quote is a part of the
+    text.
 
     Raises:
         UserError: a quote is not closed, or a row has more or fewer cells than the header; the
             error has the line.
     """
-    delimiter = DELIMITERS[path.suffix.lower()]
+    delimiter = DELIMITERS.get(path.suffix.lower())
+    if delimiter is None:
+        return read_records(path, "TextClassification")
+    csv.field_size_limit(2**31 - 1)
+    lines = io.StringIO(read_text(path, "TextClassification's file"), newline="")
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
-    reader = csv.reader(
-        io.StringIO(text, newline=""), delimiter=delimiter, quoting=quoting, strict=True
-    )
-    before = csv.field_size_limit(len(text) + 1)
-    line = 1
+    reader = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
+    rows = []
     try:
-        header: list[str] = next(reader, [])
-        refuse_two_of_a_name(path, header)
-        line = reader.line_num + 1
+        refuse_two_of_a_name(path, list(reader.fieldnames or ()))
         for row in reader:
-            if row and len(row) != len(header):
+            if None in row or None in row.values():
                 raise UserError(
-                    f"{str(path)!r}, line {line}, has {len(row)} cells, and the header has "
-                    f"{len(header)} ({', '.join(header)[:200]}): mend the line."
+                    f"{str(path)!r}, line {reader.line_num}, has another number of cells than the "
+                    f"header ({', '.join(reader.fieldnames or ())[:200]}): mend the line."
                 )
-            if row:
-                yield dict(zip(header, row, strict=True))
-            line = reader.line_num + 1
+            rows.append(row)
     except csv.Error as error:
         raise UserError(
-            f"{str(path)!r}, line {line}, cannot be read ({error}): close each quote, with nothing "
-            "between it and the separator."
+            f"{str(path)!r}, about line {reader.line_num}, cannot be read ({error}): close each "
+            "quote, with nothing between it and the separator."
         ) from None
-    finally:
-        csv.field_size_limit(before)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield rows with their numbers, from 1."""
-    text = read_text(path, "TextClassification's file")
-    if path.suffix.lower() in DELIMITERS:
-        yield from enumerate(_cells(path, text), 1)
-        return
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise UserError(
-                f"{str(path)!r}, line {number}, is not JSON ({error}): one object per line is "
-                "expected."
-            ) from None
-        if not isinstance(row, dict):
-            raise UserError(
-                f"{str(path)!r}, line {number}, is not a JSON object with a key for each column."
-            )
-        yield number, row
+    return rows

@@ -47,7 +47,8 @@ def aggregated(transaction: RoundTransaction, methods: CallbackList, server: Ser
     aggregate = methods.owner("aggregate")
     if aggregate is None:
         return server.update
-    update = checked_rows(aggregate, methods.call(aggregate, server), round.w)
+    returned = methods.call(aggregate, server, *methods.asked(aggregate, server))
+    update = checked_rows(aggregate, returned, round.w)
     # The method may still hold the tensor that it returned (a state, for example), and other
     # methods change the update in place.
     return update.to(round.w.dtype, copy=True)

@@ -23,7 +23,8 @@ class RunFacts:
     ``by_step``: whether the clients' rate changes within a round. ``deadline``: whether a clock
     leaves out late clients. ``keeps_optimizer``: keep_optimizer_state. ``companions``: the classes
     of the run's callbacks. ``direction_owner``: the one that decides the direction of local steps
-    (``precondition``); empty if no callback does.
+    (``precondition``); empty if no callback does. ``rate_owner``: the one that decides the rate of
+    each local step (``step_rate``); empty if no callback does.
     """
 
     n: int
@@ -40,6 +41,7 @@ class RunFacts:
     keeps_optimizer: bool = False
     companions: tuple[str, ...] = ()
     direction_owner: str = ""
+    rate_owner: str = ""
 
 
 class Note:
@@ -97,6 +99,11 @@ UNIFORM_OPTIMUM = Note(
     "its fixed point is the optimum of the uniform mean over clients, also with "
     "weighting='samples'.",
     when=lambda method, run: run.weighting == "samples",
+)
+# For methods that read clients.lr in the hooks of a local step.
+ROUND_RATE = Note(
+    "it takes steps of its own at the round's learning rate, which {rate_owner} does not change.",
+    when=lambda method, run: bool(run.rate_owner),
 )
 
 

@@ -15,9 +15,8 @@ from fl_lightning.deploy.answers import Values
 from fl_lightning.deploy.logged import KnownMetrics
 from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.same_config import config_of
-from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.site_data import Told
-from fl_lightning.deploy.site_hooks import check_hooks, check_learner
+from fl_lightning.deploy.site_hooks import check_learner, refuse_unsent
 from fl_lightning.deploy.sites_engine import Sites
 from fl_lightning.deploy.transport import Transport
 from fl_lightning.errors import UserError
@@ -91,14 +90,12 @@ class AtServer(pl.Callback):
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         learner, note = pl_module.learner, pl_module.note
-        may_set = Scheduled(learner, trainer.callbacks).may_set
-        self.progress = ServerProgress(trainer, learner, note, may_set, self.changed)
+        self.progress = ServerProgress(trainer, learner, note, self.changed)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         loop = pl_module.run.loop
         assert loop is not None
         refuse(loop, trainer.callbacks)
-        check_learner(pl_module.learner, pl_module.note)
         run = self.run
         if run is None:
             run = number_in(Path(trainer.default_root_dir), trainer.current_epoch)
@@ -110,6 +107,7 @@ class AtServer(pl.Callback):
         self.sites = sites = Sites(self.transport, loop, self.progress, *facts)
         sites.measured_names, sites.known = self.measured_names, self.known
         self.known.try_step(pl_module.run, trainer)
+        check_learner(pl_module.learner, self.known.changed, pl_module.note)
         sites.register.counts_tests = any(
             isinstance(c, PerClientEvaluation) for c in trainer.callbacks
         )
@@ -120,6 +118,8 @@ class AtServer(pl.Callback):
             vars(trainer.datamodule)["plot_partition"] = None
         loop.engine = sites
         loop.rows_elsewhere = True
+        loop.assigned_at_server = refuse_unsent
+        loop.methods.tell(refuse_unsent)  # for Lightning's hooks, too
         if loop.parts is not None and bool(loop.parts.kept.any()):
             pl_module.note(
                 "partial averaging over sites: the clients' copies of parts stay at their sites. "
@@ -188,7 +188,6 @@ def refuse_methods(callbacks: list[Any]) -> None:
     Raises:
         UserError: naming one.
     """
-    check_hooks(callbacks)
     for callback in callbacks:
         if what := getattr(callback, "not_over_sites", ""):
             raise UserError(

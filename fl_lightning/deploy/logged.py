@@ -16,6 +16,7 @@ from fl_lightning.callback_list import CallbackList
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.engines.engine_context import LearnerCopies, engine_context_of
 from fl_lightning.engines.trials.dry_run import DryRun, tried_apart
+from fl_lightning.learner.attributes import Attributes
 from fl_lightning.round.client_group import LOSS
 
 ALONE = -1  # of a name: the value of a metric whose states cannot be merged
@@ -32,12 +33,14 @@ class KnownMetrics:
         shapes: of each state that this step updates, by the metric's place and the state's name.
         heard: the names in all answers so far.
         others: by client, those of its names that are not among ``kinds``.
+        changed: names of the learner's attributes that the step changed.
     """
 
     kinds: dict[str, Kind] = field(default_factory=lambda: {LOSS: None})
     shapes: dict[tuple[int, str], Shape] = field(default_factory=dict)
     heard: set[str] = field(default_factory=set)
     others: dict[int, set[str]] = field(default_factory=dict)
+    changed: list[str] = field(default_factory=list)
 
     def try_step(self, run: Any, trainer: Any) -> None:
         """Take a step on the server's own samples, on a copy, which changes nothing of the run.
@@ -55,10 +58,12 @@ class KnownMetrics:
         try:
             with tried_apart(situation):
                 trial = DryRun(copies)
+                before = Attributes(trial.copy.learner)
                 trial.run(cohort.tried(0)[0], 1)
         except Exception:
             # The server's samples need not suffice for a step, and hooks may come later.
             return
+        self.changed = before.changed_by_learner(trial.copy.learner)
         metrics = trial.metrics[-1] if trial.metrics else None
         self.kinds |= kinds_of(trial.logged, metrics)
         self.shapes |= shapes_of(metrics)

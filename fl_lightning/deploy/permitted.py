@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import nn
+
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.fields import LARGEST, Fields, WrongField
-from fl_lightning.deploy.progress import ATTRIBUTE, BOOL, FOREVER
-from fl_lightning.deploy.scheduled import Scheduled
+from fl_lightning.deploy.progress import ATTRIBUTE, BOOL, FOREVER, may_be_sent
 from fl_lightning.deploy.transport import Message, Number, visible
 from fl_lightning.errors import UserError
 
@@ -24,14 +25,14 @@ class Permitted:
         clients: those that the site holds, by its own file or ``--node-config``.
         callbacks: of the config; if there is a ``PerClientEvaluation``, the server may ask for
             measurements, and for fine-tuning of its ``finetune_epochs``.
-        scheduled: the attributes of the learner that may be set.
+        learner: its class names the attributes that may be set.
     """
 
     def __init__(
-        self, clients: Iterable[int], callbacks: Iterable[Any], scheduled: Scheduled
+        self, clients: Iterable[int], callbacks: Iterable[Any], learner: nn.Module
     ) -> None:
         self.clients = frozenset(clients)
-        self.scheduled = scheduled
+        self.learner = learner
         measuring = [c for c in callbacks if isinstance(c, PerClientEvaluation)]
         self.epochs = {0.0, *(float(c.finetune_epochs) for c in measuring)} if measuring else set()
 
@@ -67,11 +68,11 @@ class Permitted:
     def _check_attributes(self, numbers: Mapping[str, Number]) -> None:
         for key in numbers:
             full = key.removeprefix(ATTRIBUTE).removesuffix(BOOL)
-            if key.startswith(ATTRIBUTE) and not self.scheduled.may_set(full):
+            if key.startswith(ATTRIBUTE) and not may_be_sent(self.learner, full):
                 raise _refused(
                     f"another {visible(full)}",
-                    "lets only those numbers of its learner be set that the learner's own hooks or "
-                    "the config's callbacks schedule",
+                    "lets only those numbers of its learner be set that the learner's class names "
+                    "in sent_to_sites",
                 )
 
 

@@ -1,12 +1,14 @@
 """The run's progress as a learner reads it: a site shows it the same values as the server.
 
 The server runs the hooks of rounds and of validation, and a site does not. If those hooks set
-numbers in attributes of the learner, the numbers are sent with each message. A note names the
-attributes that cannot be sent.
+numbers in attributes that the learner's class names in ``sent_to_sites``, the numbers are sent with
+each message. Another number of the learner is refused, and a note names attributes that cannot be
+sent.
 """
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from types import FunctionType
@@ -17,15 +19,14 @@ from torch import Tensor, nn
 
 from fl_lightning.deploy.transport import Number
 from fl_lightning.errors import UserError
-from fl_lightning.learner.attributes import Attributes, of_library
-from fl_lightning.learner.modules import keeps_frozen
-from fl_lightning.machine.lightning import pl
+from fl_lightning.learner.attributes import Attributes, of_framework, of_library
+from fl_lightning.learner.modules import keeps_frozen, lightning_base
 
 ATTRIBUTE = "learner/"  # prefix of an attribute's name among a message's numbers
 BOOL = ":bool"  # suffix of the name of an attribute that is True or False
 FOREVER = -1  # for max_epochs=None
 ABSENT = object()  # in place of the value of an attribute that a module itself does not have
-OF_MODULES = frozenset({*vars(pl.LightningModule()), *vars(nn.Module())})
+NUMBERS = bool | int | float | None
 FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
 
 
@@ -36,7 +37,6 @@ class ServerProgress:
         trainer: the server's Trainer.
         learner: the learner when the fit begins, before any of its hooks ran.
         note: function that reports a text to the user.
-        may_set: whether sites let a message set the attribute of a name.
         changed: names of attributes that were changed before the run was resumed. The learner may
             have restored them, so they do not differ from ``first``.
     """
@@ -46,13 +46,11 @@ class ServerProgress:
         trainer: Any,
         learner: nn.Module,
         note: Callable[[str], None],
-        may_set: Callable[[str], bool],
         changed: Collection[str] = (),
     ) -> None:
         self.trainer = trainer
         self.learner = learner
         self.note = note
-        self.may_set = may_set
         self.first = Attributes(learner)
         self.frozen = _marks(learner)
         # frozen parameters whose changes are sent
@@ -74,7 +72,8 @@ class ServerProgress:
             steps: ``global_step`` as the learner reads it.
 
         Raises:
-            UserError: a hook changed a frozen parameter, which is not sent.
+            UserError: a hook changed a frozen parameter, which is not sent, or a number that its
+                class does not name.
         """
         self._refuse_changed_parameters()
         limit = self.trainer.max_epochs
@@ -93,11 +92,15 @@ class ServerProgress:
             value = getattr(modules[part], name, None)
             if not isinstance(value, int | float):
                 self._note_left(full, "It is not a number")
-            elif not self.may_set(full):
-                self._note_left(
-                    full,
-                    "It belongs to a module of a library, or the code of no hook of the learner "
-                    "and its callbacks assigns it by its name",
+            elif of_library(type(modules[part])) and lightning_base(modules[part]) is None:
+                self._note_left(full, "It belongs to a module of a library")
+            elif not may_be_sent(self.learner, full):
+                kind = type(modules[part]).__name__
+                raise UserError(
+                    f"learner {type(self.learner).__name__}: its hooks change {full} at the "
+                    "server, and sites would train with its first value. Write sent_to_sites = "
+                    f'("{name}",) in the class {kind}, and each message to a site has the number; '
+                    "or simulate with `fl-lightning fit`."
                 )
             elif isinstance(value, bool):
                 numbers[ATTRIBUTE + full + BOOL] = int(value)
@@ -148,7 +151,7 @@ class SiteProgress:
         self.first: dict[str, Any] = {}
         for part, module in learner.named_modules():
             for name, value in vars(module).items():
-                if isinstance(value, bool | int | float | None):
+                if isinstance(value, NUMBERS):
                     self.first[f"{part}.{name}" if part else name] = value
         self.set: dict[str, None] = {}  # attributes that a message has set
 
@@ -196,9 +199,22 @@ class SiteProgress:
             delattr(module, name)
 
 
-def of_framework(module: nn.Module, name: str) -> bool:
-    """Return whether Lightning or PyTorch keeps this attribute in its modules."""
-    return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
+def may_be_sent(learner: nn.Module, full: str) -> bool:
+    """Return whether a message may set the attribute of this name, such as ``"net.factor"``.
+
+    The class of its module names it in ``sent_to_sites``, and it is a number or None, or not there
+    yet.
+    """
+    part, _, name = full.rpartition(".")
+    module = dict(learner.named_modules()).get(part)
+    if name not in getattr(type(module), "sent_to_sites", ()):
+        return False
+    assert module is not None
+    # A property is not read, because it may compute anything.
+    of_class = inspect.getattr_static(type(module), name, None)
+    if of_framework(module, name) or not isinstance(of_class, NUMBERS):
+        return False
+    return isinstance(getattr(module, name, None), NUMBERS)
 
 
 def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:

@@ -25,7 +25,6 @@ from fl_lightning.deploy.partial_broadcast import completed
 from fl_lightning.deploy.permitted import Permitted
 from fl_lightning.deploy.progress import SiteProgress
 from fl_lightning.deploy.same_config import config_of
-from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.sent_base import BaseAtSite
 from fl_lightning.deploy.site_rows import SiteRows
 from fl_lightning.deploy.told_errors import LOGGED, told
@@ -61,7 +60,6 @@ class AtSite(pl.Callback):
         folder: the folder of their rows.
         own: whether the site brought its data; the server then knows only what the site sends.
         fewest_samples: metrics of a client with fewer samples stay at the site. 0: all are sent.
-        elsewhere: callbacks of the config that only the server runs.
     """
 
     # The server asks a site to measure its clients if the run's callbacks need it.
@@ -75,14 +73,12 @@ class AtSite(pl.Callback):
         folder: Path,
         own: bool = False,
         fewest_samples: int = 0,
-        elsewhere: Sequence[Any] = (),
     ) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
         self.own = own
         self.fewest_samples = fewest_samples
-        self.elsewhere = elsewhere
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.progress = SiteProgress(trainer, pl_module.learner)
@@ -126,8 +122,7 @@ class Site(FederatedLoop):
         self.of_server = at.progress
         self.post = at.post
         self.clients = at.clients
-        scheduled = Scheduled(self.module.learner, [*trainer.callbacks, *at.elsewhere])
-        self.permitted = Permitted(self.clients, trainer.callbacks, scheduled)
+        self.permitted = Permitted(self.clients, trainer.callbacks, self.module.learner)
         self.rows = rows
         self.own_data = at.own
         self.fewest_samples = at.fewest_samples
@@ -259,7 +254,8 @@ class Site(FederatedLoop):
                 round_messages.packed_client(answer, home, round, code, declared)
 
         leaves = [(leaf, mine[leaf]) for leaf in visiting_order(len(mine))]
-        self.engine.train(round, leaves, collect, lambda: None)
+        with self.methods.telling(self.assigned_by_clients):
+            self.engine.train(round, leaves, collect, lambda: None)
         for name in contributions.changed:
             answer.numbers["changed/" + name] = 1
         self.rows.stage(t, transaction.rows_to_commit(self.methods.declared), finished)

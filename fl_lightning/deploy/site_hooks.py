@@ -1,24 +1,19 @@
-"""Whether sites can run a method: everything that its clients' hooks read has to exist at the site.
+"""Whether sites can run a method or a learner: what its code at the site reads has to be there.
 
 Sites run the hooks that take clients, ``steps`` and ``parts``. The server runs all others, on its
 own copy of the callback. So sites know what these hooks set only if it is a declared state that is
-sent.
+sent. The learner's steps run at sites, and its hooks between steps at the server.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from functools import partial
-from itertools import product
-from typing import Any
 
 from torch import nn
 
 from fl_lightning.callback import FederatedCallback
-from fl_lightning.deploy.progress import of_framework
 from fl_lightning.errors import UserError
-from fl_lightning.introspection import hook_source
-from fl_lightning.learner.modules import lightning_modules, overrides
+from fl_lightning.learner.modules import overrides
 
 AT_SITES = (
     "steps",
@@ -40,107 +35,65 @@ AT_SITES = (
     "encode",
     "personal",
 )
-AT_SERVER = (
-    "select",
-    "on_round_start",
-    "broadcast",
-    "on_updates",
-    "aggregate",
-    "on_server_update",
-    "evaluated",
-    "on_round_end",
-)
 # Lightning's hooks that the server runs in each round, and sites do not.
 OF_ROUNDS = (
     "on_train_epoch_start",
-    "on_train_batch_start",
-    "on_train_batch_end",
+    "on_train_epoch_end",
     "on_validation_start",
     "on_validation_epoch_start",
     "on_validation_epoch_end",
     "on_validation_end",
-    "on_train_epoch_end",
 )
 
 
-def check_hooks(callbacks: Collection[Any]) -> None:
-    """Refuse methods if their clients' hooks read values that only the server knows.
+def refuse_unsent(callback: object, name: str) -> None:
+    """Refuse an attribute that a method assigns at the server, if sites run hooks of the method,
+    too.
 
     Raises:
-        UserError: it names the method, the attribute and both hooks.
+        UserError: it names the method and the attribute.
     """
-    for callback in callbacks:
-        if isinstance(callback, FederatedCallback):
-            _check(callback)
+    if isinstance(callback, FederatedCallback) and any(map(callback.has, AT_SITES)):
+        raise UserError(
+            f"method: {type(callback).__name__} sets self.{name} in a hook that only the server "
+            f"runs, and sites, which run its other hooks, would not see it. Declare it with {name} "
+            "= ServerState(sent=True), or ServerState() if only hooks of the server read it; or "
+            "simulate with `fl-lightning fit`."
+        )
 
 
-def check_learner(learner: nn.Module, note: Callable[[str], None]) -> None:
-    """Refuse a learner whose ``on_train_epoch_…`` reads values that its training steps collect.
+def check_learner(
+    learner: nn.Module, changed: Collection[str], note: Callable[[str], None]
+) -> None:
+    """Refuse a learner whose steps, at sites, change attributes that the server's hooks may read.
 
-    The steps run at sites, and the hook at the server. If only a hook of validation reads such a
-    value, ``note`` gets a text: validation may have changed the value, too.
+    If it has only hooks of validation, ``note`` gets a text: validation may have changed the value,
+    too.
+
+    Args:
+        changed: names of the attributes that a training step changes.
 
     Raises:
         UserError: it names the learner, the attribute and the hook.
     """
-    for part in lightning_modules(learner):
-        name = type(part).__name__
-        moved = {
-            each for each in hook_source.moved_by(part, part.training_step) if _stays(part, each)
-        }
-        for hook in filter(partial(overrides, part), OF_ROUNDS if moved else ()):
-            if hook in ("on_train_batch_start", "on_train_batch_end"):
-                continue
-            for attribute in sorted(moved & hook_source.read_first(getattr(part, hook))):
-                text = (
-                    f"learner {name}: training_step changes self.{attribute} at the sites, and "
-                    f"{hook}, which only the server runs, reads it there, without these changes. "
-                    "In training_step, log the value (self.log gives the mean over steps and "
-                    "clients), or update a metric of torchmetrics"
-                )
-                if hook.startswith("on_train"):
-                    raise UserError(f"{text}; or simulate with `fl-lightning fit`.")
-                note(text)
-
-
-def _stays(learner: Any, name: str) -> bool:
-    """Return whether this is an attribute that is not sent to the server."""
-    if name in {*learner._modules, *learner._parameters, *learner._buffers}:
-        return False
-    return not of_framework(learner, name)
-
-
-def reads_of_clients(attribute: str, callbacks: Collection[Any]) -> bool:
-    """Return whether a hook that sites run reads this attribute of its clients."""
-    return any(
-        callback.reads_of_clients(hook, attribute)
-        for callback, hook in product(callbacks, AT_SITES)
-    )
-
-
-def _check(callback: FederatedCallback) -> None:
-    name = type(callback).__name__
-    declared = callback.declarations()
-    read: dict[str, str] = {}
-    for hook in filter(callback.has, AT_SITES):
-        for attribute in hook_source.of_self(callback, getattr(callback, hook)):
-            read.setdefault(attribute, hook)
-    for attribute, hook in read.items():
-        state = declared.get(attribute)
-        if state is not None and state.at_server and not state.goes_down:
+    modules = dict(learner.named_modules())
+    for full in changed:
+        part, _, attribute = full.rpartition(".")
+        declared = [
+            getattr(type(modules[part]), each, ()) for each in ("sent_to_sites", "at_sites")
+        ]
+        hooks = [hook for hook in OF_ROUNDS if overrides(learner, hook)]
+        if not hooks or any(attribute in names for names in declared):
+            continue
+        text = (
+            f"learner {type(learner).__name__}: training_step changes self.{full} at the sites, "
+            f"and {hooks[0]}, which only the server runs, would find it without these changes. In "
+            "training_step, log the value (self.log gives the mean over steps and clients), or "
+            "update a metric of torchmetrics"
+        )
+        if hooks[0].startswith("on_train"):
             raise UserError(
-                f"method: {name} reads its server state {attribute} in {hook}, which sites run, "
-                f"and the state is not sent to them. Declare it with {attribute} = "
-                "ServerState(sent=True), or simulate with `fl-lightning fit`."
+                f'{text}; if no hook reads it, write at_sites = ("{attribute}",) in the class '
+                f"{type(modules[part]).__name__}; or simulate with `fl-lightning fit`."
             )
-    for setter in filter(callback.has, (*AT_SERVER, *OF_ROUNDS)):
-        # Lightning's hooks get no server, which would let them set a state.
-        elsewhere = f", set it in on_round_start in place of {setter}" * (setter in OF_ROUNDS)
-        for attribute in hook_source.assigned(getattr(callback, setter)):
-            if attribute in read and attribute not in declared:
-                raise UserError(
-                    f"method: {name} sets self.{attribute} in {setter}, which only the server "
-                    f"runs, and reads it in {read[attribute]}, which sites run. Declare it with "
-                    f"{attribute} = ServerState(sent=True){elsewhere}, or simulate with "
-                    "`fl-lightning fit`."
-                )
+        note(text)

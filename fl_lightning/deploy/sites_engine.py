@@ -24,7 +24,6 @@ from fl_lightning.deploy.progress import ServerProgress
 from fl_lightning.deploy.register import ASK_AGAIN, LeftOut, Register, raise_failed
 from fl_lightning.deploy.sent_base import SentBase
 from fl_lightning.deploy.site_data import Told
-from fl_lightning.deploy.site_hooks import reads_of_clients
 from fl_lightning.deploy.transport import Message, Number, Transport, visible
 from fl_lightning.errors import Diverged, UserError
 from fl_lightning.evaluation.personal_models import PersonalModel
@@ -96,7 +95,7 @@ class Sites:
         self.base = None if loop.state.base is None else SentBase(loop.state.base)
         base = () if loop.state.base is None else loop.state.base.values
         progress.sent = {*base, *loop.buffers.as_buffers}
-        self.reads_evaluated = reads_of_clients("evaluated", loop.methods.callbacks)
+        self.reads_evaluated = any(c.asks_for("evaluated") for c in loop.methods.callbacks)
         # Otherwise all of w changes in each round.
         foresees = any(callback.has("foreseen") for callback in loop.methods.callbacks)
         partly = loop.methods.partial_training is not None or foresees

@@ -17,12 +17,7 @@ from fl_lightning.engines.trials.batch_check import check_batch_sizes, first_lin
 from fl_lightning.engines.trials.dry_run import DryRun, tried_apart
 from fl_lightning.engines.trials.trial_steps import FirstSteps, Reason, take_first_steps
 from fl_lightning.errors import UserError
-from fl_lightning.round.settings import AUTO, DEBUG, SEQUENTIAL, STACKED
-
-SHARED = (
-    "and all clients share it, so one worker trains them. Declare such a value (Scratch, "
-    "ClientState, Upload, clients.log) to use more workers"
-)
+from fl_lightning.round.settings import AUTO, SEQUENTIAL, STACKED
 
 
 @dataclass(frozen=True)
@@ -64,10 +59,6 @@ def choose(
         reason = refusal("capture=True", "capture='auto'")
     if reason is not None:
         raise UserError(reason)
-    in_order = context.workers == 1 or context.engine in (SEQUENTIAL, DEBUG)
-    if not in_order and (shared := context.set_by_methods()):
-        context = replace(context, workers=1)
-        note(f"{shared}, {SHARED}")
     copies = LearnerCopies(context)
     resumed = held is not None and plan_fits(context, held)
     if held is not None and resumed:

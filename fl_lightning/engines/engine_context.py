@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +13,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from fl_lightning.callback import FederatedCallback
 from fl_lightning.callback_list import CallbackList
 from fl_lightning.client import batch_callbacks
 from fl_lightning.client.client_optimizer import ClientOptimizer, can_be_fused, unheld
@@ -23,7 +21,6 @@ from fl_lightning.client.flat_learner import Convert, FlatLearner
 from fl_lightning.client.local_step import LocalTraining
 from fl_lightning.client.run_optimizers import RunOptimizers
 from fl_lightning.engines.engine_plan import EnginePlan
-from fl_lightning.introspection import hook_source
 from fl_lightning.learner.buffers import BufferPolicy
 from fl_lightning.learner.layout import Layout, check_trainable
 from fl_lightning.learner.modules import TRANSFER, gradient_hook, keeps_frozen, overrides
@@ -32,16 +29,8 @@ from fl_lightning.round.client_schedule import ClientSchedule, ShownScheduler
 from fl_lightning.round.cohort import Cohort
 from fl_lightning.round.context import ClientRates, Round
 from fl_lightning.round.global_model import GlobalModel
-from fl_lightning.round.settings import Settings
+from fl_lightning.round.settings import DEBUG, SEQUENTIAL, Settings
 
-HOOKS_OF_CLIENTS = (
-    "local_batch",
-    *(
-        name
-        for name, hook in inspect.getmembers(FederatedCallback, inspect.isfunction)
-        if not name.startswith("_") and "clients" in inspect.signature(hook).parameters
-    ),
-)
 STREAMS = 16  # largest number of streams on a GPU; PyTorch has a pool of 32
 
 
@@ -143,12 +132,10 @@ class EngineContext:
         name = type(self.looking[0]).__name__
         return f"the callback {name} is called with each client's batch, and there is one for all"
 
-    def set_by_methods(self) -> str:
-        """Return which method sets an attribute of its own in a hook of clients; empty: none.
-
-        All clients share such an attribute.
-        """
-        return undeclared(self.work.methods, HOOKS_OF_CLIENTS)
+    @property
+    def in_order(self) -> bool:
+        """Whether the user asked for clients that train one after another."""
+        return self.workers == 1 or self.engine in (SEQUENTIAL, DEBUG)
 
     def lengths(self) -> list[int]:
         """K_i of the clients that one process trains in round 0."""
@@ -180,21 +167,6 @@ class EngineContext:
             read=lambda key, client: None,
             server_states={},
         )
-
-
-def undeclared(methods: CallbackList, hooks: Collection[str], has: bool = False) -> str:
-    """Return which method sets an attribute in one of these hooks that it does not declare as
-    state; empty: none.
-
-    ``has``: only attributes count that it has before its first round.
-    """
-    for method in methods.callbacks:
-        declared = method.declarations()
-        for hook in filter(method.has, hooks):
-            for name in hook_source.set_of_self(method, getattr(method, hook)):
-                if name not in declared and (not has or hasattr(method, name)):
-                    return f"{type(method).__name__} sets self.{name} in {hook}"
-    return ""
 
 
 def engine_context_of(

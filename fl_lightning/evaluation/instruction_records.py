@@ -31,7 +31,7 @@ def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
     """
     expected = "one JSON object per line, or one JSON list of objects"
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except FileNotFoundError:
         raise UserError(
             f"{wanted_by}'s file is expected in {str(path)!r}, which is not there. Give the right "
@@ -41,16 +41,20 @@ def read_records(path: Path, wanted_by: str) -> list[dict[str, Any]]:
         raise UserError(
             f"{wanted_by}'s file {str(path)!r} cannot be read as UTF-8 text ({error})."
         ) from None
-    try:
-        if text.lstrip().startswith("["):
-            records = json.loads(text)
-        else:
-            records = [json.loads(line) for line in text.split("\n") if line.strip()]
-    except ValueError as error:
-        raise UserError(f"{str(path)!r} is not JSON ({error}): {expected} is expected.") from None
+    lines = [text] if text.lstrip().startswith("[") else text.split("\n")
+    records: list[Any] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            records += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
+            raise UserError(
+                f"{str(path)!r}, line {number}, is not JSON ({error}): {expected} is expected."
+            ) from None
+    if len(records) == 1 and isinstance(records[0], list):
+        (records,) = records
     if not records or not all(isinstance(record, dict) for record in records):
         raise UserError(f"{str(path)!r} has no records: {expected} is expected.")
-    return list(records)
+    return records
 
 
 def check_template(wanted_by: str, template: str) -> None:

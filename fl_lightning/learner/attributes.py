@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric, MetricCollection
 
 from fl_lightning.learner.modules import IN_STEPS
+from fl_lightning.machine.lightning import pl
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STEPS)
@@ -31,6 +32,8 @@ SKIPPED = ("_parameters", "_buffers", "_trainer", "_fabric", "training", *IN_STE
 OF_THE_RUN = {"fl_lightning", "lightning", "lightning_fabric", "pytorch_lightning"}
 # Classes and functions of these packages hold nothing that belongs to a learner.
 LIBRARIES = {*OF_THE_RUN, *sys.stdlib_module_names, "numpy", "torch", "torchmetrics", "torchvision"}
+
+OF_MODULES = frozenset({*vars(pl.LightningModule()), *vars(nn.Module())})
 
 Facts = tuple[int, int, Any]  # of an attribute: its id, its version or length, its content
 
@@ -113,6 +116,16 @@ class Attributes(Contents):
         names = dict.fromkeys([*self.found, *later.found])
         return [name for name in names if self.found.get(name) != later.found.get(name)]
 
+    def changed_by_learner(self, learner: nn.Module) -> list[str]:
+        """Return the names of its modules' attributes that its own code has changed since."""
+        modules = dict(learner.named_modules())
+        found = []
+        for full in self.changed(Attributes(learner)):
+            part, _, name = full.rpartition(".")
+            if part in modules and not of_framework(modules[part], name):
+                found.append(full)
+        return found
+
     def _note_module(self, place: str, module: nn.Module, values: bool) -> None:
         states = module._defaults if isinstance(module, Metric) else ()
         for name, value in vars(module).items():
@@ -179,6 +192,11 @@ class Writer(pickle.Pickler):
             return f"{told} of a parameter or buffer"
         data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         return f"{told} {blake2b(data, digest_size=16).hexdigest()}"
+
+
+def of_framework(module: nn.Module, name: str) -> bool:
+    """Return whether Lightning or PyTorch keeps this attribute in its modules."""
+    return name in OF_MODULES or (name.startswith("_") and of_library(type(module)))
 
 
 def is_strided(tensor: Tensor) -> bool:

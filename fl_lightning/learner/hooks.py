@@ -9,7 +9,6 @@ from typing import Any
 
 from torchmetrics import Metric
 
-from fl_lightning.introspection import hook_source
 from fl_lightning.learner.modules import SHIMS, TRANSFER, lightning_modules, overrides
 from fl_lightning.machine.lightning import extract_batch_size, pl
 from fl_lightning.metrics import Logged
@@ -48,7 +47,6 @@ WHERE_OVERRIDDEN = [
     "predict_dataloader",
 ]
 STEPS = ("validation_step", "test_step", "predict_step")
-WHERE_MEASURED = ("on_validation_start", "on_validation_end", "validation_step")
 
 
 class LearnerHooks(pl.LightningModule):
@@ -226,22 +224,3 @@ for _name in HOOKS:
     setattr(LearnerHooks, _name, _forwarded(_name))
 for _name in STEPS:
     setattr(LearnerHooks, _name, _step(_name))
-
-
-def moved_on_by(learner: Any) -> str:
-    """Return which hook between rounds computes an attribute of the learner from its value before,
-    such as ``self.k += 1``; empty: none, or the learner saves what it needs.
-    """
-    if overrides(learner, "on_save_checkpoint"):
-        return ""
-    names = ("on_train_epoch_start", *HOOKS, *WHERE_MEASURED)
-    found = {name: hook_source.moved_on(getattr(learner, name)) for name in names}
-    # What a hook sets anew, such as a sum over an epoch, does not go on from round to round.
-    not_kept = {*dict(learner.named_buffers()), *dict(learner.named_parameters())}
-    for _, anew in found.values():
-        not_kept |= anew
-    for name, (moved, _) in found.items():
-        for attribute in sorted(moved - not_kept):
-            if overrides(learner, name) and hasattr(learner, attribute):
-                return f"{type(learner).__name__} changes self.{attribute} in {name}"
-    return ""

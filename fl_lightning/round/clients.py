@@ -12,20 +12,21 @@ from fl_lightning.learner.layout import Layout
 from fl_lightning.machine.device_memory import to_device
 from fl_lightning.round.client_group import LOSS, ClientGroup
 from fl_lightning.round.context import InStep
+from fl_lightning.round.hook_subject import HookSubject
 
 
-class Clients:
+class Clients(HookSubject):
     """``n`` clients that train together, as local hooks see them.
 
     One number per client is a column ``(n, 1)``, except ``ids`` ``(n,)``. Attributes that a hook
     sets can be read in its later hooks of the round, for only these clients.
     """
 
-    __slots__ = ("__dict__", "_caller", "_group")
+    __slots__ = ("__dict__", "_group")
 
     def __init__(self, group: ClientGroup) -> None:
+        super().__init__()
         self._group = group
-        self._caller = "a method of this run"  # the class whose hook is being called
         # An attribute that a hook assigns to its clients is there for later hooks until the round
         # ends.
         self.__dict__ = group.attributes
@@ -102,7 +103,11 @@ class Clients:
         """Return the model evaluated last ``(D,)``: w^t, unless a method evaluates another one.
 
         ``PartialAveraging`` and methods with the hook ``evaluated`` do so.
+
+        Raises:
+            UserError: the method's class has no ``reads_evaluated = True``.
         """
+        self._check_asked("evaluated")
         return self._group.round.evaluated
 
     @property
@@ -318,16 +323,16 @@ class Clients:
     def loss(self) -> Tensor:
         """Return the mean loss of the clients' local steps ``(n, 1)``, in ``on_local_end``.
 
-        This loss exists if the source of a method's ``on_local_end`` reads it. It is the loss of a
-        step's first pass: at the model, or at the perturbed point if the method takes only one.
+        It is the loss of a step's first pass: at the model, or at the perturbed point if the method
+        takes only one.
+
+        Raises:
+            UserError: the method does not ask for it.
+            RuntimeError: it is read in another hook.
         """
+        self._check_asked("loss")
         if LOSS not in self._group.logs:
-            raise RuntimeError(
-                "clients.loss can be read only in on_local_end. The run keeps it only if the "
-                "source of a "
-                "method's on_local_end, or of a method of its class that it calls, reads "
-                "clients.loss"
-            )
+            raise RuntimeError("clients.loss can be read only in on_local_end")
         return self._group.logs[LOSS].reshape(-1, 1)
 
     def norm(self, v: Tensor) -> Tensor:

@@ -17,13 +17,14 @@ from fl_lightning.machine.device_memory import to_device
 from fl_lightning.machine.processes import gathered, world_size
 from fl_lightning.round.context import Round
 from fl_lightning.round.declared_state import Declaration
+from fl_lightning.round.hook_subject import HookSubject
 from fl_lightning.round.privacy_guard import refuse_outsiders
 from fl_lightning.round.transaction import RoundTransaction
 from fl_lightning.sampling import generator
 from fl_lightning.storage.secret import drawn_from
 
 
-class Server:
+class Server(HookSubject):
     """The server's side of a round. Means and sums are over the clients that finished.
 
     ``w`` is w^t until the server optimizer's step, and w^{t+1} in ``on_round_end``. ``w_before`` is
@@ -32,9 +33,9 @@ class Server:
     """
 
     def __init__(self, round: Round, transaction: RoundTransaction) -> None:
+        super().__init__()
         self._round = round
         self._transaction = transaction
-        self._caller = "a method of this run"  # the class whose hook is being called
         self._update = self.w_before = self.evaluated = round.w
         self.communication: dict[str, int] = {}
         self.kept_vectors = 0.0
@@ -147,14 +148,12 @@ class Server:
         These updates are the transmitted ones, and exist from ``on_updates`` on.
 
         Raises:
-            RuntimeError: no method of the run gathers updates, or no client has finished yet.
+            UserError: the method does not ask for them.
+            RuntimeError: no client has finished yet.
         """
+        self._check_asked("updates")
         if self._transaction.gathered is None:
-            raise RuntimeError(
-                "server.updates can be read from on_updates on. The run gathers updates only if a "
-                "callback has that hook, or if the source of its aggregate or on_server_update, or "
-                "of a method of its class that these call, reads server.updates"
-            )
+            raise RuntimeError("server.updates can be read from on_updates on")
         return self._transaction.gathered
 
     @updates.setter

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from fl_lightning import UserError
 from fl_lightning.aggregation.all_updates import memory
 from fl_lightning.callback import Clients, FederatedCallback
 from fl_lightning.callbacks import ControlVariates, PartialAveraging
@@ -32,8 +33,8 @@ class Looking(FederatedCallback):
 
 
 class Median(FederatedCallback):
-    def aggregate(self, server: Any) -> Tensor:
-        return server.updates.median(0).values
+    def aggregate(self, server: Any, updates: Tensor) -> Tensor:
+        return updates.median(0).values
 
 
 @pytest.mark.parametrize(
@@ -62,8 +63,8 @@ def test_rows_are_what_each_client_transmitted_in_ascending_order() -> None:
         def transmit(self, clients: Clients, update: Tensor) -> Tensor:
             return torch.ones_like(update) * (1.0 + clients.ids[:, None])
 
-        def aggregate(self, server: Any) -> Tensor:
-            seen["rows"], seen["ids"] = server.updates.clone(), server.ids.tolist()
+        def aggregate(self, server: Any, updates: Tensor) -> Tensor:
+            seen["rows"], seen["ids"] = updates.clone(), server.ids.tolist()
             return 0 * server.update
 
     for engine in ("sequential", "concurrent", "stacked"):
@@ -166,9 +167,9 @@ def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error()
     assert not tiny_run(ControlVariates()).notes
 
     class Adding(FederatedCallback):
-        def on_server_update(self, server: Any) -> None:
-            assert server.updates.shape == (3, 204)
-            server.update += server.updates.mean(0)
+        def on_server_update(self, server: Any, updates: Tensor) -> None:
+            assert updates.shape == (3, 204) and updates is server.updates
+            server.update += updates.mean(0)
 
     trainer(1, [Adding()]).fit(federated(), blobs())
 
@@ -176,7 +177,7 @@ def test_the_memory_is_said_before_round_0_and_asking_for_too_much_is_an_error()
         def on_round_end(self, server: Any) -> None:
             server.log("spread", server.updates.std())
 
-    with pytest.raises(RuntimeError, match=r"reads server\.updates"):
+    with pytest.raises(UserError, match="Write gathers = True in the class Asking"):
         trainer(1, [Asking()]).fit(federated(), blobs())
 
     class Shorter(FederatedCallback):

@@ -41,7 +41,7 @@ def test_order_of_callbacks_does_not_matter() -> None:
         (c.PartialAveraging, c.GlobalSharpnessAwareMinimization),
         (c.PartialAveraging, c.NormalizedAveraging),
         (c.PartialAveraging, c.TopKCompression),
-        (lambda: c.RelaxedInitialization(aggregate="updates"), c.TopKCompression),
+        (lambda: c.RelaxedInitialization(average="updates"), c.TopKCompression),
         (lambda: c.RelaxedInitialization(offset="mean"), c.PartialAveraging),
         (lambda: c.RelaxedInitialization(offset="centred"), c.PartialAveraging),
         (c.ClientMomentum, c.ClientMomentum),

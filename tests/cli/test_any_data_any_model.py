@@ -20,8 +20,8 @@ import fl_lightning.datamodules
 import fl_lightning.models
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import packaged, prepare, read
-from fl_lightning.lab.cli.method_options import full_options, full_paths
 from fl_lightning.lab.cli.network_sizes import fit_network_to_data
+from fl_lightning.lab.cli.options import apply_options
 from tests.helpers.zygote import Cli
 
 SAMPLES = {  # what each data set is, from its publication
@@ -48,7 +48,7 @@ REFUSED = {("har", model): "9x128" for model in NETWORKS if model != "mlp"} | {
 def learner(*arguments: str) -> dict[str, Any]:
     """``model.learner`` that a command line comes to."""
     prepared = prepare("fit", list(arguments))
-    prepared.config, prepared.options = full_paths(prepared.config), full_options(prepared.options)
+    apply_options(prepared)
     fit_network_to_data(prepared)
     found: dict[str, Any] = prepared.config["model"]["learner"]
     return found
@@ -144,10 +144,10 @@ EXPLICIT = [
     ("cifar100", "vgg11", "network.num_classes=10", "CIFAR100 has 100 classes"),
     ("cifar10", "vgg11", "network.num_classes=0", "CIFAR10 has 10 classes"),
     ("cifar10", "vgg11", "num_classes=-5", "CIFAR10 has 10 classes"),
-    ("digits", "mlp", "network.sizes=[64,3]", "ends in 3 outputs, but Digits has 10"),
-    ("digits", "mlp", "network.sizes=[65,10]", "takes 65 inputs, but .*8x8.* has 64"),
-    ("mnist", "resnet20", "network.in_channels=3", "in_channels is 3, .*28x28.* has 1 ch"),
-    ("mnist", "lenet", "network.input_size=32", "input_size is 32, .* has 28 pixels"),
+    ("digits", "mlp", "network.sizes=[64,3]", "sizes .64, 3.: 3 classes, but Digits has 10"),
+    ("digits", "mlp", "network.sizes=[65,10]", "65 inputs, but .*8x8.* has 64"),
+    ("mnist", "resnet20", "network.in_channels=3", "in_channels: 3 channels, .*28x28.* has 1"),
+    ("mnist", "lenet", "network.input_size=32", "input_size: 32 pixels a side, .* has 28"),
 ]
 
 
@@ -171,7 +171,7 @@ def test_images_too_large_for_a_network(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "large_images.py").write_text(OWN.replace("(2, 16, 16)", "(2, 64, 64)"))
     with pytest.raises(
-        UserError, match=r"VGG11 takes images of up to 32x32 pixels, but .* Telling have 2x64x64"
+        UserError, match=r"VGG11 takes images of up to 32x32 pixels, but .* Telling has 2x64x64"
     ):
         learner("-c", "model/vgg11", "--data", "large_images.Telling")
 
@@ -373,7 +373,7 @@ def test_datasets_by_their_classes(cli: Cli) -> None:
         "data: {class_path: FromDatasets, init_args: {clients: my_sets.make}}"
     )
     run = cli("fit", "-c", "base", "-c", "clients.yaml", *OF_FOUR)
-    assert "data.clients: 'my_sets.make' is not accepted: data.clients is a list" in run.stderr
+    assert "data.clients: 'my_sets.make' is not accepted; it has to be a list" in run.stderr
 
 
 def test_images_of_torchvision_and_the_network_that_it_has_too(cli: Cli) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.classes import method_class
 from fl_lightning.lab.cli.compose import plain_yaml
-from fl_lightning.lab.cli.method_options import method_class
 from tests.helpers.commands import typed
 from tests.helpers.zygote import Cli, Result
 
@@ -37,11 +37,11 @@ def said(result: Result, *words: str) -> None:
 
 
 OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, and what is said of it
-    ("--data.test_clients 5", "data.test_clients", "'5'", "a list or null"),
+    ("--data.test_clients 5", "data.test_clients", "'5'", "a list", "or null"),
     ("--data.biases 5", "data.biases", "'5'", "a list"),
     ("--trainer.max_epoch 3", "--trainer.max_epoch", "`--trainer.max_epochs`"),
-    ("--data.num_client 3", "data.num_client", "'num_clients'", "batch_size"),
-    ("--model.learner.num_clases 3", "model.learner.num_clases", "'num_classes'"),
+    ("--data.num_client 3", "data.num_client", "`--data.num_clients`", "batch_size"),
+    ("--model.learner.num_clases 3", "model.learner.num_clases", ".num_classes`"),
     ("--data Digitz", "data", "'Digitz'", "'Digits'", "CIFAR10"),
     ("--data.partition Dirichle", "data.partition", "'Dirichlet'", "Pathological"),
     ("--method FedInit", "method", "'FedInit'", "-c method/fedinit"),
@@ -216,10 +216,10 @@ def test_data_sets_that_are_not_there_are_named_with_their_option(
         ("trainer:\n  max_epochs: 3\n max_steps: 2\n", ["mine.yaml", "line 3", "YAML"]),
         ("- a\n- b\n", ["mine.yaml", "mapping", "trainer"]),
         ("trainr: {max_epochs: 3}", ["mine.yaml", "'trainr'", "'trainer'", "method"]),
-        ("trainer: {max_epoch: 3}", ["trainer.max_epoch", "'max_epochs'"]),
-        ("model: {participationn: 3}", ["model.participationn", "'participation'"]),
+        ("trainer: {max_epoch: 3}", ["trainer.max_epoch", "`--trainer.max_epochs`"]),
+        ("model: {participationn: 3}", ["model.participationn", "`--model.participation`"]),
         ("data: {class_path: Digts}", ["data", "'Digts'", "'Digits'"]),
-        ("data: {init_args: {num_clientz: 3}}", ["data.num_clientz", "'num_clients'"]),
+        ("data: {init_args: {num_clientz: 3}}", ["data.num_clientz", "`--data.num_clients`"]),
         (
             "method: [{class_path: RelaxedInitialisation}]",
             ["RelaxedInitialisation", "'RelaxedInitialization'"],

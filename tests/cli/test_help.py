@@ -12,7 +12,9 @@ import pytest
 from fl_lightning.__main__ import main
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import prepare
-from fl_lightning.lab.cli.help import FIT
+from fl_lightning.lab.cli.help import asked
+
+FIT = str(asked("fit", "train", ["--help"]))
 
 
 def shown(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -20,7 +20,7 @@ ELSEWHERE = {
     *("sklearn", "joblib", "narwhals", "pandas", "pyarrow", "peft", "safetensors"),
     *("dp_accounting", "opacus", "wandb", "mlflow", "hypothesis", "pytest"),
     *("fl_lightning.lab.report", "fl_lightning.lab.sweep", "fl_lightning.lab.analysis"),
-    *("fl_lightning.lab.contracts", "fl_lightning.testing", "fl_lightning.lab.cli.drop_in"),
+    *("fl_lightning.lab.contracts", "fl_lightning.testing"),
 }
 CODE = """
 import json, sys

@@ -59,9 +59,7 @@ def test_partition_takes_the_options_of_a_run_and_names_clients_and_classes(cli:
     shown = cli("partition", "-c", "base", *where, *trained)
     assert shown.returncode == 0, shown.stderr
     assert shown.stdout.splitlines()[0].split() == ["client", "samples", "name", "cat", "dog"]
-    assert "Note: 1 file is not read, because the name is not a picture's: art/cat/Thumbs.db" in (
-        shown.stderr
-    )
+    assert "Note: 'pets' is read as layout=folders" in shown.stderr
     refused = cli("partition", "-c", "base", *where, "--data.num_clients", 7)
     assert refused.returncode == 2
     assert "--data.num_clients has no effect: FromFolders takes its clients" in refused.stderr

@@ -12,8 +12,8 @@ import pytest
 from PIL import Image
 
 from fl_lightning.lab.cli.compose import prepare
-from fl_lightning.lab.cli.method_options import full_options, full_paths
 from fl_lightning.lab.cli.network_sizes import fit_network_to_data
+from fl_lightning.lab.cli.options import apply_options
 from tests.helpers.zygote import Cli
 
 CLASSES = 13
@@ -81,7 +81,7 @@ READERS: dict[str, tuple[Callable[[Path], list[str]], list[int]]] = {
 def test_a_network_gets_the_sizes_of_the_files(reader: str, tmp_path: Path) -> None:
     (written, ends) = READERS[reader]
     prepared = prepare("fit", ["-c", "base", "--data", *written(tmp_path)])
-    prepared.config, prepared.options = full_paths(prepared.config), full_options(prepared.options)
+    apply_options(prepared)
     fit_network_to_data(prepared)
     learner = prepared.config["model"]["learner"]["init_args"]
     assert learner["num_classes"] == ends[1]

@@ -219,8 +219,8 @@ def test_an_argument_that_lightning_does_not_know_is_an_error() -> None:
 class Losses(FederatedCallback):
     mean = ClientState(shape=(1,))
 
-    def on_local_end(self, clients: Any) -> None:
-        self.mean[clients] = clients.loss
+    def on_local_end(self, clients: Any, loss: Tensor) -> None:
+        self.mean[clients] = loss
 
 
 @pytest.mark.parametrize("method", [SharpnessAwareMinimization, LocallyEstimatedPerturbation])

@@ -21,9 +21,7 @@ from fl_lightning.testing import INVARIANTS, _checked, check_method
 from tests.helpers.wrong_methods import WRONG, Anchor, AttributeInHook, Nothing, RowNorms
 
 OTHERS: dict[str, Callable[..., FederatedCallback]] = {
-    "FedInit, updates": lambda **given: c.RelaxedInitialization(
-        **{"aggregate": "updates", **given}
-    ),
+    "FedInit, updates": lambda **given: c.RelaxedInitialization(**{"average": "updates", **given}),
     "FedInit, mean": lambda **given: c.RelaxedInitialization(**{"offset": "mean", **given}),
     "FedInit, scheduled": lambda **given: c.RelaxedInitialization(
         **{"beta": Exponential(0.9), **given}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -172,22 +171,6 @@ def test_files_that_are_cut_off_are_refused(tmp_path: Path) -> None:
         FromHDF5(path).setup()
     with pytest.raises(UserError, match="there is no such file"):
         FromHDF5(tmp_path / "b.h5").setup()
-
-
-@pytest.mark.skipif(
-    not os.path.isfile("/proc/self/io"), reason="only Linux counts the bytes that a process reads"
-)
-def test_the_names_of_many_clients_are_not_read_again_for_each(tmp_path: Path) -> None:
-    names = [f"{i:04d}" + 1500 * "n" for i in range(3000)]
-    with h5py.File(tmp_path / "train.h5", "w") as file:
-        for name in names:
-            file[f"examples/{name}/x"] = np.zeros((1, 2))
-            file[f"examples/{name}/y"] = np.zeros(1, np.int64)
-    before = int(Path("/proc/self/io").read_text().split()[1])
-    data = FromHDF5(tmp_path / "train.h5", x="x", y="y")
-    assert data.num_clients == len(names)
-    # The names take 4.5 MB, and all the rest of the file 6 MB.
-    assert int(Path("/proc/self/io").read_text().split()[1]) - before < 200e6
 
 
 def test_pixels_of_bytes_are_scaled(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from fl_lightning.deploy.flower.serve_site import own_data, serve
 from fl_lightning.deploy.transport import Message, packed, said, unpacked, words
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, parse_yaml
+from fl_lightning.models import ImageClassifier
 
 
 def test_an_app_has_the_composed_config_and_two_files_of_five_lines(
@@ -213,23 +214,13 @@ class Asks:
         self.told.append(said(answer.arrays["text"]) if "text" in answer.arrays else answer.what)
 
 
-HEATS = """import pytorch_lightning as pl
-
-class Heats(pl.Callback):
-    def on_train_epoch_start(self, trainer, pl_module):
-        pl_module.learner.heat = 1.0
-"""
-
-
 @pytest.mark.slow
-def test_a_number_that_a_callback_of_the_server_schedules_may_be_set(
+def test_a_number_that_the_learner_s_class_names_may_be_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    Path("heats.py").write_text(HEATS, "utf-8")
-    given = ["--data.num_clients", "3", "--trainer.callbacks+", "heats.Heats", "--out", "app"]
-    assert main(["deploy", "flower", "base", *given]) == 0
+    monkeypatch.setattr(ImageClassifier, "sent_to_sites", ("heat",), raising=False)
+    assert main(["deploy", "flower", "base", "--data.num_clients", "3", "--out", "app"]) == 0
     post = Asks()
     serve(Path("app"), Path("rows"), "1", None, 2, post)
     here, heat, cold = post.told

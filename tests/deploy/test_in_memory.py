@@ -219,6 +219,8 @@ class WholeUpload(FederatedCallback):
 
 
 class PullToEvaluated(FederatedCallback):
+    reads_evaluated = True
+
     def on_local_gradient(self, clients: Clients, gradient: Tensor) -> Tensor:
         return gradient + 0.05 * (clients.x - clients.evaluated)
 
@@ -283,6 +285,8 @@ def test_sites_leave_the_bits_of_the_simulation(name: str, tmp_path: Path) -> No
 
 class Reads(FederatedCallback):
     """Reads what is of all participants, and loses one client to infinity."""
+
+    reads_evaluated = True
 
     def on_local_end(self, clients: Clients) -> None:
         clients.log("share", clients.weights)

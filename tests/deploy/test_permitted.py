@@ -16,7 +16,6 @@ from torch import nn
 
 from fl_lightning.callbacks import PerClientEvaluation
 from fl_lightning.deploy.progress import SiteProgress
-from fl_lightning.deploy.scheduled import Scheduled
 from fl_lightning.deploy.site import AtSite, Ended
 from fl_lightning.deploy.transport import Message, said
 from tests.deploy.liars import OPTIONS, data
@@ -39,7 +38,7 @@ class Questions:
         def serve() -> None:
             given = {**OPTIONS, "data": tested, "learner": learner}
             with suppress(Ended):
-                at = AtSite(self, [1], folder, elsewhere=[Cools()])
+                at = AtSite(self, [1], folder)
                 trained([*callbacks, at], 1, [], **given)
 
         self.thread = threading.Thread(target=serve, daemon=True)
@@ -58,8 +57,9 @@ class Questions:
 
 
 class Scaled(Learner):
-    """Its hook schedules two numbers, one of them through a property; a third one it only has."""
+    """It names four numbers, one of them behind a property and two that it does not have yet."""
 
+    sent_to_sites = ("factor", "_heat", "count", "cold", "seen", "training", "forward", "heat")
     factor = 1.0
 
     def __init__(self) -> None:
@@ -75,25 +75,6 @@ class Scaled(Learner):
     @heat.setter
     def heat(self, value: float) -> None:
         self._heat = value
-
-    def on_train_epoch_start(self) -> None:
-        self.factor, self.heat = 1.0, 2.0
-        self.net[1].eps = 1e-5
-        self.count = self.current_epoch  # a new name
-
-
-class Cools(pl.Callback):
-    """It schedules a number of the learner, and has one of its own."""
-
-    def __init__(self) -> None:
-        self.rate = 0.1
-
-    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        self.rate += 0.1
-        self.cool(pl_module.learner)
-
-    def cool(self, learner: Any) -> None:
-        setattr(learner, "cold", 1)  # noqa: B010  # a hook may set it so
 
 
 @pytest.fixture
@@ -168,24 +149,16 @@ def test_a_site_fine_tunes_as_long_as_the_config_says(site: Questions) -> None:
     "name",
     [
         *("_modules", "training", "net._parameters", "forward", "__class__", "nets.a", "a b"),
-        # what no hook sets, what a library's module has, a new name, a property
+        # what is not named, what a library's module has, a new name, a property
         *("rate", "seen.ignore_index", "seen.num_classes", "net.1.eps", "net.1.momentum"),
         *("drop.p", "brand_new", "frozen_stay", "current_epoch", "heat", "net.factor"),
     ],
 )
-def test_only_numbers_that_the_run_schedules_are_set(name: str, site: Questions) -> None:
+def test_only_numbers_that_the_learner_names_are_set(name: str, site: Questions) -> None:
     told = refused(site.ask("round", [1], **{f"learner/{name}": 1, "learner/factor": 9.0}))
     assert f"the server asks for another {name}, which is refused" in told
     scheduled = {"learner/factor": 2.0, "learner/_heat": 3.0, "learner/count": 4, "learner/cold": 5}
     assert site.ask("round", [1], **scheduled).what == "trained"
-
-
-def test_what_a_hook_without_source_sets_is_found_in_its_code() -> None:
-    code = "class Own(Learner):\n def on_validation_end(self):\n  self.set()\n def set(self):\n  "
-    space: dict[str, Any] = {"Learner": Scaled, "__name__": "own"}
-    exec(code + "self.rate += 1.0", space)
-    scheduled = Scheduled(space["Own"](), [])
-    assert scheduled.may_set("rate") and not scheduled.may_set("brand_new")
 
 
 class Refuses(Scaled):

@@ -24,6 +24,8 @@ pytestmark = pytest.mark.slow
 class Scaled(Learner):
     """Its loss is scaled by a number that differs from round to round."""
 
+    sent_to_sites = ("factor", "_factor", "odd")
+
     def scale(self) -> float:
         raise NotImplementedError  # abstract: each learner scales in another way
 
@@ -167,20 +169,22 @@ class OfLibrary(Learner):
         self.net[1].eps *= 2
 
 
+def test_a_number_of_a_library_s_module_is_noted(tmp_path: Path) -> None:
+    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=OfLibrary)
+    told = "its hooks change net.1.eps at the server. It belongs to a module of a library"
+    assert [note for note in over.notes if told in note]
+
+
 class Unnamed(Learner):
-    """No code says which number this hook sets."""
+    """Its class does not say that a hook sets a number."""
 
     def on_train_epoch_start(self) -> None:
         vars(self)["ra" + "te"] = 2.0
 
 
-@pytest.mark.parametrize("learner, name", [(OfLibrary, "net.1.eps"), (Unnamed, "rate")])
-def test_a_number_that_sites_do_not_let_be_set_is_noted(
-    learner: type[Learner], name: str, tmp_path: Path
-) -> None:
-    over, _, _ = over_sites(list, tmp_path, rounds=1, learner=learner)
-    told = f"its hooks change {name} at the server. It belongs to a module of a library, or the"
-    assert [note for note in over.notes if told in note]
+def test_a_number_that_the_class_does_not_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r'Write sent_to_sites = \("rate",\) in the class Unnamed'):
+        over_sites(list, tmp_path, rounds=1, learner=Unnamed)
 
 
 class ByClass(Learner):
@@ -334,19 +338,30 @@ def test_values_that_steps_collect_for_a_hook_of_the_round_are_refused(
         over_sites(list, tmp_path, rounds=1, learner=learner)
 
 
-class InValidation(Collects):
-    def on_train_epoch_end(self) -> None:
-        """It computes nothing."""
+class InValidation(Learner):
+    """It has only a hook of validation, which may read what validation itself collected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.outs: list[float] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.outs.append(1.0)
+        return super().training_step(batch, batch_idx)
 
     def on_validation_epoch_end(self) -> None:
         self.log("val/number", float(len(self.outs)))
 
 
 class Allowed(Learner):
-    """The server gets a metric's state, and the hook sets what the step changes anew."""
+    """The server gets a metric's state, sends one attribute, and needs no other."""
+
+    sent_to_sites = ("fresh",)
+    at_sites = ("latest",)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.fresh = False
+        self.latest = batch[0]
         return super().training_step(batch, batch_idx)
 
     def on_train_epoch_start(self) -> None:

@@ -1,7 +1,8 @@
-"""Methods that sites cannot run are refused when the app is written."""
+"""Methods that sites cannot run are refused."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from fl_lightning import UserError
 from fl_lightning import callbacks as packaged
 from fl_lightning.callback import FederatedCallback, ServerState
 from fl_lightning.deploy.at_server import refuse_methods
+from tests.deploy.test_in_memory import over_sites
 
 
 class Unsent(FederatedCallback):
@@ -47,14 +49,23 @@ class Watching(FederatedCallback):
         return gradient * self.factor
 
 
-def test_what_clients_hooks_read_has_to_be_at_the_sites() -> None:
-    with pytest.raises(UserError, match=r"Unsent.* pull in on_local_gradient.*sent=True"):
-        refuse_methods([Unsent()])
-    with pytest.raises(UserError, match=r"Noted sets self\.factor in on_round_start.*on_local_gr"):
-        refuse_methods([Noted()])
-    with pytest.raises(UserError, match=r"Watching sets self\.factor in on_validation_end"):
-        refuse_methods([Watching()])
-    refuse_methods([Sent()])
+@pytest.mark.parametrize(
+    ("method", "told"),
+    [
+        (Unsent, r"Unsent\.pull is read in a hook that takes clients.*sent=True"),
+        (Noted, r"Noted sets self\.factor in a hook that only the server.*factor = ServerState"),
+        (Watching, r"Watching sets self\.factor in a hook that only the server"),
+    ],
+)
+def test_what_clients_hooks_read_has_to_be_at_the_sites(
+    method: type[FederatedCallback], told: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=told):
+        over_sites(lambda: [method()], tmp_path, rounds=1)
+
+
+def test_a_state_that_is_sent_is_at_the_sites(tmp_path: Path) -> None:
+    over_sites(lambda: [Sent()], tmp_path, rounds=1)
 
 
 def test_all_packaged_methods_pass_or_are_named() -> None:

@@ -39,7 +39,7 @@ def error_of(path: Path, cells: list[str]) -> UserError:
     ("cells", "secret", "place"),
     [
         ([CELL, "1", "1"], CELL, "column 1, line 4"),
-        (["1e99", "1", "1"], "1e99", "column 1, line 4"),
+        (["1e99", "1", "1"], "1e+99", "column 1, line 4"),
         (["1", "1", "HIV-positive"], "HIV-positive", "column 3, line 4"),
         (["1", "", "1"], "no value", "column 2, line 4"),
     ],

@@ -19,8 +19,8 @@ from torch import Tensor
 from fl_lightning import callbacks as c
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.errors import UserError
+from fl_lightning.lab.cli.classes import full_paths
 from fl_lightning.lab.cli.compose import merge, packaged, read
-from fl_lightning.lab.cli.method_options import full_paths
 from fl_lightning.optim import FedAdam
 from tests.helpers.agreement import (
     CLIPPED,

@@ -263,7 +263,6 @@ def test_a_worker_that_waits_for_what_it_does_not_have_is_ended(
 
 KEPT: dict[str, Callable[[], Any]] = {
     "list": list,
-    "number": float,
     "dict of lists": lambda: {"norm": []},
     "array": lambda: np.zeros(10),
     "filled list": lambda: [0.0] * 10,
@@ -281,9 +280,7 @@ def test_what_a_method_keeps_in_an_attribute_is_not_lost(kind: str) -> None:
 
         def on_local_end(self, clients: Any) -> None:
             norm = float(clients.norm(clients.x))
-            if kind == "number":
-                self.kept += norm
-            elif kind == "list":
+            if kind == "list":
                 self.kept.append(norm)
             elif kind == "dict of lists":
                 self.kept["norm"].append(norm)

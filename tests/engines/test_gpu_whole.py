@@ -94,7 +94,7 @@ def test_a_step_count_on_the_cpu_is_not_recorded(kind: str) -> None:
 LOGGERS = [name for name in OURS if name.endswith("Logger")]
 TOGETHER: dict[str, Callable[[], list[FederatedCallback]]] = {
     "FedSMOO": lambda: [c.GlobalSharpnessAwareMinimization()],
-    "FedInit": lambda: [c.RelaxedInitialization(aggregate="updates")],
+    "FedInit": lambda: [c.RelaxedInitialization(average="updates")],
     "Ditto": lambda: [c.ProximalPersonalModel(), c.PerClientEvaluation()],
     "loggers": lambda: [CALLBACKS[name]() for name in LOGGERS],
     "DP": lambda: [NOISY["DifferentialPrivacy"]()],

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fl_lightning import FederatedCallback
+from fl_lightning import FederatedCallback, Scratch, UserError
 from fl_lightning.engines import auto
 from tests.helpers.learners import Lit, blobs, federated, trainer
 
@@ -175,53 +175,46 @@ class OnItself(FederatedCallback):
     """Keeps where a client began in a place that all clients share."""
 
     def on_local_start(self, clients: Any) -> None:
-        self.begun = clients.x.clone()
+        keep(self, clients.x.clone())
 
     def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
         return gradient + 0.1 * (clients.x - self.begun)
 
 
+def keep(method: Any, begun: Tensor) -> None:
+    """Sets the attribute where the method's own source does not show it."""
+    method.begun = begun
+
+
+class Computed(OnItself):
+    """Declares it."""
+
+    begun = Scratch()
+
+    def on_local_start(self, clients: Any) -> None:
+        self.begun[clients] = clients.x
+
+    def on_local_gradient(self, clients: Any, gradient: Tensor) -> Tensor:
+        return gradient + 0.1 * (clients.x - self.begun[clients])
+
+
 @pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
-def test_a_method_that_sets_an_attribute_for_all_clients_trains_one_after_the_other() -> None:
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [(OnItself, "OnItself sets self.begun"), (Reading, "Reading sets self.batch")],
+)
+def test_a_method_that_sets_an_attribute_for_all_clients_trains_them_in_order_or_not_at_all(
+    method: Any, name: str
+) -> None:
+    for engine in ("auto", "concurrent", "stacked"):
+        with pytest.raises(UserError, match=rf"{name} while clients train.*engine='sequential'"):
+            ran(Lit, engine, methods=[method()])
+    assert ran(Lit, "sequential", methods=[method()]).engine_facts["engine"] == "sequential"
+
+
+def test_a_declared_value_leaves_the_bits_of_an_attribute_in_clients_that_train_in_order() -> None:
     expected = ran(Lit, "sequential", methods=[OnItself()]).global_vector
-    for engine in ("auto", "concurrent"):
-        module = ran(Lit, engine, methods=[OnItself()])
-        assert module.engine_facts["workers"] == "1", module.engine_facts["why"]
-        assert torch.equal(module.global_vector, expected)
-        assert any("OnItself sets self.begun in on_local_start" in note for note in module.notes)
-
-
-# Python has no source of it, as of a program that it reads from its input.
-SOURCELESS = """
-class Counting(FederatedCallback):
-    def __init__(self):
-        super().__init__()
-        self.k = 0
-
-    def on_local_start(self, clients):
-        clients.x += 0
-
-    def on_local_gradient(self, clients, gradient):
-        self.k += 1
-        return gradient * (1 if self.k % 2 else 0.5)
-
-    def on_server_update(self, server):
-        server.update *= 1.0
-"""
-
-
-@pytest.mark.filterwarnings("ignore:you asked for engine='concurrent'")
-def test_an_attribute_is_noted_without_source_too() -> None:
-    names: dict[str, Any] = {"FederatedCallback": FederatedCallback}
-    exec(SOURCELESS, names)
-    module = ran(Lit, "concurrent", methods=[names["Counting"]()])
-    assert module.engine_facts["workers"] == "1"
-    assert any("Counting sets self.k in on_local_gradient" in note for note in module.notes)
-
-
-def test_an_attribute_that_is_set_while_a_batch_is_read_is_noted_too() -> None:
-    notes = ran(Lit, "auto", methods=[Reading()]).notes
-    assert any("Reading sets self.batch in local_batch" in note for note in notes)
+    assert torch.equal(ran(Lit, "auto", methods=[Computed()]).global_vector, expected)
 
 
 @pytest.mark.fast

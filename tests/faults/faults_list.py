@@ -182,8 +182,8 @@ FAULTS = [
             (
                 "fl_lightning/aggregation/server_update.py",
                 'methods.run("on_updates", server)\n        '
-                "gathering.add_up(transaction, transaction.gathered)",
-                "gathering.add_up(transaction, transaction.gathered)\n        "
+                "all_updates.add_up(transaction, transaction.gathered)",
+                "all_updates.add_up(transaction, transaction.gathered)\n        "
                 'methods.run("on_updates", server)',
             )
         ],

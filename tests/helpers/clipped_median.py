@@ -42,6 +42,6 @@ class ClippedMedian(FederatedCallback):
         server.updates *= (self.clip / norms).clamp(max=1)
         server.log("clipped/share", (norms > self.clip).double().mean())
 
-    def aggregate(self, server: Any) -> Tensor:
-        self.m = self.beta * self.m + server.updates.median(0).values
+    def aggregate(self, server: Any, updates: Tensor) -> Tensor:
+        self.m = self.beta * self.m + updates.median(0).values
         return self.m

@@ -1,7 +1,7 @@
 """How claims are shown, families, what is provisional, and what chance alone would say.
 
 Every kind of claim, of lost runs too, is held to a calculation of its own in
-``tests/studies/test_results_by_hand.py``.
+``studies/tests/test_results_by_hand.py``.
 """
 
 from __future__ import annotations

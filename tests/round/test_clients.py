@@ -253,7 +253,7 @@ def test_gradients_are_counted_with_those_of_the_whole_objective() -> None:
 def test_the_loss_of_local_steps_is_a_column_where_it_was_gathered() -> None:
     group = a_group(a_round())
     clients = Clients(group)
-    with pytest.raises(RuntimeError, match="keeps it only if"):
+    with pytest.raises(RuntimeError, match="only in on_local_end"):
         _ = clients.loss
     clients.log(LOSS, torch.tensor([0.5, 2.0]))
     assert clients.loss.tolist() == [[0.5], [2.0]]

@@ -18,6 +18,7 @@ from tests.helpers.learners import blobs, federated, trainer
 class Changing(FederatedCallback):
     """Changes something in a hook of clients."""
 
+    reads_evaluated = True
     first = ClientState(initial="initial_model", synchronised=False)
     n = ServerState(shape=(2,))
 

@@ -97,8 +97,8 @@ def test_a_column_given_to_a_state_of_one_number_is_told_with_the_way_out(
     class Losses(FederatedCallback):
         last = kind(shape=())
 
-        def on_local_end(self, clients: Any) -> None:
-            self.last[clients] = clients.loss
+        def on_local_end(self, clients: Any, loss: Tensor) -> None:
+            self.last[clients] = loss
 
     said = (
         r"Losses\.last\[clients\] is \(\d,\), .* of shape \(\d, 1\) was assigned, "

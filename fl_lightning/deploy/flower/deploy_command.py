@@ -115,7 +115,6 @@ def write(folder: Path, prepared: Command) -> None:
     """Write the app's files, once its config is known to be valid."""
     # These import torch, which the report of a mistyped name should not wait for.
     from fl_lightning.deploy.at_server import refuse_methods
-    from fl_lightning.deploy.site_hooks import check_learner
     from fl_lightning.lab.cli.cli import CommandCLI
     from fl_lightning.lab.cli.lightning_commands import quiet
 
@@ -123,7 +122,6 @@ def write(folder: Path, prepared: Command) -> None:
     cli = CommandCLI("deploy", prepared)
     trainer: Any = cli.trainer
     refuse_methods(trainer.callbacks)
-    check_learner(cli.model.learner, lambda text: None)  # the run gives the notes
     config = cli.config_text()
     if len(config) > _MOST:
         raise UserError(f"deploy flower: the config has {len(config)} bytes; Flower takes 10 MB.")

@@ -103,9 +103,8 @@ def serve(
     if "shape" in first.arrays:
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer
-    elsewhere = [each for each in trainer.callbacks if not runs_at_sites(each)]
     own = site is not None
-    at = AtSite(Peeked(post, first), numbers, folder, own, fewest_samples, elsewhere)
+    at = AtSite(Peeked(post, first), numbers, folder, own, fewest_samples)
     trainer.callbacks = [*filter(runs_at_sites, trainer.callbacks), at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)

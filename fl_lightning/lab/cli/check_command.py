@@ -33,17 +33,17 @@ def main(argv: Sequence[str]) -> int:
     # These import torch, which --help should not wait for.
     from jsonargparse import ArgumentError, ArgumentParser
 
-    from fl_lightning.lab.cli.method_options import method_class
-    from fl_lightning.lab.cli.parsing_errors import listed, parameters
+    from fl_lightning.accepted import words_of
+    from fl_lightning.lab.cli.classes import hint_of, listed, method_class, parameters
+    from fl_lightning.lab.cli.compose import options_of
+    from fl_lightning.lab.cli.wrong_settings import place
     from fl_lightning.testing import check_method
 
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     cls = method_class(argv[0])
-    for argument in argv[1:]:
-        if not argument.startswith("--"):
-            continue
-        option = argument.partition("=")[0][2:].partition(".")[0]
+    for flag, _ in options_of(argv[1:]):
+        option = flag.removeprefix("--").partition(".")[0]
         if option not in ("help", *parameters(cls)):
             raise UserError(
                 f"check {argv[0]} --{option}: {cls.__name__} has no such argument."
@@ -58,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
             warnings.simplefilter("ignore")
             options = vars(parser.instantiate(parser.parse_args(list(argv[1:]))))
     except (ArgumentError, argparse.ArgumentError) as error:
-        raise UserError(f"check {argv[0]}: {' '.join(str(error).split())}") from None
+        option, told = place(str(error))
+        if hint := hint_of(cls, option):
+            told = f"it has to be {words_of(hint)}."
+        raise UserError(f"check {argv[0]} --{option}: {told}") from None
     # The contracts also build the method with other settings, such as its neutral one.
     report = check_method(lambda **arguments: cls(**{**options, **arguments}))
     print(report)

@@ -121,7 +121,7 @@ def _of_server_momentum(model: Mapping[str, Any], methods: Collection[str]) -> l
 def _is_method(method: Any) -> bool:
     """Return whether runs are named after this callback, as its class says."""
     # This imports torch, so it is used only for methods without a known reference.
-    from fl_lightning.lab.cli.method_options import method_class
+    from fl_lightning.lab.cli.classes import method_class
 
     try:
         return method_class(method).is_method()

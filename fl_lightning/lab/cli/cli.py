@@ -2,46 +2,37 @@
 
 from __future__ import annotations
 
-import json
-import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import deepcopy
 from enum import Enum
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 import yaml
 from jsonargparse import Namespace
-from torch.optim import Optimizer
 
 import fl_lightning.callbacks
 import fl_lightning.datamodules
 import fl_lightning.machine.federated_strategy
 import fl_lightning.models
 import fl_lightning.schedules
-from fl_lightning.callback import FederatedCallback
-from fl_lightning.datamodules import FederatedDataModule, Partition
+from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError, check_on_disk
+from fl_lightning.lab.cli.classes import class_of, method_class
 from fl_lightning.lab.cli.compose import (
     Command,
+    Option,
     as_list,
-    as_loggers,
     class_name,
-    class_of,
     is_file,
     parse_yaml,
     plain_yaml,
 )
+from fl_lightning.lab.cli.drop_in import MethodCLI
 from fl_lightning.lab.cli.learner_config import learner_config
-from fl_lightning.lab.cli.method_options import (
-    apply_method_options,
-    full_options,
-    full_paths,
-    method_class,
-)
 from fl_lightning.lab.cli.network_sizes import fit_network_to_data
-from fl_lightning.lab.cli.parsing_errors import ParserRefusal, not_found, why_not_built
+from fl_lightning.lab.cli.options import apply_options
 from fl_lightning.lab.cli.run_folder import (
     RunCheckpoint,
     RunEvents,
@@ -57,48 +48,31 @@ from fl_lightning.lab.cli.run_record import RunRecord
 from fl_lightning.lab.cli.same_settings import UNREADABLE, check_same_settings
 from fl_lightning.lab.cli.signals import GracefulStop
 from fl_lightning.lab.cli.trackers import check_goes_on, check_installed, completed, trackers
-from fl_lightning.machine.federated_strategy import FederatedStrategy
-from fl_lightning.machine.lightning import DDPStrategy, LightningArgumentParser, LightningCLI, pl
+from fl_lightning.lab.cli.wrong_settings import explained, not_found, why_not_built
+from fl_lightning.machine.lightning import DDPStrategy, LightningArgumentParser, pl
 from fl_lightning.metrics import check_mode
 from fl_lightning.module import FederatedModule
-from fl_lightning.schedules import Schedule
 from fl_lightning.storage.atomic_files import named
 from fl_lightning.storage.checkpoint_io import AtomicCheckpointIO
 
-_BASES: dict[str, type] = {
-    "method": FederatedCallback,
-    "data": FederatedDataModule,
-    "partition": Partition,
-    "learner": pl.LightningModule,
-    "callbacks": pl.Callback,
-    "optimizer": Optimizer,
-    "client_optimizer": Optimizer,
-    "server_optimizer": Optimizer,
-    "network": torch.nn.Module,
-    "lr_decay": Schedule,
-}
 _TRAINER_DEFAULTS = {
     "log_every_n_steps": 1,
     "num_sanity_val_steps": 0,
     "enable_model_summary": False,
 }
-# Options that only `export` has.
-OF_EXPORT = ("client", "pretrained", "merged")
+# Options beside LightningCLI's own, and those that only `export` has.
+_OPTIONS: dict[str, Any] = {
+    "ckpt_path": str | None,
+    "weights_only": bool | None,
+    "monitor": str | None,
+    "monitor_mode": str | None,
+}
+_OF_EXPORT: dict[str, Any] = {
+    "client": int | str | None,
+    "pretrained": str | None,
+    "merged": bool | None,
+}
 _STANDING = ("FederatedProgressBar", "DivergenceLogger", "CommunicationLogger", "RunCard")
-
-
-def as_text(config: dict[str, Any]) -> str:
-    """Return a config as JSON that is also valid YAML, which spells infinity in another way.
-
-    >>> as_text({"epsilon": float("inf"), "name": "Infinity"})
-    '{"epsilon": .inf, "name": "Infinity"}'
-    """
-    text_or_infinity = r'"(?:\\.|[^"\\])*"|Infinity'
-    return re.sub(
-        text_or_infinity,
-        lambda found: ".inf" if found[0] == "Infinity" else found[0],
-        json.dumps(config),
-    )
 
 
 def _name_enums(node: Any) -> None:
@@ -114,48 +88,13 @@ def _name_enums(node: Any) -> None:
             _name_enums(value)
 
 
-_OF_TRAINING = re.compile(r"--(model|method|trainer|ckpt_path|monitor|monitor_mode)(?![\w-])")
-
-
-def _without_training(options: Sequence[str]) -> list[str]:
-    """Return the options of a command that do not concern training.
-
-    >>> _without_training(["--data.x", "1", "--model.lr", "2", "--trainer.a=3", "-o", "there"])
-    ['--data.x', '1', '-o', 'there']
-    """
-    kept: list[str] = []
-    left_out = False
-    for option in options:
-        if re.match(r"--|-[A-Za-z]$", option):
-            left_out = bool(_OF_TRAINING.match(option))
-        if not left_out:
-            kept.append(option)
-    return kept
-
-
-def _seed_of_model(config: Mapping[str, Any], options: Sequence[str]) -> str | None:
-    """Return ``model.seed``, by which a run splits its data; None: by ``seed_everything``.
-
-    >>> _seed_of_model({"model": {"seed": 3}}, []), _seed_of_model({}, ["--model.seed", "4"])
-    ('3', '4')
-    """
-    model = config.get("model")
-    seed = model.get("seed") if isinstance(model, Mapping) else None
-    for option, following in zip(options, [*options[1:], ""], strict=False):
-        if option == "--model.seed":
-            seed = following
-        elif option.startswith("--model.seed="):
-            seed = option.partition("=")[2]
-    return None if seed in (None, "null") else str(seed)
-
-
-def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
+def _refuse_without_effect(data: Any, options: Sequence[Option]) -> None:
     """Refuse a number of clients that was typed for data that have clients of their own.
 
     Packaged configs give a number, too, which such data may leave unused.
     """
-    typed = ("--data.num_clients", "--data.init_args.num_clients")
-    found = [option for option in options if option.partition("=")[0] in typed]
+    typed = ("data.num_clients", "data.init_args.num_clients")
+    found = [option for option, _ in options if option in typed]
     cls = class_of(data.class_path)
     # A class of the user's may use the number, even if the packaged class that it extends does not.
     if not found or not getattr(cls, "__module__", "").startswith("fl_lightning."):
@@ -167,7 +106,7 @@ def _refuse_without_effect(data: Any, options: Sequence[str]) -> None:
     if given.get("client") is not None:
         ways = "leave out data.client, and give --data.partition, which splits all samples anew"
     raise UserError(
-        f"{found[0].partition('=')[0]} has no effect: {cls.__name__} takes its clients from the "
+        f"--{found[0]} has no effect: {cls.__name__} takes its clients from the "
         f"data. Leave the option out. For another number of clients, {ways}, or the data's own "
         "options; --data.help lists them."
     )
@@ -197,18 +136,18 @@ def _readable(node: Any) -> Any:
 class Parser(LightningArgumentParser):
     """Raises a :class:`UserError` of one paragraph; its base classes would print the usage."""
 
-    command: Command | None = None
+    # What is parsed, and its keys; set for the parser of the whole command.
+    settings: dict[str, Any] | None = None
+    options: list[str]
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        command = self.command
-        # A parser for a nested class has no command; the outer parser words the message.
-        if command is None:
+        # A parser for a nested class has no settings; the outer parser words the message.
+        if self.settings is None:
             raise ValueError(message) from ex
-        refusal = ParserRefusal(message, self, command.config, command.options, _BASES)
-        raise UserError(refusal.paragraph()) from ex
+        raise UserError(explained(message, self.settings, self.options)) from ex
 
 
-class CommandCLI(LightningCLI):
+class CommandCLI(MethodCLI):
     """One command: it parses, and builds ``datamodule``, ``model`` and ``trainer``.
 
     ``commands`` runs it.
@@ -227,11 +166,7 @@ class CommandCLI(LightningCLI):
         added: Sequence[pl.Callback] = (),
         without: Sequence[str] = (),
     ) -> None:
-        prepared.config = full_paths(prepared.config)
-        prepared.options = full_options(prepared.options)
-        _merge_loggers(prepared)
-        _name_strategy(prepared)
-        apply_method_options(prepared)
+        apply_options(prepared)
         if command != "partition":
             fit_network_to_data(prepared)
         for note in prepared.notes:
@@ -251,13 +186,6 @@ class CommandCLI(LightningCLI):
             save_config_callback=None,
             trainer_defaults=_TRAINER_DEFAULTS,
             parser_class=Parser,
-            parser_kwargs={
-                "prog": f"fl-lightning {command}",
-                "description": (
-                    "Options over those of the configs. Packaged configs: fl-lightning configs."
-                ),
-                "allow_abbrev": False,
-            },
             args=[],
             run=False,
             auto_configure_optimizers=False,
@@ -271,51 +199,36 @@ class CommandCLI(LightningCLI):
             super().add_core_arguments_to_parser(parser)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, Parser)
+        parser.options = ["seed_everything", "data"]
         if self.command == "partition":
             return
-        options: dict[str, tuple[Any, str]] = {
-            "ckpt_path": (
-                str | None,
-                "Checkpoint to start from. last: go on where the run's folder stopped, or start "
-                "it.",
-            ),
-            "weights_only": (
-                bool | None,
-                "false: read objects in the checkpoint too, which can run any code: for files you "
-                "trust.",
-            ),
-            "client": (int | str | None, "Whose personal model to export: number, or name."),
-            "pretrained": (str | None, "Folder to write as peft and transformers read it."),
-            "merged": (bool | None, "With --pretrained: add the adapters to the weights."),
-            "monitor": (str | None, "Metric of best.ckpt (default: val/acc)."),
-            "monitor_mode": (
-                str | None,
-                "Which way is better in --monitor, where neither its name nor a torchmetrics "
-                "metric tells.",
-            ),
-        }
-        methods = (
-            "Callbacks that make the method. --method.beta 0.1 sets an argument of the one that "
-            "has it."
-        )
-        parser.add_argument("--method", type=list[FederatedCallback], default=[], help=methods)
-        for name, (kind, text) in options.items():
-            if name not in OF_EXPORT or self.command == "export":
-                parser.add_argument(f"--{name}", type=kind, default=None, help=text)
+        options = _OPTIONS | (_OF_EXPORT if self.command == "export" else {})
+        for name, kind in options.items():
+            parser.add_argument(f"--{name}", type=kind, default=None)
+        parser.options += ["trainer", "model", "method", *options]
 
     def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
         assert isinstance(parser, Parser)
-        parser.command = self.prepared
         config = self.prepared.config
         if self.command == "partition":
-            seed = _seed_of_model(config, self.prepared.options)
-            keys = ("seed_everything", "data")
-            config = {key: value for key, value in config.items() if key in keys}
-            # A split depends on the data and the run's seed, so other options change nothing.
-            self.prepared.options = _without_training(self.prepared.options)
+            # A split depends on the data and the run's seed, so other settings change nothing.
+            seed = config["model"].get("seed")
+            config = {key: config[key] for key in ("seed_everything", "data") if key in config}
             if seed is not None:
-                self.prepared.options += ["--seed_everything", seed]
-        self.config = parser.parse_args(["--config", as_text(config), *self.prepared.options])
+                config["seed_everything"] = seed
+        # The parser changes what it is given.
+        parser.settings = deepcopy(config)
+        try:
+            self.config = parser.parse_object(config)
+        except ValueError as error:
+            # Of some values, such as the path of a module, jsonargparse raises this.
+            if isinstance(error, UserError):
+                raise
+            parser.error(str(error), error)
+        if self.prepared.print_config:
+            _name_enums(self.config)
+            parser.parse_args([self.prepared.print_config], namespace=self.config)
         _refuse_without_effect(self.config.data, self.prepared.options)
         seed = self.config.seed_everything
         if not isinstance(seed, bool) and seed is not None and not 0 <= seed < 2**32:
@@ -498,7 +411,7 @@ class CommandCLI(LightningCLI):
 
     def _callbacks(self, settings: dict[str, Any], writes: bool) -> list[pl.Callback]:
         """Return the callbacks of the method, the user and the run, in the order of their hooks."""
-        callbacks = [*self.added, *self.config_init.method, *as_list(settings["callbacks"])]
+        callbacks = [*self.added, *self.callbacks_with_method(settings["callbacks"])]
         names = {type(callback).__name__ for callback in callbacks}
         for name in _STANDING:
             wanted = writes and name not in self.without
@@ -521,42 +434,6 @@ class CommandCLI(LightningCLI):
         if self.command == "fit":
             callbacks.append(self.stop)
         return callbacks
-
-
-def _merge_loggers(prepared: Command) -> None:
-    """Combine the loggers of configs and options into a value that the parser accepts."""
-    trainer = prepared.config.get("trainer") or {}
-    if not isinstance(trainer, dict):
-        return
-    events = f"{RunEvents.__module__}.{RunEvents.__qualname__}"
-    merged = as_loggers(trainer.get("logger"), events)
-    added = any(option.startswith("--trainer.logger+") for option in prepared.options)
-    # The parser can add only to a list. `true`, or no logger at all, stands for TensorBoard's.
-    if added and merged in (None, True):
-        merged = [{"class_path": events}]
-    if merged != trainer.get("logger"):
-        prepared.config["trainer"] = {**trainer, "logger": merged}
-
-
-def _name_strategy(prepared: Command) -> None:
-    """Let a strategy that is given by its registered name take options, by naming its class."""
-    trainer = prepared.config.get("trainer") or {}
-    given = trainer.get("strategy")
-    path = f"{FederatedStrategy.__module__}.{FederatedStrategy.__qualname__}"
-    named = FederatedStrategy.strategy_name
-    flag = "--trainer.strategy"
-    options = prepared.options
-    if isinstance(given, dict) and given.get("class_path") == named:
-        prepared.config["trainer"] = {**trainer, "strategy": {**given, "class_path": path}}
-    if not any(option.startswith(f"{flag}.") for option in options):
-        return
-    if given == named:
-        prepared.config["trainer"] = {**trainer, "strategy": {"class_path": path}}
-    for place, option in enumerate(options):
-        if option == f"{flag}={named}":
-            options[place] = f"{flag}={path}"
-        elif option == named and options[place - 1] == flag:
-            options[place] = path
 
 
 def _own(logger: Any) -> list[Any]:

@@ -9,10 +9,9 @@ configs is replaced by that of any other config, in either order.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from importlib.resources import files
@@ -331,18 +330,8 @@ def class_name(item: Any) -> str:
     return str(item).rsplit(".", 1)[-1]
 
 
-def class_of(node: Any) -> Any:
-    """Return the class or function that a node of a config names; None if it names none.
-
-    Another check then reports the error.
-    """
-    path = node.get("class_path") if isinstance(node, dict) else node
-    module, _, name = str(path).rpartition(".")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception:
-        # The user's own module may raise anything.
-        return None
+# One option of a command line: its keys (data.batch_size), and its value as typed.
+Option = tuple[str, str]
 
 
 @dataclass
@@ -351,25 +340,25 @@ class Command:
 
     Attributes:
         config: the merged configs.
-        options: options that override it, as typed.
-        method_options: ("beta", "0.1") of ``--method.beta 0.1``; "" is the list itself.
+        options: options that override it, in their order; ``--method…`` is one of them.
         names: names of the configs, as given.
         learners: learners of the configs; True: a fallback, see _is_fallback.
         notes: lines that are printed for the user.
         run: a run's folder, if one was given.
         output: the value of ``-o``.
+        print_config: ``--print_config`` as typed; empty: it was not.
         argv: the command line as typed; the command comes first.
         record: what a sweep has the run record: arm, claims_hash, axes (see RunRecord).
     """
 
     config: dict[str, Any] = field(default_factory=dict)
-    options: list[str] = field(default_factory=list)
-    method_options: list[tuple[str, str]] = field(default_factory=list)
+    options: list[Option] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     learners: list[tuple[bool, Any]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     run: Path | None = None
     output: str | None = None
+    print_config: str = ""
     argv: list[str] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
 
@@ -423,6 +412,32 @@ def _is_fallback(name: str) -> bool:
     return not is_file(name) and (name == "base" or name.startswith("data/")) and name in packaged()
 
 
+def options_of(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Take a command line apart: yield each option with its value, or None if it has none.
+
+    A word that belongs to no option is yielded by itself.
+
+    >>> list(options_of(["--a.b", "-1", "--c=", "-cbase", "there", "--print_config"]))
+    [('--a.b', '-1'), ('--c', ''), ('-c', 'base'), ('there', None), ('--print_config', None)]
+    """
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        flag, equals, value = word.partition("=")
+        if re.match("-[co][^=]", word):
+            yield word[:2], word[2:]
+        elif equals or not _is_flag(word):
+            yield (flag, value) if _is_flag(word) else (word, None)
+        elif words and not _is_flag(words[0]):
+            yield flag, words.pop(0)
+        else:
+            yield flag, None
+
+
+def _is_flag(word: str) -> bool:
+    return re.match("--|-[A-Za-z]", word) is not None
+
+
 def _from_environment(command: str) -> Iterator[str]:
     """``FL_TRAINER__MAX_EPOCHS=5`` (or ``FL_FIT__TRAINER__…``) as ``--trainer.max_epochs=5``."""
     for name, value in sorted(os.environ.items()):
@@ -432,48 +447,47 @@ def _from_environment(command: str) -> Iterator[str]:
 
 
 def prepare(command: str, argv: list[str]) -> Command:
-    """Sort the arguments of ``command``: configs, which are read, method options and the rest."""
+    """Sort the arguments of ``command``: configs, which are read, and the options over them."""
     prepared = Command(argv=[command, *argv])
-    argv = list(argv)
     if argv and not argv[0].startswith("-"):
-        prepared.run = Path(argv.pop(0))
-        if not is_file(prepared.run / "config.yaml"):
+        prepared.run = Path(argv[0])
+        argv = argv[1:]
+        _begin_with_run(command, prepared, prepared.run)
+    for flag, value in options_of([*_from_environment(command), *argv]):
+        if flag == "--print_config":
+            prepared.print_config = flag if value is None else f"{flag}={value}"
+        elif not flag.startswith("-"):
             raise UserError(
-                f"{command} {prepared.run}: not a run's folder (it has no config.yaml). "
-                "Give the folder of a run, or configs: "
-                f"fl-lightning {command} -c base -c data/digits. A run from Python has a folder if "
-                "its Trainer has the callback RunFolder."
+                f"{flag}: no such option. A config is given by -c {flag}, and a value by the "
+                "option before it."
             )
-        prepared.add_config(str(prepared.run / "config.yaml"))
-        prepared.config["ckpt_path"] = "last"
-        prepared.config["trainer"] = {
-            **(prepared.config.get("trainer") or {}),
-            "default_root_dir": str(prepared.run),
-        }
-    arguments = iter([*_from_environment(command), *argv])
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        if re.match(r"-[co][^=]", argument):
-            # The value follows the flag without a space, as in -cbase.
-            flag = argument[:2]
-            equals = "="
-            value = argument[2:]
-        method = re.fullmatch(r"--method(?:(\+)|\.(.+))?", flag)
-        if method is None and flag not in ("-c", "--config", "-o", "--output"):
-            prepared.options.append(argument)
-            continue
-        if not equals:
-            value = next(arguments, "")
-        if not value:
+        elif value is None or (not value and flag in ("-c", "--config", "-o", "--output")):
             raise UserError(f"{flag} needs a value.")
-        if method is not None:
-            prepared.method_options.append((method[1] or method[2] or "", value))
         elif flag in ("-c", "--config"):
             prepared.add_config(value)
-        else:
+        elif flag in ("-o", "--output"):
             prepared.output = value
+        elif flag.startswith("--"):
+            prepared.options.append((flag.removeprefix("--"), value))
+        else:
+            raise UserError(f"{flag}: no such option. Options begin with two hyphens.")
     _refuse_unknown(command, prepared)
     return prepared
+
+
+def _begin_with_run(command: str, prepared: Command, run: Path) -> None:
+    """Begin with the config and the last checkpoint of a run."""
+    if not is_file(run / "config.yaml"):
+        raise UserError(
+            f"{command} {run}: not a run's folder (it has no config.yaml). "
+            "Give the folder of a run, or configs: "
+            f"fl-lightning {command} -c base -c data/digits. A run from Python has a folder if "
+            "its Trainer has the callback RunFolder."
+        )
+    prepared.add_config(str(run / "config.yaml"))
+    prepared.config["ckpt_path"] = "last"
+    trainer = prepared.config.get("trainer") or {}
+    prepared.config["trainer"] = {**trainer, "default_root_dir": str(run)}
 
 
 def _refuse_unknown(command: str, prepared: Command) -> None:
@@ -497,7 +511,7 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
     for path in unknown:
         key = str(path).split(" ")[0]
         needed = key.startswith(("data", "model.learner"))
-        typed = [option for option in prepared.options if _names(option, key)]
+        typed = [option for option, _ in prepared.options if _names(option, key)]
         if needed and not typed and not _has(prepared.config, key):
             lacking.append(str(path))
     if lacking:
@@ -517,10 +531,9 @@ def _refuse_unknown(command: str, prepared: Command) -> None:
 
 
 def _names(option: str, key: str) -> bool:
-    """Return whether an option of the command line sets the key, or a part that contains it."""
-    typed = option.removeprefix("--").partition("=")[0]
-    one, other = f"{typed}.", f"{key}."
-    return option.startswith("--") and (one.startswith(other) or other.startswith(one))
+    """Return whether an option sets the key, or a part that contains it."""
+    one, other = f"{option}.", f"{key}."
+    return one.startswith(other) or other.startswith(one)
 
 
 def _has(config: Any, key: str) -> bool:

@@ -21,7 +21,29 @@ from fl_lightning.machine.lightning import (
 from fl_lightning.module import FederatedModule
 
 
-class FederatedCLI(LightningCLI):
+class MethodCLI(LightningCLI):
+    """``LightningCLI`` with ``--method``, the callbacks that make the method.
+
+    It is the base of ``FederatedCLI`` and of the commands of ``fl-lightning``.
+    """
+
+    def add_core_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_core_arguments_to_parser(parser)
+        parser.add_argument(
+            "--method",
+            type=list[FederatedCallback],
+            default=[],
+            help="Callbacks that make the method.",
+        )
+
+    def callbacks_with_method(self, given: Any) -> list[pl.Callback]:
+        """Return the method's callbacks, then those that ``trainer.callbacks`` gives."""
+        given = given or []
+        others = given if isinstance(given, list) else [given]
+        return [*self._get(self.config_init, "method", default=[]), *others]
+
+
+class FederatedCLI(MethodCLI):
     """``LightningCLI(MyLearner, MyDataModule, …)``, federated; it takes the same arguments.
 
     ``--trainer``, ``--model`` and ``--data`` keep their meaning, and ``add_arguments_to_parser``
@@ -64,12 +86,6 @@ class FederatedCLI(LightningCLI):
             FederatedModule, "federated", skip={"learner"}, instantiate=False
         )
         parser.add_class_arguments(FromDataModule, "split", skip={"datamodule"}, instantiate=False)
-        parser.add_argument(
-            "--method",
-            type=list[FederatedCallback],
-            default=[],
-            help="Callbacks that make the method.",
-        )
 
     def instantiate_classes(self) -> None:
         self.config_init = self.parser.instantiate_classes(self.config)
@@ -80,10 +96,8 @@ class FederatedCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         settings = self._get(self.config_init, "trainer", default={})
-        given = kwargs.pop("callbacks", settings.get("callbacks")) or []
-        others = given if isinstance(given, list) else [given]
-        callbacks = [*self._get(self.config_init, "method"), *others]
-        return super().instantiate_trainer(callbacks=callbacks, **kwargs)
+        given = kwargs.pop("callbacks", settings.get("callbacks"))
+        return super().instantiate_trainer(callbacks=self.callbacks_with_method(given), **kwargs)
 
     def _federated_module(self) -> pl.LightningModule:
         """Return the learner, wrapped with the arguments under ``--federated``."""

@@ -10,93 +10,11 @@ import importlib
 import inspect
 import textwrap
 from collections.abc import Iterator, Sequence
+from importlib.resources import files
 
 from fl_lightning.accepted import declared, words_of
 from fl_lightning.errors import UserError, suggest
-
-FIT = """\
-usage: fl-lightning fit [RUN] [-c CONFIG ...] [--OPTION VALUE ...]
-
-Train federatedly: one fit is one run, one epoch is one round. Options win over configs, whose keys
-they are. A class is given by its short name, or as my_module.MyClass.
-
-  RUN                            a run's folder: go on with it
-  -c NAME                        a YAML file, or one of `fl-lightning configs`; several merge
-  --seed_everything 0            of all random numbers; true: drawn
-  --print_config                 show what would run, and stop
-  --help all                     every option, with Lightning's
-  --debug                        show the traceback of an error
-
-Who has which data             (--data.help: the data sets; --data.help CLASS: all of its options)
-  --data Digits                  or FromTable, FromDatasets, my_module.MyData, ...
-  --data.root data               where the files lie; --data.download true: fetched if not there
-  --data.num_clients 100
-  --data.partition Dirichlet     then --data.partition.alpha 0.1 (--data.partition.help)
-  --data.batch_size 50           null: the whole client in one batch
-  --data.val_fraction 0.0        held out for validation; 0: validates on the test set
-
-What is trained                (--model.learner.help: our learners and networks)
-  --model.learner CLASS          ImageClassifier, or any LightningModule: my_module.MyLearner
-  --model.learner.lr 0.1         an argument of its class
-  --model.init_from FILE         weights to start from
-
-By which method                (--method.help: the methods; --method.help CLASS: its arguments)
-  --method+ ProximalTerm         add one; -c method/NAME brings a whole one with its settings
-  --method.mu 0.01               an argument of the method that has it
-
-How a round goes               (--model.help: all about these)
-  --model.participation 0.1      of the clients, each round; 10: that many; all
-  --model.sampling uniform       or bernoulli, poisson: a coin for each client
-  --model.local_epochs 5         of one client a round; or --model.local_steps
-  --model.client_optimizer SGD   of the local steps; not given: the learner's own
-  --model.client_scheduler X     ignore, rounds or local_steps: what steps the learner's scheduler
-  --model.lr_decay 0.998         of the client learning rate, per round; or a schedule
-  --model.clip_norm 10           of each client's gradient
-  --model.accumulate 4           batches in each local step
-  --model.keep_optimizer_state   true: clients keep it from round to round
-  --model.server_optimizer SGD   over the global model; --model.server_lr_decay
-  --model.weighting uniform      or samples: weights of the clients in the mean
-  --model.buffers average        or keep, own: what becomes of running statistics
-  --model.on_nonfinite stop      or skip: clients whose update is not finite
-  --model.engine auto            and --model.workers, .clients_at_once, .capture: speed alone
-  --model.asynchronous           a buffer of clients that train all the time: -c method/fedbuff
-  --model.seed, --model.strict_resume
-
-How long, where, what is kept  (--trainer.help: all of Lightning's Trainer)
-  --trainer.max_epochs 100       rounds
-  --trainer.default_root_dir F   the run's folder; not given: runs/<data>-<method>-<number>
-  --trainer.accelerator cpu      or gpu; --trainer.devices 2 --trainer.strategy federated
-  --trainer.callbacks+ CLASS     your own; -c logger/NAME: a tracker
-  --trainer.check_val_every_n_epoch 10
-  --monitor val/acc              metric of best.ckpt; --monitor_mode max or min
-  --ckpt_path last               go on from the folder's last checkpoint, or start; or a file
-  --weights_only false           read a checkpoint's objects too: for files you trust"""
-
-_EVALUATE = """\
-usage: fl-lightning {command} RUN [--OPTION VALUE ...]
-       fl-lightning {command} -c CONFIG ... --ckpt_path FILE [--OPTION VALUE ...]
-
-{summary}.
-
-  RUN                   a run's folder: its config and its last checkpoint
-  -c NAME               a YAML file, or one of `fl-lightning configs`; several merge
-  --ckpt_path FILE      another checkpoint, such as RUN/checkpoints/best.ckpt
-  --weights_only false  read a checkpoint's objects too: for files you trust{more}
-  --help all            every option
-
-Any option of `fl-lightning fit --help` wins over the run's."""
-
-_PARTITION = """\
-usage: fl-lightning partition [RUN] [-c CONFIG ...] [--data... VALUE ...]
-
-{summary}.
-
-  RUN                         a run's folder: its data
-  -c NAME                     a YAML file, or one of `fl-lightning configs`; several merge
-  --data.partition Dirichlet  or another; --data.partition.alpha 0.1, an argument of it
-  --data.num_clients 100      and any other option of the data: --data.help
-  --seed_everything 0
-  -o FOLDER                   where the files go; not given: here"""
+from fl_lightning.lab.cli.compose import options_of
 
 _MORE = {
     "predict": "\n  -o FILE               not given: predictions.pt in the run's folder",
@@ -135,25 +53,21 @@ def asked(command: str, summary: str, argv: Sequence[str]) -> str | None:
     Raises:
         UserError: ``--data.help CLASS`` does not name a class of data, and so on.
     """
-    for place, argument in enumerate(argv):
-        option, equals, value = argument.partition("=")
-        following = [value] if equals else [text for text in argv[place + 1 : place + 2]]
+    for option, value in options_of(argv):
         if option in ("-h", "--help"):
             short = _short(command, summary)
-            return f"{short}\n\n{_everything(command)}" if following == ["all"] else short
+            return f"{short}\n\n{_everything(command)}" if value == "all" else short
         key = option.removeprefix("--").removesuffix(".help")
         if option == f"--{key}.help" and key in (*_FIXED, *_BASES):
-            names = [name for name in following if not name.startswith("-")]
-            return _of_option(key, names[0] if names else None)
+            return _of_option(key, value)
     return None
 
 
 def _short(command: str, summary: str) -> str:
-    if command == "fit":
-        return FIT
-    text = _PARTITION if command == "partition" else _EVALUATE
-    summary = summary[0].upper() + summary[1:]
-    return text.format(command=command, summary=summary, more=_MORE.get(command, ""))
+    name = command if command in ("fit", "partition") else "evaluate"
+    text = (files("fl_lightning.lab.cli") / "templates" / "help" / f"{name}.txt").read_text("utf-8")
+    words = {"command": command, "summary": summary[0].upper() + summary[1:]}
+    return text.rstrip("\n").format(**words, more=_MORE.get(command, ""))
 
 
 def _everything(command: str) -> str:
@@ -189,7 +103,7 @@ def _choices(key: str) -> dict[str, type]:
     # The following lines import torch, which the short help should not wait for.
     import torch
 
-    from fl_lightning.lab.cli.method_options import names_of_ours
+    from fl_lightning.lab.cli.classes import names_of_ours
 
     bases = tuple(map(_imported, _BASES.get(key, ())))
     named = {name: _imported(path) for name, path in names_of_ours().items()}
@@ -233,7 +147,7 @@ def _of_class(cls: type, key: str) -> str:
     # jsonargparse requires this package, and importing it is slow.
     from docstring_parser import parse
 
-    from fl_lightning.lab.cli.parsing_errors import parameters
+    from fl_lightning.lab.cli.classes import parameters
 
     # The arguments of Lightning's Trainer are described in the docstring of `__init__`.
     text = cls.__doc__ or getattr(vars(cls).get("__init__"), "__doc__", None)

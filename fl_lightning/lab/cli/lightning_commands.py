@@ -25,9 +25,9 @@ from fl_lightning.evaluation.personal_models import (
 )
 from fl_lightning.lab.cli.cli import CommandCLI
 from fl_lightning.lab.cli.compose import Command
-from fl_lightning.lab.cli.parsing_errors import not_an_optimizer
 from fl_lightning.lab.cli.run_folder import check_writable
 from fl_lightning.lab.cli.run_record import end_killed, killed_before, was_killed
+from fl_lightning.lab.cli.wrong_settings import not_an_optimizer
 from fl_lightning.learner import saved_network
 from fl_lightning.machine.escaping import plain_lines
 from fl_lightning.machine.lightning import LOGGERS, MisconfigurationException

@@ -1,28 +1,25 @@
 """Set a network's classes, channels and image size from the data.
 
-Gaps are filled in, and values that cannot fit are refused. The sizes are filled in before anything
-is built, so the run's config.yaml has plain numbers.
+Null is filled in, and numbers that cannot fit are refused, before anything is built. So the run's
+config.yaml has plain numbers, which ``load`` and a resumed run need no data to read.
 """
 
 from __future__ import annotations
 
 import math
-from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 from fl_lightning.datamodules import FederatedDataModule
 from fl_lightning.errors import UserError
-from fl_lightning.lab.cli.compose import Command, class_of, merge, plain_yaml
-from fl_lightning.lab.cli.method_options import full_paths, names_of_ours
-from fl_lightning.lab.cli.parsing_errors import parameters
+from fl_lightning.lab.cli.classes import class_of, named, parameters
+from fl_lightning.lab.cli.compose import Command
 from fl_lightning.models import MLP, ImageClassifier
 from fl_lightning.models.text import TextLearner
 
 _AT = "model.learner.network"
-_SIZES = ("num_classes", "in_channels", "input_size", "sizes")
-# A packaged CNN is built for these sizes if the data do not give theirs.
+_UNITS = {"inputs": "inputs", "in_channels": "channels", "input_size": "pixels a side"}
+# A packaged network is built for these samples if the data do not give theirs.
 _PUBLISHED_SHAPE = (3, 32, 32)
 _PUBLISHED_CLASSES = 10
 
@@ -43,145 +40,63 @@ class SampleFacts:
 
 
 def fit_network_to_data(command: Command) -> None:
-    """Complete ``model.learner`` in ``command.config``.
-
-    Only an ``ImageClassifier`` around a packaged network is completed.
+    """Complete ``model.learner`` in ``command.config``, if it is around a packaged network.
 
     Raises:
-        UserError: a given number, or the network itself, cannot work with the data.
+        UserError: in an ``ImageClassifier``, a given number, or the network itself, cannot work
+            with the data. Other learners may change samples before the network gets them.
     """
-    model = command.config.get("model")
-    chosen = full_paths(_with_options(command.config, command.options))
-    if not isinstance(model, dict) or "learner" not in chosen["model"]:
-        return
-    facts = _facts(chosen.get("data"))
-    learner = chosen["model"]["learner"]
-    _check_texts(learner, facts)
-    # An option may name another class, but the config has to parse as well.
-    built = class_of(learner) is ImageClassifier
-    if not built:
-        learner = model.get("learner")
-    if class_of(learner) is not ImageClassifier:
-        return
-    learner = {"class_path": learner} if isinstance(learner, str) else deepcopy(learner)
-    arguments = _arguments(learner)
-    learners = "num_classes" in arguments
-    guessed: list[str] = []
-    if isinstance(arguments.get("network"), str):
-        arguments["network"] = {"class_path": arguments["network"]}
-    classes = arguments.get("num_classes")
-    if _is_ours(arguments.get("network")):
-        classes = _complete(arguments["network"], classes, facts, guessed)
-    classes = classes or facts.classes
-    if arguments.get("num_classes") is None and classes is not None:
-        arguments["num_classes"] = classes
-    if built and _is_ours(arguments.get("network")):
-        _check(learner, facts, learners)
-    if built and guessed:
-        command.notes.append(
-            f"{_AT}: the network is built for {' and '.join(guessed)}. That is a guess, since "
-            f"{facts.name} does not say what its samples are. If they are something else, set "
-            "num_classes and the network's sizes there, or give the data's class the attributes "
-            "num_classes and sample_shape"
+    learner = _node(command.config["model"].get("learner"))
+    facts = _facts(_node(command.config.get("data")))
+    cls = class_of(learner)
+    if isinstance(cls, type) and issubclass(cls, TextLearner) and facts.shape is not None:
+        raise UserError(
+            f"model.learner: {cls.__name__} takes texts, but a sample of {facts.name} "
+            f"({facts.size}) is not a text. Use data of texts (-c data/text, -c data/multinli), or "
+            "another learner."
         )
-    command.config["model"] = {**model, "learner": merge(model.get("learner"), _sizes(learner))}
-    if built:
-        command.options = _without_gaps(command.options)
+    takes = parameters(cls) if callable(cls) else []
+    if "network" not in takes:
+        return
+    arguments = learner["init_args"]
+    network = _node(arguments.get("network"))
+    classes = _number(arguments.get("num_classes"))
+    if getattr(class_of(network), "__module__", "").startswith("fl_lightning.models."):
+        arguments["network"] = network
+        classes, guessed = _complete(network, classes, facts, cls is ImageClassifier)
+        # Of data that are not found the parser tells.
+        if guessed and facts.name:
+            command.notes.append(
+                f"{_AT}: the network is built for {' and '.join(guessed)}. That is a guess, since "
+                f"{facts.name} does not say what its samples are. If they are something else, set "
+                "num_classes and the network's sizes there, or give the data's class the "
+                "attributes num_classes and sample_shape"
+            )
+    classes = classes or facts.classes
+    if "num_classes" in takes and classes is not None:
+        arguments["num_classes"] = classes
+    command.config["model"] = {**command.config["model"], "learner": learner}
 
 
-def _sizes(node: dict[str, Any]) -> dict[str, Any]:
-    """Return only the classes and the sizes of a learner, or of its network."""
-    arguments = _arguments(node)
-    sizes = {key: arguments[key] for key in _SIZES if key in arguments}
-    if isinstance(arguments.get("network"), dict):
-        sizes["network"] = _sizes(arguments["network"])
-    return {"class_path": node["class_path"], "init_args": sizes}
+def _node(given: Any) -> dict[str, Any]:
+    """Return a node of the config with ``class_path`` and its own ``init_args``."""
+    node = given if isinstance(given, dict) else {"class_path": given}
+    arguments = node.get("init_args")
+    return {**node, "init_args": dict(arguments) if isinstance(arguments, dict) else {}}
 
 
-# --------------------------------------------------------------------------- what will be built
+def _number(given: Any) -> Any:
+    """Return the integer that an option's text holds; other values as they are."""
+    if isinstance(given, str) and given.removeprefix("-").isdecimal():
+        return int(given)
+    return given
 
 
-def _with_options(config: dict[str, Any], options: list[str]) -> dict[str, Any]:
-    """Return the configuration merged with the options for data and learner that decide sizes."""
-    tree = deepcopy({"model": config.get("model") or {}, "data": config.get("data")})
-    for option, following in pairwise([*options, ""]):
-        path, value = _read(option, following)
-        if path[0] == "data" or path[:2] == ["model", "learner"]:
-            tree = _put(tree, path, value)
-    return tree
-
-
-def _read(option: str, following: str) -> tuple[list[str], Any]:
-    """Return the path and the value of ``option``; the value may be the argument ``following``
-    it.
-    """
-    flag, equals, text = option.partition("=")
-    if not flag.startswith("--"):
-        return [""], None
-    path = flag.removeprefix("--").split(".")
-    try:
-        return path, plain_yaml(text if equals else following, option)
-    except UserError:
-        # The parser will report the error.
-        return path, text if equals else following
-
-
-def _without_gaps(options: list[str]) -> list[str]:
-    """Return the options without the learner's null sizes, which the config has filled in."""
-    kept: list[str] = []
-    skipped = False
-    for option, following in pairwise([*options, ""]):
-        path, value = _read(option, following)
-        size = path[:2] == ["model", "learner"] and path[-1] in _SIZES
-        gap = None in value if isinstance(value, list) else value is None
-        if skipped:
-            skipped = False
-        elif size and gap and (option.partition("=")[2] or following):
-            skipped = "=" not in option
-        else:
-            kept.append(option)
-    return kept
-
-
-def _put(node: Any, path: list[str], value: Any) -> Any:
-    """Return ``node`` with ``value`` at ``path``, which may leave out ``init_args``."""
-    if not path:
-        names_a_class = False
-        if isinstance(value, str):
-            names_a_class = isinstance(node, dict) or value in names_of_ours()
-        return merge(node, {"class_path": value} if names_a_class else value)
-    if isinstance(node, str):
-        node = {"class_path": node}
-    elif not isinstance(node, dict):
-        node = {}
-    key, *rest = path
-    if key == "class_path":
-        return merge(node, {key: value})
-    # You may give a class's argument without writing its init_args.
-    if {"class_path", "init_args"} & set(node) and key not in ("init_args", "dict_kwargs"):
-        return {**node, "init_args": _put(node.get("init_args") or {}, path, value)}
-    return {**node, key: _put(node.get(key), rest, value)}
-
-
-def _arguments(node: Any) -> dict[str, Any]:
-    """Return a node's ``init_args``, which are added if it has none."""
-    if not isinstance(node.get("init_args"), dict):
-        node["init_args"] = {}
-    arguments: dict[str, Any] = node["init_args"]
-    return arguments
-
-
-def _is_ours(network: Any) -> bool:
-    if not isinstance(network, dict):
-        return False
-    return getattr(class_of(network), "__module__", "").startswith("fl_lightning.models.")
-
-
-def _facts(data: Any) -> SampleFacts:
-    cls = class_of(data)
+def _facts(data: dict[str, Any]) -> SampleFacts:
+    cls = named(data, FederatedDataModule)
     if not (isinstance(cls, type) and issubclass(cls, FederatedDataModule)):
-        return SampleFacts("data")
-    arguments = _arguments(deepcopy(data)) if isinstance(data, dict) else {}
+        return SampleFacts("")
+    arguments = {name: _number(value) for name, value in data["init_args"].items()}
     shape = cls.shape_of_samples(**arguments)
     classes = cls.classes_of_samples(**arguments)
     # If the config names a table's classes, their number is known before the table is read.
@@ -190,151 +105,105 @@ def _facts(data: Any) -> SampleFacts:
     return SampleFacts(cls.__name__, shape, classes, getattr(cls, "texts", False))
 
 
-def _complete(node: Any, classes: Any, facts: SampleFacts, guessed: list[str]) -> Any:
-    """Fill in a network's sizes, and return the number of classes; ``classes`` is the learner's.
+def _complete(
+    network: dict[str, Any], classes: Any, facts: SampleFacts, checked: bool
+) -> tuple[Any, list[str]]:
+    """Fill in a network's sizes; return the number of classes, and what had to be guessed.
 
-    Sizes that were guessed are added to ``guessed``.
+    Args:
+        classes: the learner's own number, which precedes the network's, and this the data's.
+        checked: whether numbers that are not the data's are refused.
     """
-    cls = class_of(node)
-    arguments = _arguments(node)
-    outputs = arguments.get("num_classes")
-    ends = None
-    if cls is MLP:
-        ends = _ends(cls, arguments.setdefault("sizes", [None, 200, 200, None]))
-        outputs = ends[-1] if ends else 0
-    # The learner's number takes precedence, then the network's, and then the data's.
-    known = [number for number in (classes, outputs, facts.classes) if number is not None]
-    if not known:
-        guessed.append(f"{_PUBLISHED_CLASSES} classes")
-    classes = [*known, _PUBLISHED_CLASSES][0]
+    cls = class_of(network)
+    arguments = network["init_args"]
+    if checked:
+        _check_kind(cls, facts)
+    sizes = arguments.get("sizes", [None, 200, 200, None]) if cls is MLP else None
+    if isinstance(sizes, list) and len(sizes) > 1:
+        numbers = {"inputs": sizes[0], "num_classes": sizes[-1]}
+    else:
+        names = [name for name in ("num_classes", *_UNITS) if name in parameters(cls)]
+        numbers = {name: _number(arguments.get(name)) for name in names}
+    if checked:
+        _check_numbers(numbers, classes, facts, sizes)
+    known = [each for each in (classes, numbers.get("num_classes"), facts.classes) if each]
     shape = facts.shape or ((28, 28) if cls is MLP else _PUBLISHED_SHAPE)
-    wanted = {"in_channels": shape[0], "input_size": shape[-1], "num_classes": classes}
-    missing = [name for name in wanted if name in parameters(cls) and arguments.get(name) is None]
-    arguments.update({name: wanted[name] for name in missing})
-    open_input = ends is not None and ends[0] is None
-    if facts.shape is None and (open_input or set(missing) - {"num_classes"}):
+    of_data = {"num_classes": [*known, _PUBLISHED_CLASSES][0], **_of_shape(shape)}
+    gaps = [name for name, number in numbers.items() if number is None]
+    # A network that predicts tokens has as many outputs as tokens, unless classes are known.
+    if not known and getattr(cls, "takes_tokens", False) and not checked:
+        gaps = [name for name in gaps if name != "num_classes"]
+    numbers |= {name: of_data[name] for name in gaps}
+    if sizes is not None and "inputs" in numbers:
+        arguments["sizes"] = [numbers["inputs"], *sizes[1:-1], numbers["num_classes"]]
+    else:
+        arguments.update(numbers)
+    guessed = [] if known or "num_classes" not in gaps else [f"{_PUBLISHED_CLASSES} classes"]
+    if facts.shape is None and set(gaps) - {"num_classes"}:
         guessed.append(f"samples of {'x'.join(map(str, shape))}")
-    if ends is not None:
-        first = math.prod(shape) if open_input else ends[0]
-        arguments["sizes"] = [first, *ends[1:-1], ends[-1] or classes]
-    return classes
+    return of_data["num_classes"], guessed
 
 
-def _ends(cls: Any, sizes: Any) -> list[Any] | None:
-    """Return the sizes of an MLP, if they are a list with a first and a last one."""
-    return sizes if cls is MLP and isinstance(sizes, list) and len(sizes) > 1 else None
+def _of_shape(shape: tuple[int, ...]) -> dict[str, int]:
+    return {"inputs": math.prod(shape), "in_channels": shape[0], "input_size": shape[-1]}
 
 
 # --------------------------------------------------------------------------- refusing
 
 
-def _check_texts(learner: Any, facts: SampleFacts) -> None:
-    """Refuse our networks for images if samples are texts, and our learners of texts for other
-    data.
-    """
-    cls = class_of(learner)
-    if cls is ImageClassifier and facts.texts:
-        network = _arguments(learner).get("network") if isinstance(learner, dict) else None
-        node = {"class_path": network} if isinstance(network, str) else network
-        if _is_ours(node) and not getattr(class_of(node), "takes_tokens", False):
-            raise UserError(
-                f"{_AT}: {class_of(node).__name__} takes numbers, but a sample of {facts.name} is "
-                "a text. Use a learner of texts, CausalLanguageModel (-c model/tiny_opt) or "
-                "TextClassifier, or a network of your own."
-            )
-    if isinstance(cls, type) and issubclass(cls, TextLearner) and facts.shape is not None:
-        raise UserError(
-            f"model.learner: {cls.__name__} takes texts, but a sample of {facts.name} "
-            f"({facts.size}) is not a text. Use data of texts (-c data/text, -c data/multinli), or "
-            "another learner."
-        )
-
-
-def _check(learner: dict[str, Any], facts: SampleFacts, learners: bool) -> None:
-    """Refuse values that cannot work.
-
-    ``learners``: whether the user gave ``num_classes`` to the learner; else it was filled in.
-    """
-    arguments = _arguments(learner)
-    cls = class_of(arguments["network"])
-    network = _arguments(arguments["network"])
-    ends = _ends(cls, network.get("sizes"))
-    _check_classes(arguments.get("num_classes"), network, ends, facts, learners)
-    if facts.shape is None:
-        return
-    if not ends:
-        _check_images(cls, network, facts)
-    elif type(ends[0]) is int and ends[0] != math.prod(facts.shape):
-        inputs = math.prod(facts.shape)
-        raise UserError(
-            f"{_AT}.sizes: {ends} takes {ends[0]} inputs, but a sample of {facts.name} "
-            f"({facts.size}) has {inputs} numbers. Begin with {inputs}, or with null for the "
-            "data's."
-        )
-
-
-def _check_classes(
-    classes: Any,
-    network: dict[str, Any],
-    ends: list[Any] | None,
-    facts: SampleFacts,
-    learners: bool,
+def _check_numbers(
+    numbers: dict[str, Any], classes: Any, facts: SampleFacts, sizes: list[Any] | None
 ) -> None:
-    """Refuse fewer outputs than the data have classes, and two numbers that differ."""
-    option = f"{_AT}.num_classes"
-    outputs = network.get("num_classes")
-    way_out = "leave it out"
-    if ends:
-        option = f"{_AT}.sizes"
-        outputs = ends[-1]
-        way_out = "null for what the data have"
-    counts = [(option, outputs), ("model.learner.num_classes", classes)]
-    # The error names the option that you gave first, and not a value that was filled in.
-    for where, count in reversed(counts) if learners else counts:
+    """Refuse numbers that are not the data's, and two numbers of classes that differ."""
+
+    def option(name: str) -> str:
+        return f"{_AT}.sizes {sizes}" if sizes is not None else f"{_AT}.{name}"
+
+    outputs = numbers.get("num_classes")
+    for where, count in (("model.learner.num_classes", classes), (option("num_classes"), outputs)):
         if isinstance(count, int) and count < (facts.classes or 0):
-            problem = f"it is {count}"
-            if ends and where == option:
-                problem = f"{ends} ends in {count} outputs"
             raise UserError(
-                f"{where}: {problem}, but {facts.name} has {facts.classes} classes. Give at least "
-                f"{facts.classes}, or {way_out}."
+                f"{where}: {count} classes, but {facts.name} has {facts.classes} classes. Give at "
+                f"least {facts.classes}, or null for the data's."
             )
     if type(outputs) is type(classes) is int and outputs != classes:
         raise UserError(
-            f"model.learner.num_classes is {classes}, but {option} gives the network {outputs} "
-            "outputs: they have to be the same. Leave one of them out."
+            f"model.learner.num_classes is {classes}, but {option('num_classes')} gives the "
+            f"network {outputs} outputs: they have to be the same. Leave one of them out."
         )
-
-
-def _check_images(cls: Any, network: dict[str, Any], facts: SampleFacts) -> None:
-    """Refuse samples that are not images, or images that the network cannot take."""
-    assert facts.shape is not None
-    if getattr(cls, "takes_tokens", False):
-        if len(facts.shape) != 1:
+    wanted = _of_shape(facts.shape) if facts.shape else {}
+    for name, unit in _UNITS.items():
+        if type(numbers.get(name)) is int and numbers[name] != wanted.get(name, numbers[name]):
             raise UserError(
-                f"{_AT}: {cls.__name__} takes texts, but a sample of {facts.name} ({facts.size}) "
-                "is not a text. Use MLP (-c model/mlp), or another network."
+                f"{option(name)}: {numbers[name]} {unit}, but a sample of {facts.name} "
+                f"({facts.size}) has {wanted[name]}. Give {wanted[name]}, or null for the data's."
             )
-        return
-    if len(facts.shape) != 3:
+
+
+def _check_kind(cls: Any, facts: SampleFacts) -> None:
+    """Refuse samples of a kind or size that the network cannot take."""
+    tokens = getattr(cls, "takes_tokens", False)
+    if facts.texts and not tokens:
         raise UserError(
-            f"{_AT}: {cls.__name__} takes images (channels, height, width), but a sample of "
-            f"{facts.name} has shape {facts.size}. Use MLP (-c model/mlp), or a network of your "
-            "own."
+            f"{_AT}: {cls.__name__} takes numbers, but a sample of {facts.name} is "
+            "a text. Use a learner of texts, CausalLanguageModel (-c model/tiny_opt) or "
+            "TextClassifier, or a network of your own."
         )
-    channels, _, side = facts.shape
+    if facts.shape is None or cls is MLP or (tokens and len(facts.shape) == 1):
+        return
+    takes = ""
+    side = facts.shape[-1]
     least = getattr(cls, "smallest_input", side)
     most = getattr(cls, "largest_input", side)
-    if not least <= side <= most:
+    if tokens:
+        takes = "texts"
+    elif len(facts.shape) != 3:
+        takes = "images (channels, height, width)"
+    elif not least <= side <= most:
         limit = f"at least {least}x{least}" if side < least else f"up to {most}x{most}"
+        takes = f"images of {limit} pixels"
+    if takes:
         raise UserError(
-            f"{_AT}: {cls.__name__} takes images of {limit} pixels, but those of {facts.name} have "
+            f"{_AT}: {cls.__name__} takes {takes}, but a sample of {facts.name} has "
             f"{facts.size}. Use MLP (-c model/mlp), or another network."
         )
-    sizes = (("in_channels", channels, "channels"), ("input_size", side, "pixels a side"))
-    for name, value, unit in sizes:
-        if type(network.get(name)) is int and network[name] != value:
-            raise UserError(
-                f"{_AT}.{name} is {network[name]}, but a sample of {facts.name} ({facts.size}) has "
-                f"{value} {unit}. Give {value}, or leave it out."
-            )

@@ -5,8 +5,10 @@ from __future__ import annotations
 import keyword
 import re
 from collections.abc import Sequence
+from importlib.resources import files
 from importlib.util import find_spec
 from pathlib import Path
+from string import Template
 
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.arguments import ArgumentParser
@@ -16,125 +18,14 @@ DESCRIPTION = """Write a package with a method of your own: callback, config, te
 
 Once it is installed, `fl-lightning configs` lists its config, and its classes have short names."""
 
-_PYPROJECT = """\
-[build-system]
-requires = ["setuptools>=68"]
-build-backend = "setuptools.build_meta"
-
-[project]
-name = "{name}"
-version = "0.1.0"
-description = "{title}: a method for fl-lightning"
-readme = "README.md"
-requires-python = ">=3.10"
-dependencies = ["fl-lightning"]
-
-[project.optional-dependencies]
-test = ["pytest"]
-
-# By this fl-lightning finds the package: its classes, and what lies in its folder configs.
-[project.entry-points."fl_lightning.plugins"]
-{module} = "{module}"
-
-[tool.setuptools]
-packages = ["{module}"]
-
-[tool.setuptools.package-data]
-{module} = ["configs/**/*.yaml"]
-"""
-
-_INIT = """\
-\"\"\"{title}: a method for fl-lightning.\"\"\"
-
-from {module}.method import {title}
-
-__all__ = ["{title}"]
-"""
-
-_METHOD = """\
-\"\"\"{title}: say here what it is, and which paper it is from.
-
-To begin with it is a pull to where a client itself ended when it last took part.
-\"\"\"
-
-from __future__ import annotations
-
-from fl_lightning import ClientState, Coefficient, FederatedCallback, Schedule
-
-
-class {title}(FederatedCallback):
-    \"\"\"g ← g + μ (x - last_i); then last_i ← x_{{i,K}}.
-
-    Args:
-        mu: μ; 0 is FedAvg.
-    \"\"\"
-
-    title = "{title}"
-    neutral = {{"mu": 0.0}}
-    mu = Coefficient()
-    last = ClientState(initial="current_model", synchronised=False)
-
-    def __init__(self, mu: float | Schedule = 0.01) -> None:
-        super().__init__()
-        self.mu = mu
-
-    def on_local_gradient(self, clients, gradient):
-        return gradient + self.mu * (clients.x - self.last[clients])
-
-    def on_local_end(self, clients):
-        self.last[clients] = clients.x
-"""
-
-_CONFIG = """\
-# {title}: each client is pulled to where it ended itself
-method:
-  - class_path: {module}.{title}
-    init_args:
-      mu: 0.01
-model:
-  client_optimizer: null
-  server_optimizer: null
-  keep_optimizer_state: false
-  buffers: average
-"""
-
-_TEST = """\
-\"\"\"{title} keeps what every method has to keep.\"\"\"
-
-from fl_lightning.testing import check_method
-from {module} import {title}
-
-
-def test_it_keeps_the_contracts():
-    report = check_method({title})
-    assert report.ok, report
-"""
-
-_README = """\
-# {name}
-
-{title}, a method for fl-lightning.
-
-```
-pip install -e .
-fl-lightning check {title}   # the contracts of a method
-fl-lightning fit -c base -c data/digits -c method/{module}
-fl-lightning fit -c base -c data/digits -c method/{module} --method.mu 0.1
-fl-lightning fit -c base -c data/digits --method {title}   # by its short name
-```
-
-- `{module}/method.py`: the method, written as its algorithm is.
-- `{module}/configs/`: a YAML file `method/x.yaml` there is `-c method/x`.
-- `tests/`: run by `pytest`, which `pip install -e '.[test]'` brings.
-"""
-
+# Each file of the package, and its template.
 _FILES = {
-    "pyproject.toml": _PYPROJECT,
-    "README.md": _README,
-    "{module}/__init__.py": _INIT,
-    "{module}/method.py": _METHOD,
-    "{module}/configs/method/{module}.yaml": _CONFIG,
-    "tests/test_{module}.py": _TEST,
+    "pyproject.toml": "pyproject.toml",
+    "README.md": "README.md",
+    "{module}/__init__.py": "__init__.py",
+    "{module}/method.py": "method.py",
+    "{module}/configs/method/{module}.yaml": "method.yaml",
+    "tests/test_{module}.py": "test_method.py",
 }
 
 
@@ -152,10 +43,12 @@ def main(argv: Sequence[str]) -> int:
     title = "".join(part.capitalize() for part in module.split("_"))
     _check(name, module, title, folder)
     words = {"name": name, "module": module, "title": title}
-    for place, text in _FILES.items():
+    templates = files("fl_lightning.lab.cli") / "templates" / "new"
+    for place, name_there in _FILES.items():
         path = folder / place.format(**words)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text.format(**words), encoding="utf-8")
+        text = (templates / f"{name_there}.txt").read_text("utf-8")
+        path.write_text(Template(text).substitute(words), encoding="utf-8")
         print(f"  {path}")
     print(f"→ {folder}/: change {folder / module / 'method.py'}. Then")
     print(f"  pip install -e {folder}")
@@ -180,7 +73,7 @@ def _check(name: str, module: str, title: str, folder: Path) -> None:
     if find_spec(module) is not None:
         raise refuse(f"Python has a module {module} here already. Give another name")
     # This import is slow, and a typing error should be reported before it.
-    from fl_lightning.lab.cli.method_options import names_of_ours
+    from fl_lightning.lab.cli.classes import names_of_ours
 
     if title in names_of_ours():
         raise refuse(

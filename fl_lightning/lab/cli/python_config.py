@@ -15,12 +15,16 @@ from fl_lightning.machine.lightning import pl
 # Every run from the command line has these callbacks, and Lightning adds its own.
 _NO_SETTING = (
     "FederatedProgressBar",
+    "FolderRelease",
     "ModelCheckpoint",
     "ModelSummary",
     "RichModelSummary",
     "RichProgressBar",
     "RunCard",
+    "RunCheckpoint",
     "RunFolder",
+    "RunFolderWriter",
+    "RunRecord",
     "TQDMProgressBar",
 )
 _OF_TRAINER = ("max_epochs", "min_epochs", "check_val_every_n_epoch", "precision")

@@ -54,11 +54,10 @@ class RunFolder(Checkpoint):
         check_mode("RunFolder: mode", mode)
         self.folder = Path(folder)
         self.arm = arm
-        self._run = run_folder.RunFolderWriter(self.folder, None, "", tensorboard=False)
-        self._checkpoint = run_folder.RunCheckpoint(self._run, monitor, mode)
-        self._card: RunCard | None = None
-        self._record: RunRecord | None = None
-        self._in_run = False  # whether a Trainer has begun a fit with this object
+        writer = run_folder.RunFolderWriter(self.folder, None, "", tensorboard=False)
+        self._checkpoint = run_folder.RunCheckpoint(writer, monitor, mode)
+        # The other callbacks of a run, which a fit adds to those of its Trainer.
+        self._parts: list[pl.Callback] = []
         self._begun: tuple[object, object] = (None, None)  # the Trainer and module of a fit here
 
     @property
@@ -69,49 +68,45 @@ class RunFolder(Checkpoint):
         path = self.folder / "checkpoints" / "last.ckpt"
         return str(path) if path.is_file() else None
 
-    # Use the checkpoint callback's key: other code looks it up under that name.
     @property
     def state_key(self) -> str:
         # Lightning refuses two equal keys when the Trainer is built. `setup` gives the better
         # message for two folders.
-        return self._checkpoint.state_key if self._in_run else f"RunFolder {id(self)}"
+        return f"RunFolder {id(self)}"
 
     @property
     def dirpath(self) -> str:
         return self._checkpoint.dirpath
 
-    @property
-    def monitor(self) -> str:
-        return self._checkpoint.monitor
-
-    @property
-    def mode(self) -> str | None:
-        return self._checkpoint.directions.given.get(self.monitor)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._checkpoint.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._checkpoint.load_state_dict(state_dict)
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._in_run = True
         _refuse_another(trainer)
+        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
+        for part in self._parts:
+            # Those of an earlier fit by this Trainer.
+            if part in callbacks:
+                callbacks.remove(part)
+        # Lightning warns of a checkpoint whose callbacks are not there.
+        self._parts = [] if stage == "fit" else [self._checkpoint]
+        callbacks.extend(self._parts)
         if stage != "fit" or not _writes(trainer):
             return
         run_folder.check_name(self.folder)
         run_folder.check_writable(self.folder, "RunFolder")
         # Every later reader of the Trainer's root directory gets this folder.
         vars(trainer)["_default_root_dir"] = str(self.folder)
-        self._run.setup(trainer, pl_module, stage)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._run.teardown(trainer, pl_module, stage)
+        # The arguments of a notebook's process were not typed by the user.
+        typed = ["python", *sys.argv] if sys.argv[0].endswith(".py") else []
+        writer = run_folder.RunFolderWriter(self.folder, None, "", tensorboard=False)
+        self._checkpoint.run = writer
+        cards = [] if any(isinstance(each, RunCard) for each in callbacks) else [RunCard()]
+        record = RunRecord("", typed, self.arm, unknown=[])
+        self._parts = [writer, *cards, record, self._checkpoint, FolderRelease(writer)]
+        # Lightning calls their `setup` too, as it comes to them.
+        callbacks.extend(self._parts)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if _writes(trainer):
             self._refuse_other_run(trainer, pl_module)
-            self._checkpoint.on_fit_start(trainer, pl_module)
 
     def _refuse_other_run(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         given = trainer.ckpt_path
@@ -120,8 +115,6 @@ class RunFolder(Checkpoint):
         goes_on = begun is trainer and module is pl_module
         goes_on = goes_on or (given is not None and Path(given).resolve() in own)
         if run_folder.holds_run(self.folder) and not goes_on:
-            # an error in another run must not be recorded in this folder
-            self._card = self._record = None
             where = repr(str(self.folder))
             raise UserError(
                 f"RunFolder({where}): this folder already holds a run, and it was not changed. Go "
@@ -133,45 +126,19 @@ class RunFolder(Checkpoint):
         if not _writes(trainer):
             return
         config = PythonConfig(trainer, pl_module, str(self.folder))
-        self._run.config = config.text()
+        for part in self._parts:
+            if isinstance(part, run_folder.RunFolderWriter | RunRecord):
+                part.config = config.text()
+            if isinstance(part, RunRecord):
+                part.unknown = config.unknown
         # Remove the logger of an earlier fit by the same Trainer.
         path = self.folder / "metrics.csv"
         trainer.loggers = [each for each in trainer.loggers if getattr(each, "path", 0) != path]
-        self._run.on_train_start(trainer, pl_module)
         self._begun = (trainer, pl_module)
-        callbacks: list[pl.Callback] = vars(trainer)["callbacks"]  # Lightning does not declare it
-        if not any(isinstance(callback, RunCard) for callback in callbacks):
-            self._card = RunCard()
-            self._card.on_train_start(trainer, pl_module)
-        # The arguments of a notebook's process were not typed by the user.
-        typed = ["python", *sys.argv] if sys.argv[0].endswith(".py") else []
-        self._record = RunRecord(self._run.config, typed, self.arm, unknown=config.unknown)
-        self._record.on_train_start(trainer, pl_module)
-        self._checkpoint.on_train_start(trainer, pl_module)
-
-    def _parts(self, trainer: pl.Trainer) -> list[pl.Callback]:
-        """Return the callbacks of this fit, in the order of their hooks; none in a trial run."""
-        parts = (self._card, self._record, self._checkpoint) if _writes(trainer) else ()
-        return [part for part in parts if part is not None]
-
-    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for part in self._parts(trainer):
-            part.on_train_epoch_start(trainer, pl_module)
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for part in self._parts(trainer):
-            part.on_train_epoch_end(trainer, pl_module)
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for part in self._parts(trainer):
-            part.on_fit_end(trainer, pl_module)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        self._run.on_exception(trainer, pl_module, exception)
-        if self._record is not None:
-            self._record.on_exception(trainer, pl_module, exception)
         if isinstance(exception, KeyboardInterrupt) and trainer.is_global_zero and self.last:
             # Lightning ends the program, and reports only that it was interrupted.
             print(
@@ -180,8 +147,21 @@ class RunFolder(Checkpoint):
                 f"ckpt_path=RunFolder({str(self.folder)!r}).last)",
                 flush=True,
             )
-        # Lightning calls no teardown after an exception, and a notebook's process lives on.
-        self._run.teardown(trainer, pl_module, "fit")
+
+
+class FolderRelease(pl.Callback):
+    """Unlocks the folder after an exception, once all other callbacks have written to it.
+
+    Lightning calls no teardown then, and a notebook's process lives on.
+    """
+
+    def __init__(self, writer: run_folder.RunFolderWriter) -> None:
+        self.writer = writer
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.writer.teardown(trainer, pl_module, "fit")
 
 
 def _writes(trainer: pl.Trainer) -> bool:

@@ -326,8 +326,7 @@ def _has(arm: PlannedArm, key: str) -> bool:
     if section != "method":
         return True
     # These import torch, which --help should not wait for.
-    from fl_lightning.lab.cli.method_options import method_class
-    from fl_lightning.lab.cli.parsing_errors import parameters
+    from fl_lightning.lab.cli.classes import method_class, parameters
 
     items = prepare("fit", arm.argv()).config.get("method") or []
     owners = [method_class(item) for item in as_list(items)]

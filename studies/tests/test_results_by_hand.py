@@ -25,9 +25,9 @@ import yaml
 from fl_lightning.lab.report.runs import find
 from fl_lightning.lab.report.summary import summarise
 from studies.kept import pack
+from studies.tests import by_hand, by_hand_statistics
+from studies.tests.by_hand import Sweeps
 from tests.report.folders import make_run
-from tests.studies import by_hand, by_hand_statistics
-from tests.studies.by_hand import Sweeps
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "studies/results"

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from fl_lightning.lab.cli.compose import class_name, merge, packaged, read
+from studies.tests.paper_settings import EXPERIMENTS, FRAGMENTS
 from tests.helpers.zygote import Cli
-from tests.studies.paper_settings import EXPERIMENTS, FRAGMENTS
 
 PAIRS = [(paper, name) for paper, names in FRAGMENTS.items() for name in names]
 

@@ -20,7 +20,7 @@ from studies import papers
 from tests.helpers.zygote import Cli
 
 SMALL = [name for name in packaged() if name.startswith("experiment/") and name.endswith("-small")]
-# FedBN's study is no row of the protocol: tests/studies/test_domain_studies.py runs it.
+# FedBN's study is no row of the protocol: studies/tests/test_domain_studies.py runs it.
 TWINS = [name for name in SMALL if not name.startswith("experiment/fedbn/")]
 EIGHT, FIVE, THREE = [*range(20, 28)], [*range(20, 25)], [*range(20, 23)]
 # families (the first is the row's) → claims of each; arms, seeds, candidates of each arm, rounds

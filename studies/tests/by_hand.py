@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from tests.studies.by_hand_statistics import (
+from studies.tests.by_hand_statistics import (
     Interval,
     Number,
     by_chance,

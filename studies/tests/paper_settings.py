@@ -185,7 +185,7 @@ def ri(beta: float) -> dict[str, Any]:
     return {
         "class_path": "RelaxedInitialization",
         "beta": beta,
-        "aggregate": "models",
+        "average": "models",
         "offset": "own",
     }
 

@@ -1,0 +1,3 @@
+"""The fixtures of the library's tests; `make test-studies` runs the tests here."""
+
+pytest_plugins = ["tests.conftest"]
