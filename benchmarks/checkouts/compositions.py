@@ -190,7 +190,7 @@ COMPOSITIONS = {
     "FedProx": Composition(lambda: [callbacks.ProximalTerm(0.1)]),
     "FedInit": Composition(lambda: [callbacks.RelaxedInitialization(0.2)]),
     "FedInit-updates": Composition(
-        lambda: [callbacks.RelaxedInitialization(0.2, average="updates")]
+        lambda: [callbacks.RelaxedInitialization(0.2, "updates")]
     ),
     "FedDyn": Composition(lambda: [callbacks.DynamicRegularization(0.2)]),
     "FedCM": Composition(lambda: [callbacks.ClientMomentum(0.3)]),
