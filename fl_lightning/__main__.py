@@ -122,6 +122,13 @@ def _run(command: str, rest: list[str], debug: bool) -> int:
         else:
             _show(_configs(rest))
         return 0
+    if command == "resume":
+        if not {"-h", "--help"} & set(rest) and (not rest or rest[0].startswith("-")):
+            raise UserError(
+                "resume: give the folder of a run, fl-lightning resume runs/digits-fedinit-1. "
+                "Options come after it."
+            )
+        command = "fit"
     _keep_cores()
     if command in MODULES:
         if command in ("sweep", "check") and not {"-h", "--help"} & set(rest):

@@ -189,9 +189,7 @@ COMPOSITIONS = {
     "FedAvg": Composition(),
     "FedProx": Composition(lambda: [callbacks.ProximalTerm(0.1)]),
     "FedInit": Composition(lambda: [callbacks.RelaxedInitialization(0.2)]),
-    "FedInit-updates": Composition(
-        lambda: [callbacks.RelaxedInitialization(0.2, average="updates")]
-    ),
+    "FedInit-updates": Composition(lambda: [callbacks.RelaxedInitialization(0.2, "updates")]),
     "FedDyn": Composition(lambda: [callbacks.DynamicRegularization(0.2)]),
     "FedCM": Composition(lambda: [callbacks.ClientMomentum(0.3)]),
     "SCAFFOLD": Composition(lambda: [callbacks.ControlVariates()]),

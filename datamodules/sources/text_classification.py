@@ -204,7 +204,8 @@ def _rows(path: Path) -> Sequence[dict[str, Any]]:
     delimiter = DELIMITERS.get(path.suffix.lower())
     if delimiter is None:
         return read_records(path, "TextClassification")
-    csv.field_size_limit(2**31 - 1)
+    # The limit is the process's, and other readers rely on it.
+    limit = csv.field_size_limit(2**31 - 1)
     lines = io.StringIO(read_text(path, "TextClassification's file"), newline="")
     quoting: Any = csv.QUOTE_NONE if delimiter == "\t" else csv.QUOTE_MINIMAL
     reader = csv.DictReader(lines, delimiter=delimiter, quoting=quoting, strict=True)
@@ -223,4 +224,6 @@ def _rows(path: Path) -> Sequence[dict[str, Any]]:
             f"{str(path)!r}, about line {reader.line_num}, cannot be read ({error}): close each "
             "quote, with nothing between it and the separator."
         ) from None
+    finally:
+        csv.field_size_limit(limit)
     return rows

@@ -26,13 +26,19 @@ class Permitted:
         callbacks: of the config; if there is a ``PerClientEvaluation``, the server may ask for
             measurements, and for fine-tuning of its ``finetune_epochs``.
         learner: its class names the attributes that may be set.
+        most_rounds: the number of rounds in which the site takes part; None: any number.
     """
 
     def __init__(
-        self, clients: Iterable[int], callbacks: Iterable[Any], learner: nn.Module
+        self,
+        clients: Iterable[int],
+        callbacks: Iterable[Any],
+        learner: nn.Module,
+        most_rounds: int | None = None,
     ) -> None:
         self.clients = frozenset(clients)
         self.learner = learner
+        self.most_rounds = most_rounds
         measuring = [c for c in callbacks if isinstance(c, PerClientEvaluation)]
         self.epochs = {0.0, *(float(c.finetune_epochs) for c in measuring)} if measuring else set()
 
@@ -48,7 +54,7 @@ class Permitted:
             fields.integers("counted", -1, LARGEST, len(mine))
             for name in ("run", "epoch", "steps"):
                 fields.integer(name)
-            fields.integer("round", 0 if message.what == "round" else -1)
+            t = fields.integer("round", 0 if message.what == "round" else -1)
             fields.integer("max_epochs", FOREVER)
             fields.flag("whole")
             epochs = 0.0 if message.what == "round" else fields.number("epochs", finite=True)
@@ -56,6 +62,8 @@ class Permitted:
                 fields.number("total_weight", finite=True)
         except WrongField as error:
             raise UserError(f"the server's question is refused: {error}.") from error
+        if self.most_rounds is not None and t >= self.most_rounds:
+            raise _refused(f"round {t}", f"takes part in {self.most_rounds} rounds (most_rounds)")
         others = sorted(set(mine) - self.clients)
         if others or len(set(mine)) < len(mine):
             raise _refused(f"clients {mine[:10]}", f"holds {sorted(self.clients)[:10]}")

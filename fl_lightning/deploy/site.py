@@ -60,6 +60,7 @@ class AtSite(pl.Callback):
         folder: the folder of their rows.
         own: whether the site brought its data; the server then knows only what the site sends.
         fewest_samples: metrics of a client with fewer samples stay at the site. 0: all are sent.
+        most_rounds: the number of rounds in which the site takes part; None: any number.
     """
 
     # The server asks a site to measure its clients if the run's callbacks need it.
@@ -73,12 +74,14 @@ class AtSite(pl.Callback):
         folder: Path,
         own: bool = False,
         fewest_samples: int = 0,
+        most_rounds: int | None = None,
     ) -> None:
         self.post = post
         self.clients = list(clients)
         self.folder = folder
         self.own = own
         self.fewest_samples = fewest_samples
+        self.most_rounds = most_rounds
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         self.progress = SiteProgress(trainer, pl_module.learner)
@@ -122,7 +125,9 @@ class Site(FederatedLoop):
         self.of_server = at.progress
         self.post = at.post
         self.clients = at.clients
-        self.permitted = Permitted(self.clients, trainer.callbacks, self.module.learner)
+        self.permitted = Permitted(
+            self.clients, trainer.callbacks, self.module.learner, at.most_rounds
+        )
         self.rows = rows
         self.own_data = at.own
         self.fewest_samples = at.fewest_samples

@@ -546,3 +546,13 @@ def test_a_schedule_of_a_method_on_the_command_line(cli: Cli) -> None:
     assert result.returncode == 0, result.stderr
     card = (cli.folder / "runs/digits-fedprox-1/card.md").read_text(encoding="utf-8")
     assert "| ProximalTerm | mu=Exponential(gamma=0.5) |" in card
+
+
+def test_a_number_of_an_argument_that_takes_texts_too_is_a_number(cli: Cli) -> None:
+    (cli.folder / "x.csv").write_text("x,y\n" + "1,0\n2,1\n" * 20)
+    table = ("--data", "FromTable", "--data.path", "x.csv", "--data.target", "y")
+    options = ("--data.test", "0.2", "--trainer.val_check_interval", "1.0")
+    printed = cli("fit", "-c", "base", *table, *options, "--print_config")
+    config = yaml.safe_load(printed.stdout)
+    assert config["data"]["init_args"]["test"] == 0.2, printed.stderr
+    assert config["trainer"]["val_check_interval"] == 1.0

@@ -349,3 +349,11 @@ def test_a_run_that_was_killed_on_its_way_says_how_far_it_was_to_go(cli: Cli, ru
     killed = {"status": "running", "ended": None, "rounds": 5}
     (run / "run.json").write_text(json.dumps(record | killed))
     assert "on its way to 5 rounds" in cli("fit", "x").stdout
+
+
+def test_resume_goes_on_as_fit_does(cli: Cli, run: Path) -> None:
+    result = cli("resume", "x", "--trainer.max_epochs", 3)
+    assert result.returncode == 0 and rounds(run) == ["0", "1", "2"], result.stderr
+    for wrong in ([], ["--trainer.max_epochs", 3]):
+        refused = cli("resume", *wrong)
+        assert refused.returncode == 2 and "give the folder of a run" in refused.stderr

@@ -109,11 +109,18 @@ def test_names_from_yaml_reach_the_tables_and_export(cli: Cli) -> None:
             "[{class_path: my_wards.ward}, {class_path: my_wards.unsaid}]",
             "clients[1]: my_wards.uns",
         ),
-        ("{ben: {class_path: my_wards.unsaid}}", "clients.ben: my_wards.unsaid does not say that"),
-        ("{ben: {class_path: my_wards.Plain}}", "clients.ben: my_wards.Plain is not a subclass of"),
+        (
+            "{ben: {class_path: my_wards.unsaid}}",
+            "clients.ben: my_wards.unsaid is no subclass of Dataset",
+        ),
+        (
+            "{ben: {class_path: my_wards.Plain}}",
+            "clients.ben: my_wards.Plain is no subclass of Dataset",
+        ),
         (
             "{ben: {class_path: my_wards.ward, init_args: {patient: 3}}}",
-            "clients.ben.patient: my_wards.ward has no such argument. Did you mean 'patients'?",
+            "clients.ben.patient: ward has no such argument. Did you mean "
+            "`--data.clients.ben.patients`",
         ),
     ],
 )

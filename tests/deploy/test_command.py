@@ -14,7 +14,7 @@ from fl_lightning.__main__ import main
 from fl_lightning.deploy.flower import link
 from fl_lightning.deploy.flower.app_settings import AppSettings, NodeSettings
 from fl_lightning.deploy.flower.client import Resident
-from fl_lightning.deploy.flower.serve_site import own_data, serve
+from fl_lightning.deploy.flower.serve_site import SiteLimits, own_data, serve
 from fl_lightning.deploy.transport import Message, packed, said, unpacked, words
 from fl_lightning.errors import UserError
 from fl_lightning.lab.cli.compose import Command, parse_yaml
@@ -117,10 +117,12 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
     path = tmp_path / "site.yaml"
     path.write_text(OWN, "utf-8")
     prepared = Command(config={"data": {"class_path": "FromTable", "init_args": {"test": 0.5}}})
-    assert own_data(prepared, path) == (1, 10)
+    assert own_data(prepared, path) == (1, SiteLimits())
     assert prepared.config["data"] == {"class_path": "Digits", "init_args": {"batch_size": 4}}
     path.write_text(f"{OWN}fewest_samples: 0\n", "utf-8")
-    assert own_data(prepared, path) == (1, 0)
+    assert own_data(prepared, path) == (1, SiteLimits(fewest_samples=0))
+    path.write_text(f"{OWN}most_rounds: 5\n", "utf-8")
+    assert own_data(prepared, path) == (1, SiteLimits(most_rounds=5))
 
 
 @pytest.mark.parametrize(
@@ -135,6 +137,7 @@ def test_a_site_with_data_of_its_own_is_one_client_of_them(tmp_path: Path) -> No
         (OWN.replace("1", "-1"), "client is -1; give this site's number"),
         (f"{OWN}fewest_samples: -1", "fewest_samples is -1; give a whole number"),
         (f"{OWN}fewest_samples: yes", "fewest_samples is True; give a whole number"),
+        (f"{OWN}most_rounds: 0", "most_rounds is 0; give the number of rounds"),
         (f"{OWN}fewest_sample: 3", "it holds client, data, fewest_sample; accepted are two keys"),
         ("- 3", "it holds something else"),
     ],

@@ -38,7 +38,7 @@ class Questions:
         def serve() -> None:
             given = {**OPTIONS, "data": tested, "learner": learner}
             with suppress(Ended):
-                at = AtSite(self, [1], folder)
+                at = AtSite(self, [1], folder, most_rounds=2)
                 trained([*callbacks, at], 1, [], **given)
 
         self.thread = threading.Thread(target=serve, daemon=True)
@@ -101,6 +101,15 @@ def test_a_site_trains_only_clients_that_it_holds(
         assert "this site holds [1]" in capsys.readouterr().err
     answer = site.ask("round", [1])
     assert answer.what == "trained" and "1/update" in answer.arrays
+
+
+@pytest.mark.parametrize("site", [False], indirect=True)
+def test_a_site_takes_part_in_as_many_rounds_as_its_file_says(
+    site: Questions, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert "the server asks for round 2" in refused(site.ask("round", [1], round=2))
+    assert "takes part in 2 rounds (most_rounds)" in capsys.readouterr().err
+    assert site.ask("round", [1], round=0).what == "trained"
 
 
 @pytest.mark.parametrize("site", [False], indirect=True)

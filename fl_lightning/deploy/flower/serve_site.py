@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fl_lightning.callback import FederatedCallback
 from fl_lightning.client.batch_callbacks import gets_batches
 from fl_lightning.deploy import audit
-from fl_lightning.deploy.fields import MOST_SAMPLES
+from fl_lightning.deploy.fields import LARGEST, MOST_SAMPLES
 from fl_lightning.deploy.round_messages import check_names, check_shape, shape_of
 from fl_lightning.deploy.site import AtSite, Ended, asks_a_stranger, numbers_of
 from fl_lightning.deploy.site_data import as_one_client
@@ -82,9 +83,10 @@ def serve(
     prepared = prepare("site", arguments)
     if site is None:
         # Clients of the config's partition send all metrics, as in a simulation.
-        numbers, fewest_samples = list(numbers_of(clients)), 0
+        numbers = list(numbers_of(clients))
+        limits = SiteLimits(fewest_samples=0)
     else:
-        client, fewest_samples = own_data(prepared, site)
+        client, limits = own_data(prepared, site)
         numbers = [client]
     try:
         cli = CommandCLI("site", prepared)
@@ -104,7 +106,8 @@ def serve(
         check_shape("the server's data", first.arrays["shape"], cli.datamodule)
     trainer: Any = cli.trainer
     own = site is not None
-    at = AtSite(Peeked(post, first), numbers, folder, own, fewest_samples)
+    peeked = Peeked(post, first)
+    at = AtSite(peeked, numbers, folder, own, limits.fewest_samples, limits.most_rounds)
     trainer.callbacks = [*filter(runs_at_sites, trainer.callbacks), at]
     with suppress(Ended):
         trainer.fit(cli.model, cli.datamodule)
@@ -132,12 +135,49 @@ def check_own(first: Message, data: Any) -> None:
     check_names(first.arrays, data)
 
 
-def own_data(prepared: Command, path: Path) -> tuple[int, int]:
+@dataclass(frozen=True)
+class SiteLimits:
+    """What a site's own file limits.
+
+    Args:
+        fewest_samples: metrics of fewer samples stay at the site.
+        most_rounds: the number of rounds in which the site takes part; None: any number.
+    """
+
+    fewest_samples: int = FEWEST_SAMPLES
+    most_rounds: int | None = None
+
+    @classmethod
+    def of(cls, document: dict[str, Any], where: str) -> SiteLimits:
+        """Read the limits from a site's file.
+
+        Raises:
+            UserError: a limit is not a whole number that can be one.
+        """
+        fewest = document.get("fewest_samples", FEWEST_SAMPLES)
+        if not _whole(fewest, 0, MOST_SAMPLES):
+            raise UserError(
+                f"{where}: fewest_samples is {fewest!r}; give a whole number. Metrics of fewer "
+                "samples stay at this site. 0: all metrics are sent."
+            )
+        most = document.get("most_rounds")
+        if most is not None and not _whole(most, 1, LARGEST):
+            raise UserError(
+                f"{where}: most_rounds is {most!r}; give the number of rounds in which this site "
+                "takes part, or leave it out for any number."
+            )
+        return cls(fewest, most)
+
+
+def _whole(value: object, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def own_data(prepared: Command, path: Path) -> tuple[int, SiteLimits]:
     """Put a site's own data in place of the config's.
 
     Returns:
-        The number of the site's client, and ``fewest_samples``: metrics of fewer samples stay at
-        the site.
+        The ID of the site's client, and the limits of the site's file.
 
     Raises:
         UserError: the file does not exist, or has other keys.
@@ -148,19 +188,14 @@ def own_data(prepared: Command, path: Path) -> tuple[int, int]:
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{where}: this file cannot be read ({error}).") from None
     keys = set(document) if isinstance(document, dict) else set()
-    if not {"client", "data"} <= keys <= {"client", "data", "fewest_samples"}:
+    if not {"client", "data"} <= keys <= {"client", "data", "fewest_samples", "most_rounds"}:
         has = ", ".join(map(str, document)) if isinstance(document, dict) else "something else"
         raise UserError(
             f"{where}: it holds {has or 'nothing'}; accepted are two keys: client (this site's "
-            "number) and data (a class_path with its init_args). A third one may be added: "
-            f"fewest_samples ({FEWEST_SAMPLES} without it)."
+            "number) and data (a class_path with its init_args). You can add fewest_samples "
+            f"({FEWEST_SAMPLES} without it) and most_rounds (any number without it)."
         )
-    fewest = document.get("fewest_samples", FEWEST_SAMPLES)
-    if isinstance(fewest, bool) or not isinstance(fewest, int) or not 0 <= fewest <= MOST_SAMPLES:
-        raise UserError(
-            f"{where}: fewest_samples is {fewest!r}; give a whole number. Metrics of fewer samples "
-            "stay at this site. 0: all metrics are sent."
-        )
+    limits = SiteLimits.of(document, where)
     client = document["client"]
     if isinstance(client, bool) or not isinstance(client, int) or client < 0:
         raise UserError(f"{where}: client is {client!r}; give this site's number: 0, 1, …")
@@ -170,4 +205,4 @@ def own_data(prepared: Command, path: Path) -> tuple[int, int]:
         left = {k: v for k, v in data["init_args"].items() if k not in ("num_clients", "partition")}
         data = {**data, "init_args": left}
     prepared.config["data"] = data
-    return client, fewest
+    return client, limits

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 COMMANDS = {
-    "fit": (
-        "train federatedly: -c base -c data/digits -c method/fedinit, "
-        "or a run's folder to go on with"
-    ),
+    "fit": "train federatedly: -c base -c data/digits -c method/fedinit",
+    "resume": "go on with a run from its last checkpoint: resume RUN --trainer.max_epochs 30",
     "validate": "evaluate a run's last checkpoint on the validation data",
     "test": "evaluate a run's last checkpoint on the test data",
     "predict": "write a run's predictions to a file",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+import types
+import typing
+from typing import Any, Union
 
 from fl_lightning.errors import UserError, suggest
 from fl_lightning.lab.cli.classes import (
     full_paths,
+    hint_of,
     listed,
     method_class,
     named,
@@ -24,6 +27,8 @@ from fl_lightning.lab.cli.compose import (
 )
 from fl_lightning.lab.cli.run_folder import RunEvents
 from fl_lightning.machine.federated_strategy import FederatedStrategy
+from fl_lightning.machine.lightning import pl
+from fl_lightning.module import FederatedModule
 
 _IN_A_NODE = ("class_path", "init_args", "dict_kwargs")
 _IS_NODE = {"class_path", "init_args"}
@@ -50,7 +55,12 @@ def apply_options(command: Command) -> None:
         config = _put(config, option.split("."), _value(option, text))
     config["trainer"] = _completed(config["trainer"])
     config["method"] = [_checked(item) for item in methods]
-    command.config = full_paths(config)
+    config = full_paths(config)
+    for section, made in (("trainer", pl.Trainer), ("model", FederatedModule)):
+        config[section] = _arguments(config[section], made)
+    command.config = {**config, "data": _typed(config.get("data"), None)}
+    if config.get("data") is None:
+        del command.config["data"]
 
 
 def _value(option: str, text: str) -> Any:
@@ -64,6 +74,39 @@ def _value(option: str, text: str) -> Any:
     if isinstance(value, dict) and spaced != text:
         raise UserError(f"{option}: {text!r} lacks a blank after each colon. Give {spaced!r}.")
     return value
+
+
+def _typed(value: Any, hint: Any) -> Any:
+    """Return a value with the numbers that its texts write, in arguments of classes whose type
+    takes numbers as well as texts. jsonargparse would leave such a text as it is.
+    """
+    if isinstance(value, list):
+        return [_typed(item, hint) for item in value]
+    if isinstance(value, dict) and "class_path" in value:
+        made = named(value)
+        arguments = value.get("init_args")
+        if made is None or not isinstance(arguments, dict):
+            return value
+        return {**value, "init_args": _arguments(arguments, made)}
+    if isinstance(value, str):
+        kinds = {typing.get_args(each)[0] if _annotated(each) else each for each in _union(hint)}
+        number = plain_yaml(value, "") if str in kinds and kinds & {int, float, bool} else None
+        return number if isinstance(number, int | float) else value
+    return value
+
+
+def _arguments(given: Any, made: Any) -> Any:
+    if not isinstance(given, dict):
+        return given
+    return {name: _typed(value, hint_of(made, name)) for name, value in given.items()}
+
+
+def _union(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (Union, types.UnionType) else ()
+
+
+def _annotated(hint: Any) -> bool:
+    return typing.get_origin(hint) is typing.Annotated
 
 
 def _put(node: Any, keys: list[str], value: Any) -> Any:

@@ -138,8 +138,9 @@ def _of_value(node: Any, hint: Any, path: str) -> Iterator[Setting]:
     """Yield the arguments of the objects in a value of the type ``hint``."""
     bases = classes_in(hint)
     if isinstance(node, list):
-        for item in node:
-            yield from _of_value(item, hint, path)
+        several = len(node) > 1 and path not in _OBJECTS
+        for place, item in enumerate(node):
+            yield from _of_value(item, hint, f"{path}[{place}]" if several else path)
     elif isinstance(node, dict) and set(_IN_A_NODE) & set(node):
         yield from _of_object(node, bases, path)
     elif isinstance(node, dict) and bases and is_dataclass(bases[0]):
