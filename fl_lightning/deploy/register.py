@@ -324,8 +324,7 @@ def raise_failed(site: str, failed: answers.SiteError) -> None:
     """Raise the error that a site reports.
 
     Raises:
-        UserError: the user has to correct something.
-        RuntimeError: it is an error of the site's code.
+        UserError: always. It says whether the site's code failed.
     """
-    text = f"site {site}: {failed.text}"
-    raise UserError(text) if failed.user else RuntimeError(text)
+    of_code = "" if failed.user else " (an error of the code at that site)"
+    raise UserError(f"site {site}: {failed.text}{of_code}")
