@@ -36,7 +36,7 @@ from fl_lightning.checks.notes import (
     Refusal,
     RunFacts,
 )
-from fl_lightning.errors import UserError, suggest
+from fl_lightning.errors import Diverged, UserError, suggest
 from fl_lightning.introspection.hook_arguments import asks_for, may_take, takes
 from fl_lightning.introspection.init_args import Given
 from fl_lightning.introspection.papers import Paper
@@ -92,6 +92,7 @@ __all__ = [
     "Clients",
     "Coefficient",
     "Declaration",
+    "Diverged",
     "FederatedCallback",
     "Layout",
     "Message",

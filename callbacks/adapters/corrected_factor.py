@@ -17,6 +17,7 @@ from torch import Tensor
 from fl_lightning.callback import (
     AtLeast,
     AtMost,
+    Diverged,
     FederatedCallback,
     Paper,
     Server,
@@ -77,7 +78,14 @@ class CorrectedFactor(FederatedCallback):
             if self.penalty:
                 # (R Aᵀ)(A Aᵀ + λ I)⁻¹, with R = left right
                 ridge = a @ a.T + self.penalty * torch.eye(len(a)).to(a)
-                change = torch.linalg.solve(ridge, (left @ (right @ a.T)).T).T
+                solved, failed = torch.linalg.solve_ex(ridge, (left @ (right @ a.T)).T)
+                if failed:
+                    raise Diverged(
+                        f"CorrectedFactor: the factor A of {adapter.name} became so large in round "
+                        f"{server.round} that its ridge regression has no solution. Lower the "
+                        "clients' learning rate, or set clip_norm."
+                    )
+                change = solved.T
             else:
                 change = left @ (right @ torch.linalg.pinv(a))
             adapter.matrices(correction)[1].copy_(change)

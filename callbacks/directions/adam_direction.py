@@ -125,7 +125,8 @@ class AdamDirection(FederatedCallback):
     def _average(self, moment: str, shape: tuple[int | str, ...] | None) -> None:
         """Declare the states and uploads that averaging a moment needs."""
         self.declare(f"{moment}_mean", ServerState(shape=shape, sent=True, synchronised=False))
-        self.declare(f"{moment}_sent", Upload(shape=shape))
+        least = 0.0 if moment == "second" else None  # a mean of squares
+        self.declare(f"{moment}_sent", Upload(shape=shape, least=least))
         if not self.bias_correction:
             return
         share = ServerState(
@@ -133,7 +134,8 @@ class AdamDirection(FederatedCallback):
         )
         self.declare(f"{moment}_share", share)
         # The server knows K_i.
-        self.declare(f"{moment}_faded", Upload(sent=False, shape=(), dtype=torch.float64))
+        faded = Upload(sent=False, shape=(), dtype=torch.float64, least=0, most=1)
+        self.declare(f"{moment}_faded", faded)
 
     def on_layout(self, layout: Layout) -> None:
         self.sizes = [self._blocks(shape) for _, shape in layout.values()]

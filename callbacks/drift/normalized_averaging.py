@@ -67,7 +67,7 @@ class NormalizedAveraging(FederatedCallback):
             pulls=lambda method, run: " and ".join(pulls(run)),
         ),
     )
-    tau = Upload(sent=False, shape=(), dtype=torch.float64)  # the server knows K_i
+    tau = Upload(sent=False, shape=(), dtype=torch.float64, least=0)  # the server knows K_i
 
     def work(self, clients: Clients) -> Tensor:
         """Return τ_i ``(n, 1)``: the length of K_i steps with gradient 1, divided by η."""

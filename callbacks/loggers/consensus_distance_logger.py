@@ -45,7 +45,7 @@ class ConsensusDistanceLogger(FederatedCallback):
         super().__init__()
         self.per_layer = per_layer
         shape = None if per_layer else ()
-        self.declare("squared", Upload(sent=False, shape=shape, dtype=torch.float64))
+        self.declare("squared", Upload(sent=False, shape=shape, dtype=torch.float64, least=0))
 
     def on_local_end(self, clients: Clients) -> None:
         moved = (clients.x - clients.current_w).double()

@@ -55,14 +55,14 @@ class DivergenceLogger(FederatedCallback):
 
     role = "measurement"
     moved = Upload(sent=False, dtype=torch.float64)
-    moved_squared = Upload(sent=False, shape=(), dtype=torch.float64)
+    moved_squared = Upload(sent=False, shape=(), dtype=torch.float64, least=0)
 
     def __init__(self, all_clients: bool | None = None) -> None:
         super().__init__()
         self.all_clients = all_clients
         self.declare("last", ClientState(initial="initial_model", synchronised=False))
         self.declare("change", Upload(sent=False, dtype=torch.float64))
-        self.declare("change_squared", Upload(sent=False, shape=(), dtype=torch.float64))
+        self.declare("change_squared", Upload(sent=False, shape=(), dtype=torch.float64, least=0))
         self.declare("sum", ServerState(synchronised=False, dtype=torch.float64))
         self.declare("sum_squared", ServerState(synchronised=False, shape=(), dtype=torch.float64))
 

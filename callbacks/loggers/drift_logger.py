@@ -32,8 +32,8 @@ class DriftLogger(FederatedCallback):
     role = "measurement"
     reads_evaluated = True
     direction = Upload(sent=False, dtype=torch.float64)
-    length = Upload(sent=False, shape=(), dtype=torch.float64)
-    moving = Upload(sent=False, shape=(), dtype=torch.float64)
+    length = Upload(sent=False, shape=(), dtype=torch.float64, least=0)
+    moving = Upload(sent=False, shape=(), dtype=torch.float64, least=0)
 
     def on_local_end(self, clients: Clients) -> None:
         # Under partial averaging w has parts from which no client starts.

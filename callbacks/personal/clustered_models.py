@@ -101,7 +101,7 @@ class ClusteredModels(FederatedCallback):
     which = Scratch(shape=(), dtype=torch.int64)  # j_i
     # x_{i,K} - θ_j in row j_i; the client sends it as x_{i,K}
     moved = Upload(sent=False, shape=("k", "D"))
-    members = Upload(sent=False, shape=("k",))
+    members = Upload(sent=False, shape=("k",), least=0)
 
     def __init__(self, k: PositiveInt = 2, warmup: NonNegativeInt = 1) -> None:
         super().__init__()

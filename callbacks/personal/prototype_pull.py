@@ -76,7 +76,7 @@ class PrototypePull(FederatedCallback):
     sums = Scratch(shape=("C", "F"))
     counts = Scratch(shape=("C",))
     sent_sums = Upload(shape=("C", "F"))
-    sent_counts = Upload(shape=("C",))
+    sent_counts = Upload(shape=("C",), least=0)
 
     def __init__(
         self, classes: PositiveInt, features: PositiveInt, strength: float | Schedule = 1.0

@@ -185,7 +185,7 @@ class DifferentialPrivacy(FederatedCallback):
             initial=lambda w: first, shape=(), dtype=torch.float64, sent=True, synchronised=False
         )
         self.declare("limit", limit)
-        self.declare("inside", Upload(shape=(), dtype=torch.float64))
+        self.declare("inside", Upload(shape=(), dtype=torch.float64, least=0, most=1))
 
     def _limit(self) -> Tensor | float:
         """C^t."""

@@ -65,7 +65,7 @@ class ExtrapolatedStep(FederatedCallback):
         ),
     )
     epsilon = Coefficient(above=0, infinite=True)
-    squared_norm = Upload(sent="derived from x", shape=())
+    squared_norm = Upload(sent="derived from x", shape=(), least=0)
 
     def __init__(self, epsilon: float | Schedule = 1e-3, average: bool = True) -> None:
         super().__init__()

@@ -151,8 +151,8 @@ def here(message: Message, run: int, m: int, asks_tests: bool) -> Here:
     n = len(clients)
     if not clients or len(set(clients)) < n:
         fields.wrong("clients", "names no client, or one twice")
-    sizes = fields.integers("sizes", 0, MOST_SAMPLES, n)
-    batches = fields.integers("batches", 0, MOST_SAMPLES, n)
+    sizes = fields.integers("sizes", 1, MOST_SAMPLES, n)
+    batches = fields.integers("batches", 1, MOST_SAMPLES, n)
     if any(b > size for b, size in zip(batches, sizes, strict=True)):
         fields.wrong("batches", "says that a client has more batches than samples")
     found = Here(

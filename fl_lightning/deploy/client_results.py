@@ -19,12 +19,13 @@ from fl_lightning.aggregation import traffic
 from fl_lightning.aggregation.metric_states import MetricStates, metrics_of
 from fl_lightning.aggregation.update_accumulator import ClientResult
 from fl_lightning.deploy import round_messages
-from fl_lightning.deploy.fields import MOST, Fields, check_name, finite
+from fl_lightning.deploy.fields import LARGEST, MOST, Fields, check_name, finite
 from fl_lightning.deploy.logged import ALONE, Kind, KnownMetrics, Shape, kinds_of, shapes_of
 from fl_lightning.deploy.transport import Array
 from fl_lightning.learner.buffers import COUNTER
 from fl_lightning.loop import FederatedLoop
 from fl_lightning.round.context import Round
+from fl_lightning.round.declared_state import Upload
 
 Decode = Callable[[dict[str, Array], int, int], Tensor]
 # Only the server measures under these prefixes.
@@ -40,6 +41,7 @@ DIVISORS = frozenset({"weight", "total", "count", "num_obs", "n_total", "num_tot
 MOST_MOMENTS = 8  # vectors of D numbers in an optimizer's state
 MOST_FACTS = 2**16  # single numbers that a client keeps: of its optimizer, and of its last round
 MOST_COUNTED = 2**31  # by how much a buffer that counts may grow in a round
+LARGEST_FLOAT = 2.0**127  # nearly the largest number of single precision
 _ROOM = 2**20  # bytes of a message for names and numbers
 
 
@@ -76,7 +78,7 @@ class Results:
         self.left: list[tuple[str, str]] = []
         self.size = round.layout.size
         declared = self.methods.declared
-        self.uploads = {key: each for key, each in declared.items() if each.summed}
+        self.uploads = {key: each for key, each in declared.items() if isinstance(each, Upload)}
         kept = {key: each for key, each in declared.items() if each.keeps_rows}
         self.rows = {key: each for key, each in kept.items() if each.comes_from_sites}
         self.keeps_optimizer = loop.settings.keep_optimizer_state
@@ -242,7 +244,11 @@ class Results:
             shapes = [shape]
             if where is not None and shape == (self.size,):
                 shapes.append((int(where.sum()),))
-            value = round_messages.spread(came.tensor(key, shapes, dtype, most=MOST), shape, where)
+            # A sum of squares of numbers up to MOST may be as large as this.
+            bound = MOST if each.least is None else min(MOST**2 * self.size, LARGEST_FLOAT)
+            sent = came.tensor(key, shapes, dtype, most=bound)
+            _check_bounds(came, key, sent, each.least, each.most)
+            value = round_messages.spread(sent, shape, where)
             home.uploads[key] = value.to(w.device, dtype)
         came.end()
         absent.end()
@@ -252,7 +258,7 @@ class Results:
         came = fields.under("buffer")
         for name, at_server in self.buffers.items():
             wide = torch.promote_types(at_server.dtype, torch.float32)
-            change = came.tensor(name, [tuple(at_server.shape)], wide).to(device)
+            change = came.tensor(name, [tuple(at_server.shape)], wide, most=MOST).to(device)
             after = (at_server.to(wide) + change).to(at_server.dtype)
             # Selecting entries takes longer than all other checks, and a mask of -inf is rare.
             if not finite(after) and not finite(after[at_server.isfinite()]):
@@ -277,9 +283,7 @@ class Results:
         for key, each in self.rows.items():
             dtype = each.dtype or self.round.w.dtype
             row = fields.tensor(key, [each.sized(self.size)], dtype, most=MOST)
-            least = getattr(each, "least", None)
-            if least is not None and bool((row < least).any()):
-                fields.wrong(key, f"is below {least:g}")
+            _check_bounds(fields, key, row, getattr(each, "least", None), None)
             home.rows[key] = row
         fields.end()
 
@@ -390,10 +394,21 @@ class Results:
             dtype = torch.get_default_dtype()  # a count may become a fraction
         infinite = _is_real(default) and not finite(default)
         value = fields.tensor(name, shapes, dtype, infinite, math.inf if infinite else MOST)
+        if not _is_real(value) and bool((value.abs() > LARGEST).any()):
+            fields.wrong(name, f"counts more than {LARGEST}")
         counts = name in DIVISORS or (not _is_real(default) and reduction is dim_zero_sum)
         if counts and bool((value < 0).any()):
             fields.wrong(name, "counts less than nothing")
         return value.to(self.round.w.device)
+
+
+def _check_bounds(
+    fields: Fields, name: str, value: Tensor, least: float | None, most: float | None
+) -> None:
+    if least is not None and bool((value < least).any()):
+        fields.wrong(name, f"is below {least:g}")
+    if most is not None and bool((value > most).any()):
+        fields.wrong(name, f"is above {most:g}")
 
 
 def _is_real(value: Tensor) -> bool:

@@ -207,7 +207,7 @@ def may_be_sent(learner: nn.Module, full: str) -> bool:
     """
     part, _, name = full.rpartition(".")
     module = dict(learner.named_modules()).get(part)
-    if name not in getattr(type(module), "sent_to_sites", ()):
+    if full.startswith(".") or name not in names_of(module, "sent_to_sites"):
         return False
     assert module is not None
     # A property is not read, because it may compute anything.
@@ -215,6 +215,12 @@ def may_be_sent(learner: nn.Module, full: str) -> bool:
     if of_framework(module, name) or not isinstance(of_class, NUMBERS):
         return False
     return isinstance(getattr(module, name, None), NUMBERS)
+
+
+def names_of(module: object, declaration: str) -> tuple[str, ...]:
+    """Return the names in ``sent_to_sites`` or ``at_sites`` of an object's class."""
+    names = getattr(type(module), declaration, ())
+    return (names,) if isinstance(names, str) else tuple(names)
 
 
 def _marks(learner: nn.Module, without: Collection[str] = ()) -> dict[str, int]:

@@ -21,6 +21,7 @@ from fl_lightning.loop import FederatedLoop
 from fl_lightning.record.description import version_of
 
 ASK_AGAIN = 1.0  # seconds between questions, while a client's site is missing
+PAUSE = 0.2  # seconds between two greetings of a site that lost the first one
 OTHERS = 30.0  # seconds to wait for other sites' reports of an error
 SETTLED = 5.0  # seconds in which no other site comes, before the run gives up with those there are
 IN_A_ROW = 3  # rounds with wrong answers, after which the run does without a site
@@ -64,6 +65,7 @@ class Register:
         self.clients_of_refused: set[int] = set()
         self._wrong: dict[str, list[int]] = {}  # site → its latest rounds with wrong answers
         self._asked: set[str] = set()
+        self._lost: dict[str, float] = {}  # site → when it last lost a message
         # The number of each site's last question. Another server process starts at another number.
         self._first = self._next = secrets.randbelow(2**50)
         self._greeted: dict[str, int] = {}  # site → number of its hello that is not yet answered
@@ -145,7 +147,14 @@ class Register:
         there = self.transport.sites()
         for site in set(self.known) - set(there):
             self.forget(site)
-        new = [site for site in there if site not in self.known and site not in self._asked]
+        # A site that loses each greeting would otherwise be greeted without a pause.
+        before = time.monotonic() - PAUSE
+        new = [
+            site
+            for site in there
+            if site not in self.known and site not in self._asked
+            if self._lost.get(site, before) <= before
+        ]
         self._asked |= set(new)
         if not new:
             return
@@ -203,6 +212,7 @@ class Register:
         """
         site = message.site
         if message.what == "lost":
+            self._lost[site] = time.monotonic()
             self.forget(site)
             return
         try:
@@ -324,8 +334,7 @@ def raise_failed(site: str, failed: answers.SiteError) -> None:
     """Raise the error that a site reports.
 
     Raises:
-        UserError: the user has to correct something.
-        RuntimeError: it is an error of the site's code.
+        UserError: always. It says whether the site's code failed.
     """
-    text = f"site {site}: {failed.text}"
-    raise UserError(text) if failed.user else RuntimeError(text)
+    of_code = "" if failed.user else " (an error of the code at that site)"
+    raise UserError(f"site {site}: {failed.text}{of_code}")

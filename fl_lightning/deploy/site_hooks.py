@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection
 from torch import nn
 
 from fl_lightning.callback import FederatedCallback
+from fl_lightning.deploy.progress import names_of
 from fl_lightning.errors import UserError
 from fl_lightning.learner.modules import overrides
 
@@ -79,9 +80,7 @@ def check_learner(
     modules = dict(learner.named_modules())
     for full in changed:
         part, _, attribute = full.rpartition(".")
-        declared = [
-            getattr(type(modules[part]), each, ()) for each in ("sent_to_sites", "at_sites")
-        ]
+        declared = [names_of(modules[part], each) for each in ("sent_to_sites", "at_sites")]
         hooks = [hook for hook in OF_ROUNDS if overrides(learner, hook)]
         if not hooks or any(attribute in names for names in declared):
             continue

@@ -16,9 +16,11 @@ from fl_lightning.errors import CellError, OtherNames, UserError
 
 LOG = "site.log"
 TOLD = "site.told"  # file with what the server is told of the error that ended a site's process
-# Modules whose errors hold nothing of a site's samples.
+# Modules whose errors hold nothing of a site's samples, and one that quotes the site's file.
 _OF_MESSAGES = ("fl_lightning.deploy.", "fl_lightning.aggregation.metric_states")
-_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s'\",;()/]+/)+")
+_OF_FILE = "fl_lightning.deploy.flower.serve_site"
+# From the first slash to the last of a line: names of folders may have blanks.
+_FOLDERS = re.compile(r"(?<![\w.])/[^\n]*/")
 MOST = 1000  # characters
 LOGGED = 10_000  # characters of an error in the site's own log
 
@@ -32,7 +34,8 @@ def told(error: BaseException) -> str:
     module = str(frame.f_globals.get("__name__", ""))
     if isinstance(error, OtherNames):
         return visible(error.told, MOST)
-    if isinstance(error, UserError) and module.startswith(_OF_MESSAGES):
+    of_messages = module.startswith(_OF_MESSAGES) and module != _OF_FILE
+    if isinstance(error, UserError) and of_messages:
         return visible(_FOLDERS.sub("…/", str(error)), MOST)
     place = f"{Path(frame.f_code.co_filename).name}, line {line}"
     if isinstance(error, CellError) and error.place:

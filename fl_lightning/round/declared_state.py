@@ -369,6 +369,8 @@ class Upload(Declaration):
             x_{i,K} - x_{i,0} and K_i. So it is counted only if clients start from a point other
             than w and do not send the displacement itself. ``"derived from x"``: from x_{i,K} and
             w, so it is counted only if clients send something else. False: never.
+        least, most: the smallest and largest value that a client can have, such as 0 for a square.
+            The server does not accept a site's value beyond them.
     """
 
     summed = True
@@ -378,9 +380,13 @@ class Upload(Declaration):
         sent: bool | Literal["derived", "derived from x"] = True,
         shape: Shape | None = None,
         dtype: torch.dtype | None = None,
+        least: float | None = None,
+        most: float | None = None,
     ) -> None:
         super().__init__(shape, dtype)
         self.sent = sent
+        self.least = least
+        self.most = most
 
     def goes_up(self, known: Collection[str]) -> bool:
         source = {"derived": "displacement", "derived from x": "x"}

@@ -14,6 +14,11 @@ from fl_lightning.storage.client_store import ClientStore
 from fl_lightning.storage.segments import Index
 
 JOURNAL = "site.json"
+# What reading a damaged file raises.
+_DAMAGE = (
+    *(ArithmeticError, ValueError, LookupError, TypeError, AttributeError),
+    RuntimeError,
+)
 STAGED = "staged."  # prefix of the names of the last round's rows, until that round counts
 
 
@@ -65,16 +70,31 @@ def read(folder: Path) -> Journal:
             clients, segments = rows[name].values()
             if clients.ndim != 1 or clients.shape != segments.shape:
                 raise ValueError(f"the clients and segments of {name[:50]} do not fit each other")
-        committed = {int(i): int(t) for i, t in held["committed"].items()}
-        staged = {int(i): (int(t), list(names)) for i, (t, names) in held["staged"]}
+            if bool((clients.diff() <= 0).any()) or bool((clients < 0).any()):
+                raise ValueError(f"the clients of {name[:50]} are not in ascending order")
+        committed = {int(i): _whole(t) for i, t in held["committed"].items()}
+        staged = {_whole(i): (_whole(t), _known(names, rows)) for i, (t, names) in held["staged"]}
         optimizer = str(held.get("optimizer", ""))
-        return Journal(int(held["run"]), committed, staged, rows, optimizer)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
+        return Journal(_whole(held["run"]), committed, staged, rows, optimizer)
+    except (OSError, *_DAMAGE) as error:
         raise UserError(
             f"site folder {folder}: {JOURNAL} is damaged ({str(error)[:100]}), so the state of its "
             "clients cannot be read. Restore it from a copy, or begin another run with another "
             "folder."
         ) from error
+
+
+def _whole(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{str(value)[:50]} is not a whole number")
+    return value
+
+
+def _known(names: list[str], rows: Index) -> list[str]:
+    """Return the names of staged rows, each of which the journal has to hold."""
+    if lacking := [name for name in names if STAGED + name not in rows]:
+        raise ValueError(f"it names rows {str(lacking[0])[:50]} that it does not hold")
+    return list(names)
 
 
 def _of_optimizer(name: str) -> bool:

@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks import methods
 from fl_lightning.lab.cli.compose import packaged, parse_yaml, read
 from fl_lightning.lab.sweep.grid import arms
 from fl_lightning.lab.sweep.sweep_file import read_spec
-from studies import compared
+from studies import compared, methods
 from studies.kept import keep
 from tests.helpers.zygote import Cli
 

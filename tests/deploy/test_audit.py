@@ -115,7 +115,7 @@ class Quotes(FederatedCallback):
 
 @pytest.mark.slow
 def test_the_file_quotes_no_cell(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="ValueError in"):
+    with pytest.raises(UserError, match="ValueError in"):
         over_sites(lambda: [Quotes()], tmp_path, **OPTIONS)
     line = lines_of(tmp_path / "north")[-1]
     assert (line["asked"], line["answer"]) == ("round", "failed")

@@ -30,6 +30,11 @@ def of_row(clients: Any, segments: Any) -> str:
         "[" * 200_000,
         "[]",
         json.dumps({**JOURNAL, "staged": [[0, [3]]]}),
+        json.dumps({**JOURNAL, "staged": [[0, [3, ["a"]]]]}),
+        json.dumps({**JOURNAL, "run": 1e400}),
+        json.dumps({**JOURNAL, "run": 7.9}),
+        of_row([1, 0], [3, 3]),
+        of_row([-1], [3]),
     ],
 )
 def test_a_damaged_journal_is_refused(text: str, tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 
 from fl_lightning import UserError
 from fl_lightning.datamodules import FromTable
+from fl_lightning.deploy.flower.serve_site import own_data
 from fl_lightning.deploy.round_messages import check_names
 from fl_lightning.deploy.told_errors import told
 from fl_lightning.deploy.transport import words
 from fl_lightning.errors import CellError
+from fl_lightning.lab.cli.compose import Command
 from tests.deploy.liars import OPTIONS, SHARES
 from tests.deploy.test_in_memory import Learner, over_sites
 
@@ -88,7 +90,7 @@ def test_an_error_of_a_learner_is_told_with_its_place_and_stays_in_the_log(
 ) -> None:
     given = {**OPTIONS, "learner": Quotes}
     expected = r"site north: client 0: ValueError in test_told_errors\.py, line \d+; the text is in"
-    with pytest.raises(RuntimeError, match=expected) as error:
+    with pytest.raises(UserError, match=expected) as error:
         over_sites(list, tmp_path, SHARES, rounds=2, **given)
     assert CELL not in str(error.value)
     assert f"ValueError: cannot use {CELL}" in capsys.readouterr().err
@@ -101,3 +103,11 @@ def test_folders_are_left_out_of_what_is_told(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="rows of another run") as error:
         over_sites(list, tmp_path, SHARES, rounds=1, **OPTIONS)
     assert str(tmp_path) not in str(error.value) and "site folder …/north" in str(error.value)
+
+
+def test_what_stands_in_a_sites_file_is_not_told(tmp_path: Path) -> None:
+    path = tmp_path / "site.yaml"
+    path.write_text(f"client: {CELL}\ndata: Digits\n", "utf-8")
+    with pytest.raises(UserError, match=CELL) as error:
+        own_data(Command(), path)
+    assert CELL not in told(error.value) and "serve_site.py" in told(error.value)

@@ -239,7 +239,7 @@ def fields_sent(spy: type[Spy], folder: Path) -> dict[str, set[str]]:
     over_sites(measured, folder / "measured", rounds=1, carrier=spy, **TESTED)
     over_sites(RANKS, folder / "ranks", rounds=1, carrier=spy, **adapted)
     two_servers(spy, folder)
-    with pytest.raises(RuntimeError, match="ValueError in"):
+    with pytest.raises(UserError, match="ValueError in"):
         over_sites(lambda: [Fails()], folder / "fails", rounds=1, carrier=spy)
     found: dict[str, set[str]] = {}
     for answer in spy.up:

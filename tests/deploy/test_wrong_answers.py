@@ -12,7 +12,14 @@ import pytest
 import torch
 
 from fl_lightning import Diverged, FederatedModule, UserError
-from fl_lightning.callbacks import ControlVariates, PerClientEvaluation, QuantizedUpdate, SignUpdate
+from fl_lightning.callbacks import (
+    AdamDirection,
+    ControlVariates,
+    NormalizedAveraging,
+    PerClientEvaluation,
+    QuantizedUpdate,
+    SignUpdate,
+)
 from fl_lightning.deploy.transport import MAGIC, InMemoryTransport, Message, words
 from tests.deploy.liars import OPTIONS, SHARES, Without, with_liar
 from tests.deploy.test_evaluation import data as of_clients
@@ -25,6 +32,8 @@ METHODS: dict[str, Methods] = {
     "scaffold": lambda: [ControlVariates()],
     "qsgd": lambda: [QuantizedUpdate(7)],
     "signs": lambda: [SignUpdate()],
+    "adam": lambda: [AdamDirection(second="averaged")],
+    "nova": lambda: [NormalizedAveraging()],
 }
 
 
@@ -67,6 +76,13 @@ def short(name: str) -> Callable[[Message], None]:
     return change
 
 
+def below_zero(name: str) -> Callable[[Message], None]:
+    def change(answer: Message) -> None:
+        answer.arrays[f"1/{name}"] = -1 - answer.arrays[f"1/{name}"]
+
+    return change
+
+
 def deep(answer: Message) -> bytes:
     text = b"[" * 100_000
     return MAGIC + len(text).to_bytes(8, "little") + text
@@ -103,6 +119,15 @@ LIES: dict[str, tuple[str, Callable[[Message], Any], str]] = {
     "update beside code": ("qsgd", array("update", np.ones(57, "f4")), "1/update"),
     "NaN buffer": ("fedavg", array("buffer/net.1.running_mean", MEAN), "1/buffer/net.1.running_m"),
     "negative variance": ("fedavg", array(VARIANCE, np.full(6, -9, "f4")), f"1/{VARIANCE}"),
+    "infinite variance": ("fedavg", array(VARIANCE, np.full(6, 3.3e38, "f4")), f"1/{VARIANCE}"),
+    "negative squares": (
+        *("adam", below_zero("upload/AdamDirection.second_sent")),
+        "1/upload/AdamDirection.second_sent",
+    ),
+    "negative steps": (
+        *("nova", array("upload/NormalizedAveraging.tau", np.asarray(-100.0))),
+        "1/upload/NormalizedAveraging.tau",
+    ),
     "buffer of one": ("fedavg", array(VARIANCE, np.ones(1, "f4")), f"1/{VARIANCE}"),
     "no buffer": ("fedavg", missing(VARIANCE), f"1/{VARIANCE}"),
     "maximum": (
@@ -193,6 +218,7 @@ def test_a_site_that_is_wrong_three_rounds_in_a_row_is_left_out(tmp_path: Path) 
     ("name", "value"),
     [
         ("sizes", np.asarray([-30])),
+        ("sizes", np.asarray([0])),
         ("sizes", np.asarray([2**63 - 1])),
         ("sizes", np.zeros(0, "i8")),
         ("clients", np.asarray([NAN])),

@@ -136,7 +136,8 @@ def published(found: Found, files: Sequence[Path]) -> list[Beside]:
 def configs_of(found: Found) -> dict[Path, list[str]]:
     """Return a run's folder → the names of the configs from which the run was made.
 
-    They are in the run's sweep's file and its command; a packaged sweep is itself such a config.
+    They are in the run's sweep's file and its command; a packaged sweep is itself such a config,
+    and the sweep's folder may have its name.
     """
     of_sweep: dict[Path, list[Any]] = {}
     for sweep in found.sweeps:
@@ -151,7 +152,7 @@ def configs_of(found: Found) -> dict[Path, list[str]]:
 def _of_sweep(sweep: ReportedSweep) -> list[Any]:
     configs = sweep.spec.get("configs")
     configs = configs if isinstance(configs, list) else [configs]
-    return [*_packaged_sweep(sweep.folder / "sweep.yaml"), *configs]
+    return [sweep.folder.name, *_packaged_sweep(sweep.folder / "sweep.yaml"), *configs]
 
 
 def _packaged_sweep(path: Path) -> list[str]:
