@@ -1,7 +1,7 @@
 """Partitions decide which client has which training samples.
 
 Partitions are pure functions of (labels, number of clients, seed). If possible, each client is
-drawn separately: a million clients with replacement cost nothing until they are sampled. Partitions
+drawn on demand: with replacement, a million clients cost nothing until they are sampled. Partitions
 of skewed labels, such as Dirichlet, are in ``label_skew.py``.
 """
 
