@@ -91,6 +91,12 @@ class ServerProgress:
                 continue
             value = getattr(modules[part], name, None)
             if not isinstance(value, int | float):
+                if name in names_of(modules[part], "sent_to_sites"):
+                    raise UserError(
+                        f"learner {type(self.learner).__name__}: sent_to_sites names {name}, but "
+                        f"its value is a {type(value).__name__}. Only Python's int, float and bool "
+                        f"are sent: write self.{name} = float(…)."
+                    )
                 self._note_left(full, "It is not a number")
             elif of_library(type(modules[part])) and lightning_base(modules[part]) is None:
                 self._note_left(full, "It belongs to a module of a library")

@@ -187,6 +187,18 @@ def test_a_number_that_the_class_does_not_name_is_refused(tmp_path: Path) -> Non
         over_sites(list, tmp_path, rounds=1, learner=Unnamed)
 
 
+class OfTorch(Learner):
+    sent_to_sites = ("rate",)
+
+    def on_train_epoch_start(self) -> None:
+        self.rate = torch.tensor(2.0)
+
+
+def test_a_named_value_that_is_no_number_of_python_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="sent_to_sites names rate, but its value is a Tensor"):
+        over_sites(list, tmp_path, rounds=1, learner=OfTorch)
+
+
 class ByClass(Learner):
     factor = 1.0
 
