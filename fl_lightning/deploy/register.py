@@ -63,7 +63,8 @@ class Register:
         self.places: dict[int, str] = {}  # number of a site's folder → name of the site
         self.refused: dict[str, str] = {}  # sites that the run does without → why
         self.clients_of_refused: set[int] = set()
-        self._wrong: dict[str, list[int]] = {}  # site → its latest rounds with wrong answers
+        # (site, kind of answer) → the latest rounds in which these were wrong
+        self._wrong: dict[tuple[str, str], list[int]] = {}
         self._asked: set[str] = set()
         self._lost: dict[str, float] = {}  # site → when it last lost a message
         # The number of each site's last question. Another server process starts at another number.
@@ -191,16 +192,18 @@ class Register:
         self.forget(site)
         self.loop.note(f"{why} The run goes on without this site")
 
-    def was_wrong(self, site: str, t: int, why: str) -> None:
-        """Note that a site's answer in round t was wrong; the third in a row is its last."""
-        rounds = self._wrong.setdefault(site, [])
+    def was_wrong(self, site: str, kind: str, t: int, why: str) -> None:
+        """Note that a site's answer in round t was wrong; the third of a kind in a row is its
+        last.
+        """
+        rounds = self._wrong.setdefault((site, kind), [])
         rounds += [t] * (t not in rounds)
         if len(rounds) >= IN_A_ROW:
             of = ", ".join(map(str, rounds))
             self.leave_out(site, f"site {site}: its answers were wrong in rounds {of} ({why}).")
 
-    def was_right(self, site: str) -> None:
-        self._wrong.pop(site, None)
+    def was_right(self, site: str, kind: str) -> None:
+        self._wrong.pop((site, kind), None)
 
     def heard(self, message: Message) -> None:
         """Note a site's clients, or that its process has started again.

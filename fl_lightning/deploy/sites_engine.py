@@ -240,7 +240,7 @@ class Sites:
             self.loop.note(
                 f"round {t}: the answer of {text}. Its clients {clients} are left out of this round"
             )
-            self.register.was_wrong(site, t, text)
+            self.register.was_wrong(site, inquiry.word, t, text)
 
     def answers(
         self, inquiry: Inquiry[Answer], clients: Collection[int]
@@ -281,7 +281,7 @@ class Sites:
                     self.told.discard(site)
                     continue
                 if answer is not None:
-                    self.register.was_right(site)
+                    self.register.was_right(site, inquiry.word)
                     yield site, answer
 
     def _heard(

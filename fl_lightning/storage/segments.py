@@ -169,6 +169,7 @@ def read_header(path: Path) -> Header:
         IndexError,
         AttributeError,
         OverflowError,
+        RecursionError,
     ) as error:
         raise UserError(
             f"The client state file {path} is damaged: {str(error)[:100]}. {WAY_OUT}"

@@ -291,3 +291,18 @@ def test_measurements_that_lie_are_left_out(tmp_path: Path) -> None:
     over, _ = with_liar(lie, tmp_path, methods, shares=shares, **{**given, **SKIP})
     assert any("answer of site south: the field tests says" in note for note in over.notes)
     assert any("clients [1, 2, 7] are left out of clients/…" in note for note in over.notes)
+
+
+def test_measurements_that_always_lie_leave_the_site_out(tmp_path: Path) -> None:
+    """Its right updates between them do not make up for them."""
+
+    def lie(answer: Message) -> None:
+        if answer.what == "evaluated":
+            answer.arrays["tests"] = answer.arrays["tests"] + answer.numbers["round"] + 1
+
+    given = {"participation": "all", "data": of_clients, "local_epochs": 1, "rounds": 5}
+    shares = {"north": [0, 3, 8], "south": [1, 2, 7], "west": [4, 5, 6]}
+    methods = lambda: [PerClientEvaluation(1)]  # noqa: E731
+    over, _ = with_liar(lie, tmp_path, methods, shares=shares, **{**given, **SKIP})
+    (told,) = [note for note in over.notes if "without this site" in note]
+    assert told.startswith("site south: its answers were wrong in rounds 0, 1, 2")
