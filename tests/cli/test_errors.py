@@ -129,7 +129,7 @@ OPTIONS: list[tuple[Any, ...]] = [  # what is typed, as one text or as words, an
     (("-c", "method/fedprox", "--method.mu", "!!set {a}"), "--method.mu", "set"),
     ("--data.batch_size 111111111111111111111111", "--data.batch_size 111", "63 bits"),
     ("-c method/ifca --method.k 111111111111111111111111", "--method.0.k 111", "63 bits"),
-    ("--trainer.devices 111111111111111111111111", "trainer:", "cannot fit"),
+    ("--trainer.devices 111111111111111111111111", "--trainer.devices 111", "63 bits"),
     ("--model.init_from .", "init_from='.'", "is a folder"),
     ("--model.init_from mine.yaml", "init_from='mine.yaml'", "cannot be loaded"),
     ("--model.participation [1", "--model.participation", "not valid YAML"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import types
 import typing
+from contextlib import suppress
 from typing import Any, Union
 
 from fl_lightning.errors import UserError, suggest
@@ -90,8 +91,12 @@ def _typed(value: Any, hint: Any) -> Any:
         return {**value, "init_args": _arguments(arguments, made)}
     if isinstance(value, str):
         kinds = {typing.get_args(each)[0] if _annotated(each) else each for each in _union(hint)}
-        number = plain_yaml(value, "") if str in kinds and kinds & {int, float, bool} else None
-        return number if isinstance(number, int | float) else value
+        if str not in kinds:
+            return value
+        with suppress(UserError):  # a number that YAML does not take is a text
+            number = plain_yaml(value, "")
+            numbers = kinds | ({int, float} if kinds & {int, float} else set())
+            return number if type(number) in numbers else value
     return value
 
 
