@@ -86,7 +86,7 @@ def test_an_answer_of_a_message_s_own_process_is_noted_too(
     federation.node("north", 'site="away.yaml"')
     over = federation.run(tmp_path / "app", folder="over", rounds=1, min_sites=1)
     federation.wait("the end of the run", lambda: over.poll() is not None, 600)
-    assert "this file cannot be read" in federation.log("run")
+    assert "UserError in serve_site.py" in federation.log("run")
     (line,) = lines_of(tmp_path / "north")
     assert (line["asked"], line["answer"]) == ("something else", "failed")
     assert line["fields"].startswith("user 1; text ")
