@@ -69,7 +69,7 @@ def check_optimizer(name: str, optimizer: Any) -> None:
     if isinstance(optimizer, torch.optim.LBFGS):
         why = "evaluates the loss several times a step"
     elif isinstance(optimizer, torch.optim.SparseAdam):
-        why = "takes sparse gradients alone"
+        why = "takes only sparse gradients"
     if any(group.get("maximize") for group in optimizer.param_groups):
         raise UserError(
             f"{name}: {kind} has maximize=True and would step up the gradient, but methods and the "

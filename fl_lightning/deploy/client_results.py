@@ -394,7 +394,7 @@ class Results:
             dtype = torch.get_default_dtype()  # a count may become a fraction
         infinite = _is_real(default) and not finite(default)
         value = fields.tensor(name, shapes, dtype, infinite, math.inf if infinite else MOST)
-        if not _is_real(value) and bool((value.abs() > LARGEST).any()):
+        if not _is_real(value) and bool((value.double().abs() > LARGEST).any()):
             fields.wrong(name, f"counts more than {LARGEST}")
         counts = name in DIVISORS or (not _is_real(default) and reduction is dim_zero_sum)
         if counts and bool((value < 0).any()):

@@ -103,12 +103,10 @@ class Register:
                     self.heard(message)
                 except LeftOut as error:
                     self.leave_out(message.site, str(error))
-                except (UserError, RuntimeError) as error:
+                except UserError as error:
                     if self.skips:
                         self.leave_out(message.site, str(error))
                         continue
-                    if isinstance(error, RuntimeError):
-                        raise
                     faults[message.site] = str(error)
                     until = min(until, time.monotonic() + OTHERS)
             now = time.monotonic()

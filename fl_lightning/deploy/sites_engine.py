@@ -295,7 +295,7 @@ class Sites:
 
         Raises:
             WrongField: the site was asked, and its answer is wrong.
-            UserError, RuntimeError: the site reports an error, and the run stops for it.
+            UserError: the site reports an error, and the run stops for it.
         """
         site = message.site
         if site in self.register.refused:
@@ -354,7 +354,7 @@ class Sites:
             self.register.heard(message)
         except LeftOut as error:
             self.register.leave_out(site, str(error))
-        except (UserError, RuntimeError) as error:
+        except UserError as error:
             if not self.register.skips:
                 raise
             missing |= set(waiting.pop(site, []))

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
+from itertools import product, starmap
 from pathlib import Path
 from typing import Any
 
@@ -513,6 +514,11 @@ def calculated_claims(sweeps: Sweeps) -> dict[str, dict[str, Any]]:
     return rows
 
 
+def first_matching(name: str, patterns: Iterable[str]) -> str | None:
+    """The first of the patterns that a name matches."""
+    return next((pattern for pattern in patterns if fnmatchcase(name, pattern)), None)
+
+
 def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[str, Number]:
     """Source → what a paper printed for a less what it printed for b, or the log of their ratio.
 
@@ -520,16 +526,18 @@ def printed_differences(claim: dict[str, Any], sweeps: Sequence[str]) -> dict[st
     """
     if claim.get("kind", "difference") not in ("difference", "every_seed", "equivalence"):
         return {}
-    files = [path for sweep in sweeps for path in ROOT.glob(f"studies/configs/**/{sweep}.yaml")]
+    files: list[Path] = []
+    for sweep in sweeps:
+        files += ROOT.glob(f"studies/configs/**/{sweep}.yaml")
     places = [path.relative_to(ROOT / "studies/configs").with_suffix("") for path in files]
     names = [f"experiment/{place.as_posix()}" for place in places]
     found: dict[str, Number] = {}
     for table in printed_tables():
-        about = any(fnmatchcase(n, pattern) for n in names for pattern in table["configs"])
+        about = any(starmap(fnmatchcase, product(names, table["configs"])))
         if not about or table["metric"] != claim["metric"]:
             continue
         printed = table["arms"]
-        rows = [next((p for p in printed if fnmatchcase(claim[x], p)), None) for x in "ab"]
+        rows = [first_matching(claim[arm], printed) for arm in "ab"]
         if rows[0] is None or rows[1] is None or rows[0] == rows[1]:
             continue
         numbers = [printed[row][0] for row in rows if row is not None]

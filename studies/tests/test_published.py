@@ -19,7 +19,9 @@ from fl_lightning.lab.report.summary import summarise
 from tests.report.folders import make_arm, make_run, report
 
 PUBLISHED = sorted((Path(__file__).parents[2] / "studies/published").glob("*.yaml"))
-OPTIONS = [word for file in PUBLISHED for word in ("--published", str(file))]
+OPTIONS: list[str] = []
+for _file in PUBLISHED:
+    OPTIONS += ["--published", str(_file)]
 LEVELS = {0: 0.70, 1: 0.72, 2: 0.69}
 SEEDS = range(6)
 

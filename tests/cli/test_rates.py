@@ -36,7 +36,7 @@ def test_optimizers_that_cannot_work() -> None:
     for wrong, says in (
         (torch.optim.SGD([w], lr=float("nan")), "SGD has lr=nan"),
         (torch.optim.LBFGS([w]), "LBFGS evaluates the loss several times"),
-        (torch.optim.SparseAdam([w]), "SparseAdam takes sparse gradients"),
+        (torch.optim.SparseAdam([w]), "SparseAdam takes only sparse gradients"),
         (torch.optim.Adam([w], capturable=True), "Adam has capturable=True"),
         (None, "it gives nothing"),
         ([torch.optim.SGD([w], lr=0.1)], "it gives a list"),

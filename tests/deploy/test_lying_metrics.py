@@ -244,3 +244,31 @@ def test_measurements_of_another_name_or_without_a_bound_are_left_out(
     )
     assert math.isfinite(metrics[-1]["clients/loss"]) and "clients/mystery" not in metrics[-1]
     assert math.isfinite(metrics[-1]["clients/share"])
+
+
+class AnyAbove(torchmetrics.Metric):
+    """Whether any loss was above 0, a truth value."""
+
+    any_above: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("any_above", torch.tensor(False), dist_reduce_fx="max")
+
+    def update(self, loss: torch.Tensor) -> None:
+        self.any_above = self.any_above | (loss.detach() > 0)
+
+    def compute(self) -> torch.Tensor:
+        return self.any_above.float()
+
+
+class Truth(Mean):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = AnyAbove()  # type: ignore[assignment]
+
+
+def test_a_state_that_is_a_truth_value_is_accepted(tmp_path: Path) -> None:
+    over, metrics = with_liar(lambda answer: None, tmp_path, learner=Truth, **SKIP)
+    assert not [note for note in over.notes if "the field" in note]
+    assert metrics[0]["train/mean"] == 1.0

@@ -59,9 +59,9 @@ def apply_options(command: Command) -> None:
     config = full_paths(config)
     for section, made in (("trainer", pl.Trainer), ("model", FederatedModule)):
         config[section] = _arguments(config[section], made)
-    command.config = {**config, "data": _typed(config.get("data"), None)}
-    if config.get("data") is None:
-        del command.config["data"]
+    if "data" in config:
+        config["data"] = _typed(config["data"], None)
+    command.config = config
 
 
 def _value(option: str, text: str) -> Any:
